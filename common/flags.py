@@ -1,0 +1,121 @@
+"""The flags of every scheme, and mistakes of the user's as one clear line. Imports no tensorflow."""
+
+import os
+import sys
+import types
+
+from absl import flags
+
+
+class UserError(Exception):
+    """What the user asked for cannot be done. Its text is one line: what was wrong, what was expected, what to do."""
+
+
+class _Number(flags.ArgumentParser):
+    """A number within bounds, or a `UserError` that names the flag."""
+
+    def __init__(self, name, convert, least, above):
+        super().__init__()
+        self.name, self.convert, self.least, self.above = name, convert, least, above
+        self.syntactic_help = "a whole number" if convert is int else "a number"
+
+    def parse(self, argument):
+        try:
+            value = self.convert(argument)
+        except (TypeError, ValueError):
+            raise UserError(f"--{self.name} must be {self.syntactic_help}, not {argument!r}") from None
+        if self.least is not None and not value >= self.least:
+            raise UserError(f"--{self.name} must be at least {self.least}, not {argument}")
+        if self.above is not None and not value > self.above:
+            raise UserError(f"--{self.name} must be greater than {self.above}, not {argument}")
+        if value in (float("inf"), float("-inf")):
+            raise UserError(f"--{self.name} must be finite, not {argument}")
+        return value
+
+
+def define_integer(name, default, help, least=None, flag_values=flags.FLAGS):
+    """Defines a flag for a whole number of at least `least`."""
+    flags.DEFINE(_Number(name, int, least, None), name, default, help, flag_values)
+
+
+def define_number(name, default, help, least=None, above=None, flag_values=flags.FLAGS):
+    """Defines a flag for a real number of at least `least`, greater than `above`."""
+    flags.DEFINE(_Number(name, float, least, above), name, default, help, flag_values)
+
+
+def define(defaults):
+    """Defines the flags that every scheme has. `defaults` are a scheme's own, by flag name.
+
+    Returns the `flags.FlagValues` that hold them and those that the scheme's script defined before.
+    """
+    values = flags.FLAGS
+
+    def own(name, default=None):
+        return defaults.get(name, default)
+
+    define_integer("num_ps", own("num_ps", 1), "ps tasks to start", least=1)
+    define_integer("num_workers", own("num_workers", 2), "workers to start", least=1)
+    define_number("epochs", own("epochs"), "passes over the training set, all workers together", above=0)
+    define_integer("steps", None, "stop at this many global updates (default: from --epochs)", least=1)
+    define_number("seconds", None, "stop after this many seconds of training", above=0)
+    flags.DEFINE_string("data", own("data", "digits"), "digits, linear, mnist, or FILE.py:FUNCTION")
+    flags.DEFINE_string("model", own("model", "mlp"), "linear, mlp, cnn, or FILE.py:FUNCTION")
+    define_integer("batch_size", own("batch_size"), "samples a step and worker", least=1)
+    define_number("learning_rate", own("learning_rate"), "step size", above=0)
+    define_integer("window", own("window", 1), "local steps between pull and push", least=1)
+    define_integer("rounds_per_call", own("rounds_per_call", 10), "most rounds in one session call", least=1)
+    define_integer("seed", own("seed", 0), "of initial values and of the order of samples", least=0)
+    flags.DEFINE_string("run_dir", None, "folder for all that the run writes (default: runs/SCHEME/TIME)")
+    flags.DEFINE_bool("resume", False, "go on from the newest checkpoint in --run_dir")
+    define_number("checkpoint_secs", 5, "seconds between checkpoints", above=0)
+    define_integer("max_restarts", 3, "how often each task may be restarted", least=0)
+    flags.DEFINE_bool("launch", False, "start --num_ps and --num_workers processes on this machine")
+    flags.DEFINE_bool("check", False, "check the flags, the data and the model, and train nothing")
+    flags.DEFINE_enum("job_name", None, ["ps", "worker"], "the job of this task, when started by hand")
+    define_integer("task_index", None, "the index of this task in its job", least=0)
+    flags.DEFINE_list("ps_hosts", None, "host:port of each ps, separated by commas")
+    flags.DEFINE_list("worker_hosts", None, "host:port of each worker, separated by commas")
+    flags.DEFINE_bool("help", False, "show this help")
+    return values
+
+
+def parse(values, arguments, program):
+    """Parses `arguments` and returns all flags as a namespace.
+
+    Raises:
+      UserError: for an unknown flag, a bad value, or an argument that is no flag.
+    """
+    try:
+        rest = values([program, *arguments])[1:]
+    except flags.UnrecognizedFlagError as error:
+        near = f"; did you mean {', '.join('--' + s for s in error.suggestions)}?" if error.suggestions else ""
+        raise UserError(f"unknown flag --{error.flagname}{near} (--help lists all)") from None
+    except flags.Error as error:
+        raise UserError(" ".join(str(error).split())) from None
+    if values.help:
+        print_help(values, program)
+        sys.exit(0)
+    if rest:
+        raise UserError(f"unexpected argument {rest[0]!r}: flags are written --name=value (--help lists all)")
+    return types.SimpleNamespace(**{name: values[name].value for name in values if name in _own_names(values)})
+
+
+def present(values, *names):
+    """Returns those of the flags `names` that were given on the command line."""
+    return [name for name in names if values[name].present]
+
+
+def _own_names(values):
+    """Names of flags that are ours, not absl's own."""
+    theirs = {flag.name for module, group in values.flags_by_module_dict().items() for flag in group
+              if module.startswith("absl")}  # fmt: skip
+    return {name for name in values if name not in theirs}
+
+
+def print_help(values, program):
+    """Prints every flag with its default."""
+    print(f"usage: {os.path.basename(program)} [--flag=value ...]\n")
+    for name in sorted(_own_names(values) - {"check"}):
+        flag = values[name]
+        default = "" if flag.default is None else f" (default: {flag.default_as_str.strip(chr(39))})"
+        print(f"  --{name:<18} {flag.help}{default}")

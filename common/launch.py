@@ -1,0 +1,264 @@
+"""Starts ps and workers as processes on this machine, shows their progress, restarts what dies, stops them all.
+
+Imports no tensorflow: only the tasks do.
+"""
+
+import contextlib
+import ctypes
+import datetime
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common import progress
+from common.flags import UserError
+
+STOP_SECONDS = 60  # to save a checkpoint and leave, before a task is killed
+PS_SECONDS = 10  # for a ps to see that all workers are done
+
+
+def launch(script, arguments, settings):
+    """Runs `script` as `--num_ps` ps tasks and `--num_workers` workers to the end, and returns the exit status.
+
+    Args:
+      script: path of the scheme's script.
+      arguments: its command line, handed on to each task.
+      settings: the flags, as a namespace.
+
+    Raises:
+      UserError: if the run cannot begin.
+    """
+    _check_input(script, arguments, settings)
+    prepare_run_dir(settings)
+    with contextlib.ExitStack() as stack:
+        hosts = {"ps": [], "worker": []}
+        for job, count in (("ps", settings.num_ps), ("worker", settings.num_workers)):
+            for _ in range(count):
+                hosts[job].append(f"127.0.0.1:{stack.enter_context(_reserved_port()).getsockname()[1]}")
+        command = [sys.executable, str(script), *arguments, "--nolaunch", f"--run_dir={settings.run_dir}",
+                   f"--ps_hosts={','.join(hosts['ps'])}", f"--worker_hosts={','.join(hosts['worker'])}"]  # fmt: skip
+        tasks = [Task(job, i, command, settings.run_dir) for job in hosts for i in range(len(hosts[job]))]
+        display = stack.enter_context(progress.Display(settings, range(settings.num_workers)))
+        display.say(f"{settings.scheme}: {settings.num_ps} ps, {settings.num_workers} workers; all files in {settings.run_dir}")
+        status = _Run(tasks, settings, display).run()
+    if status == 0:
+        _complete_result(settings, tasks)
+    progress.summary(settings, status)
+    return status
+
+
+def _complete_result(settings, tasks):
+    """Adds to the chief's result what the launcher knows."""
+    path = Path(settings.run_dir, "result.json")
+    result = json.loads(path.read_text())
+    result.update(restarts=sum(task.restarts for task in tasks), wall_seconds=time.time() - settings.began)
+    write_json(path, result)
+
+
+def write_json(path, value):
+    """Writes a JSON file, all or nothing."""
+    unfinished = path.with_name(path.name + ".unfinished")
+    unfinished.write_text(json.dumps(value, indent=2) + "\n")
+    os.replace(unfinished, path)
+
+
+def prepare_run_dir(settings, task=None):
+    """Makes the folder of the run and sets `settings.run_dir`.
+
+    Raises:
+      UserError: if it cannot be written, holds another run, or `--resume` finds nothing to resume.
+    """
+    if settings.run_dir is None:
+        if settings.resume:
+            raise UserError("--resume needs --run_dir=FOLDER, the folder of the run to go on with")
+        settings.run_dir = f"runs/{settings.scheme}/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
+    run_dir = Path(settings.run_dir)
+    has_checkpoint = (run_dir / "checkpoints" / "checkpoint").exists()
+    is_chief = task is None or task.is_master()
+    if settings.resume and not has_checkpoint and is_chief:
+        raise UserError(f"--resume: there is no checkpoint in {run_dir / 'checkpoints'}")
+    if has_checkpoint and not settings.resume and is_chief:
+        raise UserError(f"--run_dir={run_dir} holds a run already: --resume goes on with it, another folder starts anew")
+    try:
+        for folder in ("checkpoints", "logs", "metrics"):
+            (run_dir / folder).mkdir(parents=True, exist_ok=True)
+        probe = run_dir / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"--run_dir={run_dir} cannot be written: {error.strerror}") from None
+    settings.run_dir = str(run_dir.resolve())
+
+
+def _check_input(script, arguments, settings):
+    """Lets one process look at data and model before any task starts. For the built-in ones nothing can be wrong."""
+    if settings.data in ("digits", "linear") and settings.model in ("mlp", "linear") and settings.num_workers <= 100:
+        return
+    checking = subprocess.run(
+        [sys.executable, str(script), *arguments, "--check"], stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True,
+        env=dict(os.environ, TF_CPP_MIN_LOG_LEVEL="3"),
+    )  # fmt: skip
+    if checking.returncode:
+        last = checking.stderr.strip().splitlines()[-1:] or [f"the check of data and model ended with {checking.returncode}"]
+        raise UserError(last[0].removeprefix(f"{script.name}: "))
+
+
+@contextlib.contextmanager
+def _reserved_port():
+    """A port of this machine that nobody else gets as long as the context lasts.
+
+    The socket is bound but does not listen; the task's server can bind to the port as well, since both allow reuse, also
+    again after a restart. Closing the socket first would let another program take the port in between.
+    """
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind(("", 0))
+        yield reserved
+
+
+def die_with_parent(launcher):
+    """Makes this process end when its launcher, process `launcher`, ends in whatever way (Linux)."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "prctl"):
+        pr_set_pdeathsig = 1
+        libc.prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != launcher:
+        os._exit(1)
+
+
+@dataclass
+class Task:
+    """A process of the cluster, and its log."""
+
+    job: str
+    index: int
+    command: list
+    run_dir: str
+    restarts: int = 0
+    process: subprocess.Popen | None = None
+    status: int | None = None
+    environment: dict = field(default_factory=dict)
+
+    @property
+    def name(self):
+        return f"{self.job} {self.index}"
+
+    @property
+    def log(self):
+        return Path(self.run_dir, "logs", f"{self.job}-{self.index}.log")
+
+    def start(self, events, environment, *more):
+        """Starts the process; when it ends, the task is put into the queue `events`."""
+        self.status = None
+        with open(self.log, "ab") as log:
+            self.process = subprocess.Popen(
+                [*self.command, f"--job_name={self.job}", f"--task_index={self.index}", *more],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment,
+                start_new_session=True,  # so that a terminal's Ctrl-C reaches the launcher alone
+            )  # fmt: skip
+        threading.Thread(target=self._wait, args=(self.process, events), daemon=True).start()
+
+    def _wait(self, process, events):
+        process.wait()
+        events.put((self, process))
+
+    def signal(self, number):
+        """Sends a signal if the process is alive."""
+        if self.process and self.process.poll() is None:
+            self.process.send_signal(number)
+
+    def last_words(self):
+        """The last line of the log that looks like an error, or else the last one."""
+        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        errors = [line for line in lines if "Error" in line]
+        return (errors or lines or ["nothing in its log"])[-1]
+
+
+class _Run:
+    """The tasks of a run from start to end."""
+
+    def __init__(self, tasks, settings, display):
+        self._tasks, self._settings, self._display = tasks, settings, display
+        self._events = queue.Queue()
+        threads = str(max(1, (os.cpu_count() or 1) // settings.num_workers))  # or the tasks fight over the cores
+        self._environment = {"TF_NUM_INTRAOP_THREADS": threads, "TF_NUM_INTEROP_THREADS": threads, **os.environ,
+                             "TF_GRPC_REUSE_PORT": "true", "PYTHONUNBUFFERED": "1", "LAUNCHER_PID": str(os.getpid())}  # fmt: skip
+
+    def run(self):
+        """Returns the exit status of the run; no task is left when it returns."""
+        before = {n: signal.signal(n, self._interrupt) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        try:
+            for task in self._tasks:
+                task.start(self._events, self._environment)
+            return self._watch()
+        except KeyboardInterrupt:
+            with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C: no more waiting
+                self._stop_workers()
+            return 130
+        finally:
+            for number in before:
+                signal.signal(number, signal.SIG_IGN)
+            for task in self._tasks:
+                task.signal(signal.SIGKILL)
+            for task in self._tasks:
+                if task.process:
+                    task.process.wait()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _interrupt(self, number, frame):
+        raise KeyboardInterrupt
+
+    def _workers(self):
+        return [task for task in self._tasks if task.job == "worker"]
+
+    def _next_end(self, timeout=None):
+        """Waits for a task to end; returns it, or None after `timeout` seconds."""
+        try:
+            task, process = self._events.get(timeout=timeout)
+        except queue.Empty:
+            return None
+        task.status = process.returncode
+        return task
+
+    def _watch(self):
+        while any(worker.status != 0 for worker in self._workers()):
+            task = self._next_end()
+            if task.status == 0:
+                continue
+            if task.status == 2:  # the user's mistake: no restart will mend it
+                self._display.say(task.last_words())
+                return 2
+            if task.restarts == self._settings.max_restarts:
+                self._display.say(f"{task.name} {_ended(task.status)} and was restarted {task.restarts} times: "
+                                  f"{task.last_words()} (log: {task.log})")  # fmt: skip
+                return 1
+            task.restarts += 1
+            self._display.say(f"{task.name} {_ended(task.status)}; restart {task.restarts} of {self._settings.max_restarts}")
+            task.start(self._events, self._environment, "--resume")
+        deadline = time.monotonic() + PS_SECONDS
+        while any(task.status is None for task in self._tasks):
+            if self._next_end(max(0, deadline - time.monotonic())) is None:
+                break  # a ps that was restarted at the very end may have missed a worker's word
+        return 0
+
+    def _stop_workers(self):
+        """Lets the workers end, the chief with a checkpoint, for which it needs the ps."""
+        for worker in self._workers():
+            worker.signal(signal.SIGTERM)
+        deadline = time.monotonic() + STOP_SECONDS
+        while any(worker.process and worker.process.poll() is None for worker in self._workers()):
+            if self._next_end(max(0, deadline - time.monotonic())) is None:
+                break
+
+
+def _ended(status):
+    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"

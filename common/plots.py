@@ -1,0 +1,44 @@
+"""Curves from what a run has written."""
+
+import json
+from pathlib import Path
+
+
+def read_metrics(run_dir):
+    """Returns the lines of all workers' metrics, oldest first."""
+    lines = [json.loads(line) for path in Path(run_dir, "metrics").glob("worker-*.jsonl") for line in open(path)]
+    return sorted(lines, key=lambda line: line["time"])
+
+
+def curve(run_dir):
+    """Draws training loss, test accuracy and samples per second over time to `curve.png` in the run's folder."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure  # not pyplot, which would look for a display
+
+    lines = read_metrics(run_dir)
+    if not lines:
+        return
+    began = lines[0]["time"]
+    panels = [
+        ("training loss", "loss"),
+        ("test accuracy", "test_accuracy") if any(line.get("test_accuracy") is not None for line in lines)
+        else ("test loss", "test_loss"),
+        ("samples per second", "samples_per_second"),
+    ]  # fmt: skip
+    figure = Figure(figsize=(12, 3.5), layout="constrained")
+    for axes, (title, key) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        for worker in sorted({line["worker"] for line in lines}):
+            points = [(n["time"] - began, n[key]) for n in lines if n["worker"] == worker and n.get(key) is not None]
+            if points:
+                axes.plot(*zip(*points, strict=True), marker=".", label=f"worker {worker}")
+        axes.set(title=title, xlabel="seconds")
+        axes.grid(alpha=0.3)
+        if "loss" in key:
+            axes.set_yscale("log")
+        elif key == "samples_per_second":
+            axes.set_ylim(bottom=0)
+        if not key.startswith("test"):
+            axes.legend()
+    unfinished = Path(run_dir, "curve.unfinished.png")
+    FigureCanvasAgg(figure).print_png(unfinished)
+    unfinished.replace(Path(run_dir, "curve.png"))

@@ -1,0 +1,167 @@
+"""What a run shows while it trains, and the summary at its end. Reads what the workers write; imports no tensorflow."""
+
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+
+class _Tail:
+    """The lines that a worker has added to its metrics since the last look."""
+
+    def __init__(self, path):
+        self._path, self._file, self._rest = path, None, ""
+        if path.exists():  # a run that goes on: what it wrote before is past
+            self._file = open(path)
+            self._file.seek(0, 2)
+
+    def read(self):
+        if self._file is None:
+            if not self._path.exists():
+                return []
+            self._file = open(self._path)
+        *lines, self._rest = (self._rest + self._file.read()).split("\n")
+        return [json.loads(line) for line in lines]
+
+
+class Progress:
+    """The newest figures of each worker, and of all together.
+
+    Args:
+      run_dir: folder of the run.
+      workers: indices of the workers to show.
+    """
+
+    def __init__(self, run_dir, workers):
+        self._tails = {i: _Tail(Path(run_dir, "metrics", f"worker-{i}.jsonl")) for i in workers}
+        self.newest = {i: {} for i in workers}
+        self.target = None
+
+    def poll(self):
+        """Reads what is new; returns whether there was anything."""
+        news = False
+        for i, tail in self._tails.items():
+            for line in tail.read():
+                self.newest[i].update(line)
+                news = True
+        return news
+
+    def together(self):
+        """Figures of all workers together: the same keys, each missing until it is known."""
+        newest = [n for n in self.newest.values() if n]
+        total = {}
+        for key, combine in (("global_step", max), ("last_step", max), ("samples_per_second", sum), ("loss", _mean),
+                             ("staleness_mean", _mean), ("test_accuracy", max), ("test_loss", max)):  # fmt: skip
+            values = [n[key] for n in newest if n.get(key) is not None]
+            if values:
+                total[key] = combine(values)
+        return total
+
+    def line(self):
+        """All of it in one line."""
+        n = self.together()
+        parts = [f"step {_number(n, 'global_step', ',d')} of {_number(n, 'last_step', ',d')}"]
+        for name, key, form in _COLUMNS:
+            if key in n:
+                parts.append(f"{name} {_number(n, key, form)}")
+        return ", ".join(parts)
+
+    def table(self):
+        """A table, a row each worker and one for all, for `rich`."""
+        from rich.table import Table
+
+        table = Table(box=None, pad_edge=False)
+        for name in ("", "step", *(name for name, _, _ in _COLUMNS)):
+            table.add_column(name, justify="right")
+        rows = {f"worker {i}": n for i, n in self.newest.items()}
+        if len(rows) > 1:
+            rows["together"] = self.together()
+        for name, n in rows.items():
+            step = f"{_number(n, 'global_step', ',d')} of {_number(n, 'last_step', ',d')}" if n else "starting"
+            table.add_row(name, step, *(_number(n, key, form) for _, key, form in _COLUMNS))
+        return table
+
+
+_COLUMNS = (
+    ("samples/s", "samples_per_second", ",.0f"),
+    ("loss", "loss", ".4f"),
+    ("test accuracy", "test_accuracy", ".3f"),
+    ("test loss", "test_loss", ".4f"),
+    ("staleness", "staleness_mean", ".2f"),
+)
+
+
+def _number(values, key, form):
+    return format(values[key], form) if values.get(key) is not None else ""
+
+
+def _mean(values):
+    return sum(values) / len(values)
+
+
+class Display:
+    """A context that shows the progress of a run: a live table on a terminal, otherwise a line every two seconds."""
+
+    def __init__(self, settings, workers):
+        self.progress = Progress(settings.run_dir, workers)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._live = None
+        if sys.stdout.isatty():
+            from rich.live import Live
+
+            self._live = Live(self.progress.table(), auto_refresh=False)
+
+    def say(self, line):
+        """Prints a line above the table."""
+        if self._live:
+            self._live.console.print(line, highlight=False, markup=False)
+        else:
+            print(line, flush=True)
+
+    def __enter__(self):
+        if self._live:
+            self._live.start()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception):
+        self._ended.set()
+        self._thread.join()
+        self._show()
+        if self._live:
+            self._live.stop()
+
+    def _run(self):
+        while not self._ended.wait(0.25 if self._live else 2):
+            self._show()
+
+    def _show(self):
+        if not self.progress.poll():
+            return
+        if self._live:
+            self._live.update(self.progress.table(), refresh=True)
+        else:
+            print(self.progress.line(), flush=True)
+
+
+def summary(settings, status):
+    """Prints what came of a run, from its `result.json`."""
+    run_dir = Path(settings.run_dir)
+    if status == 130:
+        print(f"stopped; a checkpoint is saved: --resume --run_dir={run_dir} goes on from there")
+    if status != 0:
+        return
+    result = json.loads((run_dir / "result.json").read_text())
+    workers = f"{result['num_ps']} ps, {result['num_workers']} workers" if result["num_ps"] else "one process"
+    speed = f"{result['train_seconds']:.1f} s of training, {result['samples_per_second']:,.0f} samples/s" if result[
+        "train_seconds"] else "no training was left to do"  # fmt: skip
+    accuracy = f"test accuracy {result['test_accuracy']:.3f}, " if result["test_accuracy"] is not None else ""
+    staleness = f"staleness {result['staleness_mean']:.2f} on average, {result['staleness_max']} at most, " if result[
+        "staleness_mean"] is not None else ""  # fmt: skip
+    print(f"{result['scheme']}, {workers}: {result['global_steps']:,} updates, {result['samples']:,} samples")
+    print(f"{speed}; {result['wall_seconds']:.1f} s in all")
+    print(f"{accuracy}test loss {result['test_loss']:.4f}; {staleness}{result['restarts']} restarts")
+    for name in ("curve.png", "model.keras"):
+        print(run_dir / name)

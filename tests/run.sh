@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Every test: ruff, mypy, then pytest over tests/ and over every cell of every notebook.
+#
+#     bash tests/run.sh                        # everything
+#     bash tests/run.sh -k setup               # arguments go to pytest
+#     bash tests/run.sh HogWild/HogWild.ipynb  # so do paths, instead of everything
+#
+# Fails if any of the three does. pytest runs in any case, and last, so that its verdict is the last line.
+here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+source "$here/../common/setup.sh"
+cd "$here/.." || exit 1
+
+status=0
+"$PYTHON" -m ruff check --quiet . || { status=1; echo "ruff: failed" >&2; }
+"$PYTHON" -m mypy --no-error-summary || { status=1; echo "mypy: failed" >&2; }
+
+shopt -s nullglob
+what=(tests */*.ipynb)
+for argument in "$@"; do
+    [[ ! -e ${argument%%::*} ]] || what=() # the caller says which
+done
+# A notebook runs in its own folder, with this Python as its kernel whatever kernel it was saved with. Of its outputs,
+# those of cells marked `# NBVAL_CHECK_OUTPUT` are compared with the committed ones; elsewhere an error is what fails.
+"$PYTHON" -m pytest --nbval-lax --nbval-current-env ${what[@]+"${what[@]}"} "$@" || status=$?
+exit "$status"
