@@ -1,5 +1,7 @@
 """What the schemes, their scripts and their notebooks share."""
 
+from typing import Any
+
 
 class _TensorFlow:
     """`tensorflow.compat.v1`, imported when it is first used.
@@ -14,4 +16,4 @@ class _TensorFlow:
         return getattr(module, name)
 
 
-tf = _TensorFlow()
+tf: Any = _TensorFlow()

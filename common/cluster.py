@@ -94,7 +94,7 @@ def _complete(given):
     missing = [name for name, value in given.items() if value in (None, [])]
     if missing:
         present = next(f"{name}={value}" for name, value in given.items() if value not in (None, []))
-        raise UserError(f"{present} names a task of a cluster, but {', '.join(missing)} is missing: set all of {', '.join(given)}")
+        raise UserError(f"{present} names a task of a cluster, but {', '.join(missing)} is missing")
     return given
 
 
@@ -189,7 +189,7 @@ def say_done(task, server):
 
 def serve(task, server):
     """The whole life of a ps: returns when every worker has said that it is done."""
-    done = set()
+    done: set[int] = set()
     with tf.Graph().as_default():
         next_done = _done_queue(task.index).dequeue()
         with tf.Session(server.target, config=task.config()) as session:

@@ -78,7 +78,9 @@ def mnist():
         (x_train, y_train), (x_test, y_test) = keras.datasets.mnist.load_data()
     except Exception as error:
         raise UserError(f"--data=mnist could not be downloaded: {one_line(error)}; --data=digits needs no network") from None
-    return tuple(((x[..., None] / 255).astype(np.float32), y.astype(np.int32)) for x, y in ((x_train, y_train), (x_test, y_test)))
+    return tuple(
+        ((x[..., None] / 255).astype(np.float32), y.astype(np.int32)) for x, y in ((x_train, y_train), (x_test, y_test))
+    )
 
 
 def checked(arrays, spec):
@@ -108,23 +110,29 @@ def checked(arrays, spec):
             if y.ndim == 2 and y.shape[1] == 1:
                 y = y[:, 0]
             if y.ndim != 1:
-                raise UserError(f"--data={spec}: y_{half} has shape {y.shape}, expected class numbers of shape [n]; one-hot "
-                                f"labels become those by .argmax(axis=1)")  # fmt: skip
+                raise UserError(
+                    f"--data={spec}: y_{half} has shape {y.shape}, expected class numbers of shape [n]; one-hot "
+                    f"labels become those by .argmax(axis=1)"
+                )
             if y.min() < 0:
                 raise UserError(f"--data={spec}: y_{half} holds the class {y.min()}, expected 0 or more")
             parts[f"y_{half}"] = y.astype(np.int32)
     for axis in "xy":
         train, test = parts[f"{axis}_train"], parts[f"{axis}_test"]
         if train.shape[1:] != test.shape[1:] or train.dtype != test.dtype:
-            raise UserError(f"--data={spec}: {axis}_train holds {train.dtype} of shape {train.shape[1:]}, "
-                            f"{axis}_test {test.dtype} of shape {test.shape[1:]}; expected the same")  # fmt: skip
+            raise UserError(
+                f"--data={spec}: {axis}_train holds {train.dtype} of shape {train.shape[1:]}, "
+                f"{axis}_test {test.dtype} of shape {test.shape[1:]}; expected the same"
+            )
     return Data(**parts)
 
 
 def shard(data, index, count):
     """Returns the training samples of worker `index` of `count`: every count-th, so that all get equal shares of any order."""
     if len(data.x_train) < count:
-        raise UserError(f"{len(data.x_train)} training samples are too few for {count} workers: --num_workers or the data must change")
+        raise UserError(
+            f"{len(data.x_train)} training samples are too few for {count} workers: --num_workers or the data must change"
+        )
     return data.x_train[index::count], data.y_train[index::count]
 
 

@@ -1,5 +1,6 @@
 """The flags of every scheme, and mistakes of the user's as one clear line. Imports no tensorflow."""
 
+import difflib
 import os
 import sys
 import types
@@ -88,7 +89,8 @@ def parse(values, arguments, program):
     try:
         rest = values([program, *arguments])[1:]
     except flags.UnrecognizedFlagError as error:
-        near = f"; did you mean {', '.join('--' + s for s in error.suggestions)}?" if error.suggestions else ""
+        close = difflib.get_close_matches(error.flagname, _own_names(values), 1)
+        near = f"; did you mean --{close[0]}?" if close else ""
         raise UserError(f"unknown flag --{error.flagname}{near} (--help lists all)") from None
     except flags.Error as error:
         raise UserError(" ".join(str(error).split())) from None
@@ -107,8 +109,9 @@ def present(values, *names):
 
 def _own_names(values):
     """Names of flags that are ours, not absl's own."""
-    theirs = {flag.name for module, group in values.flags_by_module_dict().items() for flag in group
-              if module.startswith("absl")}  # fmt: skip
+    theirs = {
+        flag.name for module, group in values.flags_by_module_dict().items() for flag in group if module.startswith("absl")
+    }
     return {name for name in values if name not in theirs}
 
 

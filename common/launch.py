@@ -39,12 +39,19 @@ def launch(script, arguments, settings):
     _check_input(script, arguments, settings)
     prepare_run_dir(settings)
     with contextlib.ExitStack() as stack:
-        hosts = {"ps": [], "worker": []}
+        hosts: dict[str, list[str]] = {"ps": [], "worker": []}
         for job, count in (("ps", settings.num_ps), ("worker", settings.num_workers)):
             for _ in range(count):
                 hosts[job].append(f"127.0.0.1:{stack.enter_context(_reserved_port()).getsockname()[1]}")
-        command = [sys.executable, str(script), *arguments, "--nolaunch", f"--run_dir={settings.run_dir}",
-                   f"--ps_hosts={','.join(hosts['ps'])}", f"--worker_hosts={','.join(hosts['worker'])}"]  # fmt: skip
+        command = [
+            sys.executable,
+            str(script),
+            *arguments,
+            "--nolaunch",
+            f"--run_dir={settings.run_dir}",
+            f"--ps_hosts={','.join(hosts['ps'])}",
+            f"--worker_hosts={','.join(hosts['worker'])}",
+        ]
         tasks = [Task(job, i, command, settings.run_dir) for job in hosts for i in range(len(hosts[job]))]
         display = stack.enter_context(progress.Display(settings, range(settings.num_workers)))
         display.say(f"{settings.scheme}: {settings.num_ps} ps, {settings.num_workers} workers; all files in {settings.run_dir}")
@@ -103,9 +110,12 @@ def _check_input(script, arguments, settings):
     if settings.data in ("digits", "linear") and settings.model in ("mlp", "linear") and settings.num_workers <= 100:
         return
     checking = subprocess.run(
-        [sys.executable, str(script), *arguments, "--check"], stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True,
+        [sys.executable, str(script), *arguments, "--check"],
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
         env=dict(os.environ, TF_CPP_MIN_LOG_LEVEL="3"),
-    )  # fmt: skip
+    )
     if checking.returncode:
         last = checking.stderr.strip().splitlines()[-1:] or [f"the check of data and model ended with {checking.returncode}"]
         raise UserError(last[0].removeprefix(f"{script.name}: "))
@@ -161,9 +171,12 @@ class Task:
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
                 [*self.command, f"--job_name={self.job}", f"--task_index={self.index}", *more],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
                 start_new_session=True,  # so that a terminal's Ctrl-C reaches the launcher alone
-            )  # fmt: skip
+            )
         threading.Thread(target=self._wait, args=(self.process, events), daemon=True).start()
 
     def _wait(self, process, events):
@@ -187,10 +200,16 @@ class _Run:
 
     def __init__(self, tasks, settings, display):
         self._tasks, self._settings, self._display = tasks, settings, display
-        self._events = queue.Queue()
+        self._events: queue.Queue = queue.Queue()
         threads = str(max(1, (os.cpu_count() or 1) // settings.num_workers))  # or the tasks fight over the cores
-        self._environment = {"TF_NUM_INTRAOP_THREADS": threads, "TF_NUM_INTEROP_THREADS": threads, **os.environ,
-                             "TF_GRPC_REUSE_PORT": "true", "PYTHONUNBUFFERED": "1", "LAUNCHER_PID": str(os.getpid())}  # fmt: skip
+        self._environment = {
+            "TF_NUM_INTRAOP_THREADS": threads,
+            "TF_NUM_INTEROP_THREADS": threads,
+            **os.environ,
+            "TF_GRPC_REUSE_PORT": "true",
+            "PYTHONUNBUFFERED": "1",
+            "LAUNCHER_PID": str(os.getpid()),
+        }
 
     def run(self):
         """Returns the exit status of the run; no task is left when it returns."""
@@ -238,8 +257,10 @@ class _Run:
                 self._display.say(task.last_words())
                 return 2
             if task.restarts == self._settings.max_restarts:
-                self._display.say(f"{task.name} {_ended(task.status)} and was restarted {task.restarts} times: "
-                                  f"{task.last_words()} (log: {task.log})")  # fmt: skip
+                self._display.say(
+                    f"{task.name} {_ended(task.status)} and was restarted {task.restarts} times: "
+                    f"{task.last_words()} (log: {task.log})"
+                )
                 return 1
             task.restarts += 1
             self._display.say(f"{task.name} {_ended(task.status)}; restart {task.restarts} of {self._settings.max_restarts}")

@@ -49,7 +49,9 @@ def _run(scheme, train, script, arguments, defaults):
     task = cluster.task_from(settings)
     if task is None and not settings.launch:
         for name in flags.present(values, "num_ps", "num_workers"):
-            raise UserError(f"--{name} is for --launch, which `bash {settings.scheme}/run.sh` gives; without it, one process trains")
+            raise UserError(
+                f"--{name} is for --launch, which `bash {settings.scheme}/run.sh` gives; without it, one process trains"
+            )
     # Of tensorflow's C++ part only errors are worth a reader's terminal; a log file can take warnings.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1" if launcher else "3")
     if settings.check:

@@ -66,14 +66,18 @@ def _check(keras_model, spec, data):
         outputs = keras_model(data.x_train[:2], training=False)
         shape = tuple(outputs.shape[1:])
     except Exception as error:
-        shape = list(data.x_train.shape[1:])
-        raise UserError(f"--model={spec} cannot be called on samples of shape {shape}: {one_line(error)}") from error
+        raise UserError(
+            f"--model={spec} cannot be called on samples of shape {list(data.x_train.shape[1:])}: {one_line(error)}"
+        ) from error
     if data.is_classification and (len(shape) != 1 or shape[0] < data.num_classes):
-        raise UserError(f"--model={spec} gives outputs of shape {list(shape)}, but the labels are classes 0 to "
-                        f"{data.num_classes - 1}: expected [{data.num_classes}] logits")  # fmt: skip
+        raise UserError(
+            f"--model={spec} gives outputs of shape {list(shape)}, but the labels are classes 0 to "
+            f"{data.num_classes - 1}: expected [{data.num_classes}] logits"
+        )
     if not data.is_classification and shape != data.y_train.shape[1:]:
-        raise UserError(f"--model={spec} gives outputs of shape {list(shape)}, but the labels have shape "
-                        f"{list(data.y_train.shape[1:])}")  # fmt: skip
+        raise UserError(
+            f"--model={spec} gives outputs of shape {list(shape)}, but the labels have shape {list(data.y_train.shape[1:])}"
+        )
     if not keras_model.trainable_variables:
         raise UserError(f"--model={spec} has no trainable variables")
     others = {v.dtype for v in keras_model.trainable_variables} - {"float32"}

@@ -35,9 +35,7 @@ class GlobalParameters:
                 [self.size],
                 partitioner=tf.fixed_size_partitioner(min(num_ps, self.size)),
                 # Called for each piece; only partition_info knows where the piece begins.
-                initializer=lambda shape, dtype=None, partition_info=None: tf.slice(
-                    feed, partition_info.var_offset, shape
-                ),
+                initializer=lambda shape, dtype=None, partition_info=None: tf.slice(feed, partition_info.var_offset, shape),
                 use_resource=True,
             )
             self.step = tf.train.get_or_create_global_step()
@@ -179,7 +177,8 @@ def build_rounds(scheme, center, local, hp, rounds=1):
 
     A call costs as much as a message or two, so the fewer the better; its graph grows with the rounds.
     """
-    losses, steps, operations = [], [], []
+    losses, steps = [], []
+    operations: list[Any] = []
     for _ in range(rounds):
         generator = scheme(center, local, hp)
         while True:

@@ -21,10 +21,11 @@ def curve(run_dir):
     began = lines[0]["time"]
     panels = [
         ("training loss", "loss"),
-        ("test accuracy", "test_accuracy") if any(line.get("test_accuracy") is not None for line in lines)
+        ("test accuracy", "test_accuracy")
+        if any(line.get("test_accuracy") is not None for line in lines)
         else ("test loss", "test_loss"),
         ("samples per second", "samples_per_second"),
-    ]  # fmt: skip
+    ]
     figure = Figure(figsize=(12, 3.5), layout="constrained")
     for axes, (title, key) in zip(figure.subplots(1, len(panels)), panels, strict=True):
         for worker in sorted({line["worker"] for line in lines}):

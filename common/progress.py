@@ -3,7 +3,6 @@
 import json
 import sys
 import threading
-import time
 from pathlib import Path
 
 
@@ -35,7 +34,7 @@ class Progress:
 
     def __init__(self, run_dir, workers):
         self._tails = {i: _Tail(Path(run_dir, "metrics", f"worker-{i}.jsonl")) for i in workers}
-        self.newest = {i: {} for i in workers}
+        self.newest: dict[int, dict] = {i: {} for i in workers}
         self.target = None
 
     def poll(self):
@@ -51,8 +50,15 @@ class Progress:
         """Figures of all workers together: the same keys, each missing until it is known."""
         newest = [n for n in self.newest.values() if n]
         total = {}
-        for key, combine in (("global_step", max), ("last_step", max), ("samples_per_second", sum), ("loss", _mean),
-                             ("staleness_mean", _mean), ("test_accuracy", max), ("test_loss", max)):  # fmt: skip
+        for key, combine in (
+            ("global_step", max),
+            ("last_step", max),
+            ("samples_per_second", sum),
+            ("loss", _mean),
+            ("staleness_mean", _mean),
+            ("test_accuracy", max),
+            ("test_loss", max),
+        ):
             values = [n[key] for n in newest if n.get(key) is not None]
             if values:
                 total[key] = combine(values)
@@ -155,11 +161,17 @@ def summary(settings, status):
         return
     result = json.loads((run_dir / "result.json").read_text())
     workers = f"{result['num_ps']} ps, {result['num_workers']} workers" if result["num_ps"] else "one process"
-    speed = f"{result['train_seconds']:.1f} s of training, {result['samples_per_second']:,.0f} samples/s" if result[
-        "train_seconds"] else "no training was left to do"  # fmt: skip
+    speed = (
+        f"{result['train_seconds']:.1f} s of training, {result['samples_per_second']:,.0f} samples/s"
+        if result["train_seconds"]
+        else "no training was left to do"
+    )
     accuracy = f"test accuracy {result['test_accuracy']:.3f}, " if result["test_accuracy"] is not None else ""
-    staleness = f"staleness {result['staleness_mean']:.2f} on average, {result['staleness_max']} at most, " if result[
-        "staleness_mean"] is not None else ""  # fmt: skip
+    staleness = (
+        f"staleness {result['staleness_mean']:.2f} on average, {result['staleness_max']} at most, "
+        if result["staleness_mean"] is not None
+        else ""
+    )
     print(f"{result['scheme']}, {workers}: {result['global_steps']:,} updates, {result['samples']:,} samples")
     print(f"{speed}; {result['wall_seconds']:.1f} s in all")
     print(f"{accuracy}test loss {result['test_loss']:.4f}; {staleness}{result['restarts']} restarts")

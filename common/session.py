@@ -41,8 +41,6 @@ def monitored_session(task, target, scaffold, checkpoint_dir, checkpoint_secs, h
     """
     hooks = list(hooks)
     if task is None or task.is_master():
-        saver = tf.train.CheckpointSaverHook(
-            checkpoint_dir, save_secs=checkpoint_secs, scaffold=scaffold, save_graph_def=False
-        )
+        saver = tf.train.CheckpointSaverHook(checkpoint_dir, save_secs=checkpoint_secs, scaffold=scaffold, save_graph_def=False)
         hooks.append(saver)
     return tf.train.MonitoredSession(_Creator(task, scaffold, target, checkpoint_dir), hooks)

@@ -33,7 +33,9 @@ def train(scheme, task, settings):
     is_chief = index == 0
     dataset = data.load(settings.data, settings.seed)
     x, y = data.shard(dataset, index, num_workers)
-    model = models.build(settings.model, dataset, settings.seed + index)  # the chief's values count; the seed of Dropout differs
+    model = models.build(
+        settings.model, dataset, settings.seed + index
+    )  # the chief's values count; the seed of Dropout differs
     last = last_step(settings, len(dataset.x_train))
 
     with tf.Graph().as_default():
@@ -88,7 +90,7 @@ def train(scheme, task, settings):
                 path = os.path.join(checkpoints, "model.ckpt")
                 session.run_step_fn(lambda step_context: scaffold.saver.save(step_context.session, path, center.step))
                 reports = rendezvous.gather(session, report) if task else [report]
-                global_step, test_loss, test_accuracy = evaluation.evaluate(session)
+                evaluated = evaluation.evaluate(session)
                 parameters, state = session.run(final)
                 if task:
                     rendezvous.dismiss(session)
@@ -102,10 +104,7 @@ def train(scheme, task, settings):
         cluster.say_done(task, server)
     if is_chief:
         model.save(parameters, state, Path(settings.run_dir, "model.keras"))
-        plots.curve(settings.run_dir)
-        result = summarize(settings, task, reports, global_step)
-        result.update(test_accuracy=test_accuracy, test_loss=test_loss, restarts=0)
-        write_json(Path(settings.run_dir, "result.json"), result)
+        write_result(settings, task, reports, *evaluated)
     return 0
 
 
@@ -122,8 +121,16 @@ def _staleness(counts):
     return counts.total(), sum(k * n for k, n in counts.items()), max(counts, default=0)
 
 
+def write_result(settings, task, reports, global_step, test_loss, test_accuracy):
+    """Writes `result.json` and `curve.png` from the reports of all workers and the last evaluation."""
+    plots.curve(settings.run_dir)
+    result = summarize(settings, task, reports, global_step)
+    result.update(test_accuracy=test_accuracy, test_loss=test_loss, restarts=0)
+    write_json(Path(settings.run_dir, "result.json"), result)
+
+
 def summarize(settings, task, reports, global_step):
-    """Returns the contents of `result.json` from the reports of all workers, but for what the chief alone knows."""
+    """Returns what `result.json` says of speed and staleness."""
     columns = dict(zip(REPORT, np.array(reports, float).T, strict=True))
     trained = columns["updates"] > 0
     train_seconds = samples_per_second = staleness = None
@@ -148,7 +155,6 @@ def summarize(settings, task, reports, global_step):
         "staleness_mean": staleness,
         "staleness_max": int(columns["staleness_max"].max()),
     }
-
 
 
 def _fed_once(value, name):
