@@ -44,10 +44,8 @@ def launch(script, arguments, settings):
             for _ in range(count):
                 hosts[job].append(f"127.0.0.1:{stack.enter_context(_reserved_port()).getsockname()[1]}")
         command = [
-            sys.executable,
-            str(script),
-            *arguments,
-            "--nolaunch",
+            *(sys.executable, str(script)),
+            *(argument for argument in arguments if argument != "--launch"),
             f"--run_dir={settings.run_dir}",
             f"--ps_hosts={','.join(hosts['ps'])}",
             f"--worker_hosts={','.join(hosts['worker'])}",
@@ -114,11 +112,19 @@ def _check_input(script, arguments, settings):
         stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
         text=True,
-        env=dict(os.environ, TF_CPP_MIN_LOG_LEVEL="3"),
     )
     if checking.returncode:
-        last = checking.stderr.strip().splitlines()[-1:] or [f"the check of data and model ended with {checking.returncode}"]
-        raise UserError(last[0].removeprefix(f"{script.name}: "))
+        raise UserError(_last_error(checking.stderr, script.name))
+
+
+def _last_error(text, script_name):
+    """The last line of `text` that a script printed about a `UserError`, else that looks like an error, else at all."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    for looks_right in (lambda line: line.startswith(f"{script_name}: "), lambda line: "Error" in line, bool):
+        found = [line for line in lines if looks_right(line)]
+        if found:
+            return found[-1].removeprefix(f"{script_name}: ")
+    return "it printed nothing"
 
 
 @contextlib.contextmanager
@@ -189,10 +195,8 @@ class Task:
             self.process.send_signal(number)
 
     def last_words(self):
-        """The last line of the log that looks like an error, or else the last one."""
-        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        errors = [line for line in lines if "Error" in line]
-        return (errors or lines or ["nothing in its log"])[-1]
+        """The last error in the log, one line."""
+        return _last_error(self.log.read_text(errors="replace"), Path(self.command[1]).name)
 
 
 class _Run:

@@ -34,6 +34,15 @@ def main(scheme=None, train=None, **defaults):
         sys.exit(130)
 
 
+def _log_to(path):
+    """Sends what C++ code writes to standard error to a file: tensorflow's start-up messages are not for a terminal."""
+    sys.stderr.flush()
+    terminal = os.dup(2)
+    with open(path, "ab") as log:
+        os.dup2(log.fileno(), 2)
+    sys.stderr = open(terminal, "w", buffering=1)  # Python's own errors stay visible
+
+
 def _say(status, line):
     print(line, file=sys.stderr)
     return status
@@ -52,8 +61,67 @@ def _run(scheme, train, script, arguments, defaults):
             raise UserError(
                 f"--{name} is for --launch, which `bash {settings.scheme}/run.sh` gives; without it, one process trains"
             )
-    # Of tensorflow's C++ part only errors are worth a reader's terminal; a log file can take warnings.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1" if launcher else "3")
+    if settings.check:
+        from common import training
+
+        training.check(settings)
+        return 0
+    if task is None and settings.launch:
+        return launch.launch(script, arguments, settings)
+    index = task.index if task else 0
+    if not launcher:
+        launch.prepare_run_dir(settings, task)
+        _log_to(Path(settings.run_dir, "logs", f"{task.type if task else 'worker'}-{index}.log"))
+    if task and task.is_ps():
+        return _serve(task)
+
+    from common import training  # and with it tensorflow
+
+    train = train or functools.partial(training.train, scheme)
+    if launcher:
+        return train(task, settings)
+    with progress.Display(settings, [index]):
+        status = train(task, settings)
+    if index == 0:
+        progress.summary(settings, status)
+    return status
+
+
+def _serve(task):
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a ps waits outside Python, which would never see the signal
+    server = task.create_server()
+    print(f"ps {task.index} serves at {task.ps_hosts[task.index]} until all workers are done", flush=True)
+    cluster.serve(task, server)
+    return 0
+
+
+def _log_to(path):
+    """Sends what C++ code writes to standard error to a file: tensorflow's start-up messages are not for a terminal."""
+    sys.stderr.flush()
+    terminal = os.dup(2)
+    with open(path, "ab") as log:
+        os.dup2(log.fileno(), 2)
+    sys.stderr = open(terminal, "w", buffering=1)  # Python's own errors stay visible
+
+
+def _say(status, line):
+    print(line, file=sys.stderr)
+    return status
+
+
+def _run(scheme, train, script, arguments, defaults):
+    launcher = os.environ.get("LAUNCHER_PID")
+    if launcher:
+        launch.die_with_parent(int(launcher))
+    values = flags.define(defaults)
+    settings = flags.parse(values, arguments, script.name)
+    settings.scheme, settings.began = script.parent.name, time.time()
+    task = cluster.task_from(settings)
+    if task is None and not settings.launch:
+        for name in flags.present(values, "num_ps", "num_workers"):
+            raise UserError(
+                f"--{name} is for --launch, which `bash {settings.scheme}/run.sh` gives; without it, one process trains"
+            )
     if settings.check:
         from common import training
 
@@ -63,7 +131,9 @@ def _run(scheme, train, script, arguments, defaults):
         return launch.launch(script, arguments, settings)
     if task and task.is_ps():
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a ps waits outside Python, which would never see the signal
-        cluster.serve(task, task.create_server())
+        server = task.create_server()
+        print(f"ps {task.index} serves at {task.ps_hosts[task.index]} until all workers are done", flush=True)
+        cluster.serve(task, server)
         return 0
 
     from common import training
@@ -72,7 +142,8 @@ def _run(scheme, train, script, arguments, defaults):
     if launcher:
         return train(task, settings)
     launch.prepare_run_dir(settings, task)
-    index, num_workers = (task.index, task.num_workers) if task else (0, 1)
+    index = task.index if task else 0
+    _log_to(Path(settings.run_dir, "logs", f"worker-{index}.log"))
     with progress.Display(settings, [index]):
         status = train(task, settings)
     if index == 0:

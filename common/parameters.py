@@ -52,17 +52,15 @@ class GlobalParameters:
         return tf.control_dependencies([op for op in self.previous if op.device == device or "/job:ps" not in op.device])
 
     def read(self):
-        """Returns the present x̃ as one tensor `[size]`: one message from each ps."""
+        """Returns the present x̃ as one tensor `[size]`, and the global step, read on its ps just before. One message a ps."""
+        with tf.control_dependencies(None), self._after_previous(self.step.device):
+            step = self.step.read_value()
         values = []
         for piece in self.pieces:
-            with tf.control_dependencies(None), self._after_previous(piece.device):
+            before = [step] if piece.device == self.step.device else []
+            with tf.control_dependencies(None), self._after_previous(piece.device), tf.control_dependencies(before):
                 values.append(piece.read_value())
-        return tf.concat(values, axis=0) if len(values) > 1 else values[0]
-
-    def read_step(self):
-        """Returns the present global step, on its ps."""
-        with tf.control_dependencies(None), self._after_previous(self.step.device):
-            return self.step.read_value()
+        return tf.concat(values, axis=0) if len(values) > 1 else values[0], step
 
     def push(self, optimizer, gradient):
         """x̃ ← optimizer(x̃, gradient) on the ps, without a lock; counts one update. One message to each ps.
@@ -82,8 +80,10 @@ class GlobalParameters:
                     applied.append(optimizer.apply_gradients([(part, piece)]))
             on_step_ps = [op for op in applied if op.device == self.step.device]
             with tf.device(self.step.device), tf.control_dependencies(on_step_ps):
-                self.updated = self.step.assign_add(1, read_value=True)
-        return [*applied, self.updated.op]
+                # Adds one and returns the old value, as one indivisible operation; assign_add is one and a read is another.
+                count = tf.raw_ops.ResourceCountUpTo(resource=self.step.handle, limit=tf.int64.max, T=tf.int64)
+                self.updated = count + 1
+        return [*applied, count.op]
 
 
 class LocalParameters:
@@ -111,8 +111,8 @@ class LocalParameters:
 
     def pull(self, center):
         """x ← x̃. One message from each ps."""
-        self.pulled = center.read_step()
-        return [self.value.assign(center.read(), read_value=False)]
+        value, self.pulled = center.read()
+        return [self.value.assign(value, read_value=False)]
 
     def train(self, window, optimizer):
         """`window` local steps in one call: g ← gradient at x of the next batch's mean loss; x ← optimizer(x, g).

@@ -33,9 +33,8 @@ def train(scheme, task, settings):
     is_chief = index == 0
     dataset = data.load(settings.data, settings.seed)
     x, y = data.shard(dataset, index, num_workers)
-    model = models.build(
-        settings.model, dataset, settings.seed + index
-    )  # the chief's values count; the seed of Dropout differs
+    # Of the initial values only the chief's count; the seed of Dropout is to differ.
+    model = models.build(settings.model, dataset, settings.seed + index)
     last = last_step(settings, len(dataset.x_train))
 
     with tf.Graph().as_default():
@@ -52,11 +51,12 @@ def train(scheme, task, settings):
             metrics = MetricsHook(log, settings.batch_size * settings.window)
             hooks: list = [metrics]
             if is_chief:
-                final = center.read(), [v.read_value() for v in local.state]
+                parameters, step = center.read()
+                final = parameters, [v.read_value() for v in local.state]
                 x_test, x_feed = _fed_once(dataset.x_test, "x_test")
                 y_test, y_feed = _fed_once(dataset.y_test, "y_test")
                 local_init_feed_dict.update({x_feed: dataset.x_test, y_feed: dataset.y_test})
-                evaluation = EvaluationHook(log, center.read_step(), *model.evaluate(*final, x_test, y_test))
+                evaluation = EvaluationHook(log, step, *model.evaluate(*final, x_test, y_test))
                 hooks.append(evaluation)
             if task:
                 own_report = tf.placeholder(tf.float64, [len(REPORT)])
@@ -74,11 +74,11 @@ def train(scheme, task, settings):
             interruption.training_begins()
             first_time, first_step = session.run([clock, center.step])
             deadline = time.monotonic() + (settings.seconds or math.inf)
-            step = first_step
-            while step < last and time.monotonic() < deadline and not interruption.requested:
+            present = first_step
+            while present < last and time.monotonic() < deadline and not interruption.requested:
                 # Towards the end one by one, so that the last step is met, give or take the other workers' present round.
-                rounds = many if step + num_workers * rounds_per_call <= last else one
-                step = session.run(rounds).steps[-1, 1]
+                rounds = many if present + num_workers * rounds_per_call <= last else one
+                present = session.run(rounds).steps[-1, 1]
             if interruption.requested:
                 return 130  # leaving the session saves a checkpoint
             stop_time = session.run(clock)
@@ -91,7 +91,7 @@ def train(scheme, task, settings):
                 session.run_step_fn(lambda step_context: scaffold.saver.save(step_context.session, path, center.step))
                 reports = rendezvous.gather(session, report) if task else [report]
                 evaluated = evaluation.evaluate(session)
-                parameters, state = session.run(final)
+                values, state = session.run(final)
                 if task:
                     rendezvous.dismiss(session)
             else:
@@ -103,7 +103,7 @@ def train(scheme, task, settings):
     if task:
         cluster.say_done(task, server)
     if is_chief:
-        model.save(parameters, state, Path(settings.run_dir, "model.keras"))
+        model.save(values, state, Path(settings.run_dir, "model.keras"))
         write_result(settings, task, reports, *evaluated)
     return 0
 
