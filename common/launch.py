@@ -171,12 +171,12 @@ class Task:
     def log(self):
         return Path(self.run_dir, "logs", f"{self.job}-{self.index}.log")
 
-    def start(self, events, environment, *more):
+    def start(self, events, environment):
         """Starts the process; when it ends, the task is put into the queue `events`."""
         self.status = None
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
-                [*self.command, f"--job_name={self.job}", f"--task_index={self.index}", *more],
+                [*self.command, f"--job_name={self.job}", f"--task_index={self.index}"],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -204,7 +204,7 @@ class _Run:
 
     def __init__(self, tasks, settings, display):
         self._tasks, self._settings, self._display = tasks, settings, display
-        self._events: queue.Queue = queue.Queue()
+        self._events: queue.SimpleQueue = queue.SimpleQueue()  # its put may be called by a signal handler
         threads = str(max(1, (os.cpu_count() or 1) // settings.num_workers))  # or the tasks fight over the cores
         self._environment = {
             "TF_NUM_INTRAOP_THREADS": threads,
@@ -217,18 +217,16 @@ class _Run:
 
     def run(self):
         """Returns the exit status of the run; no task is left when it returns."""
-        before = {n: signal.signal(n, self._interrupt) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, self._interrupt) for number in numbers}
         try:
             for task in self._tasks:
                 task.start(self._events, self._environment)
             return self._watch()
         except KeyboardInterrupt:
-            with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C: no more waiting
-                self._stop_workers()
+            self._stop_workers()
             return 130
         finally:
-            for number in before:
-                signal.signal(number, signal.SIG_IGN)
             for task in self._tasks:
                 task.signal(signal.SIGKILL)
             for task in self._tasks:
@@ -238,19 +236,22 @@ class _Run:
                 signal.signal(number, handler)
 
     def _interrupt(self, number, frame):
-        raise KeyboardInterrupt
+        self._events.put(None)  # not an exception, which could strike between the start of a task and the note of it
+
+    def _next_end(self, timeout=None):
+        """Waits for a task to end; returns it, or None after `timeout` seconds. Raises KeyboardInterrupt on Ctrl-C."""
+        try:
+            event = self._events.get(timeout=timeout)
+        except queue.Empty:
+            return None
+        if event is None:
+            raise KeyboardInterrupt
+        task, process = event
+        task.status = process.returncode
+        return task
 
     def _workers(self):
         return [task for task in self._tasks if task.job == "worker"]
-
-    def _next_end(self, timeout=None):
-        """Waits for a task to end; returns it, or None after `timeout` seconds."""
-        try:
-            task, process = self._events.get(timeout=timeout)
-        except queue.Empty:
-            return None
-        task.status = process.returncode
-        return task
 
     def _watch(self):
         while any(worker.status != 0 for worker in self._workers()):
@@ -260,15 +261,14 @@ class _Run:
             if task.status == 2:  # the user's mistake: no restart will mend it
                 self._display.say(task.last_words())
                 return 2
+            ended = f"was killed by {signal.Signals(-task.status).name}" if task.status < 0 else f"failed ({task.status})"
             if task.restarts == self._settings.max_restarts:
-                self._display.say(
-                    f"{task.name} {_ended(task.status)} and was restarted {task.restarts} times: "
-                    f"{task.last_words()} (log: {task.log})"
-                )
+                words = f"{task.name} {ended} after {task.restarts} restarts: {task.last_words()} (log: {task.log})"
+                print(words, file=sys.stderr)
                 return 1
             task.restarts += 1
-            self._display.say(f"{task.name} {_ended(task.status)}; restart {task.restarts} of {self._settings.max_restarts}")
-            task.start(self._events, self._environment, "--resume")
+            self._display.say(f"{task.name} {ended}; restart {task.restarts} of {self._settings.max_restarts}")
+            task.start(self._events, self._environment)
         deadline = time.monotonic() + PS_SECONDS
         while any(task.status is None for task in self._tasks):
             if self._next_end(max(0, deadline - time.monotonic())) is None:
@@ -276,14 +276,14 @@ class _Run:
         return 0
 
     def _stop_workers(self):
-        """Lets the workers end, the chief with a checkpoint, for which it needs the ps."""
+        """Lets the workers end, the chief with a checkpoint, for which it needs the ps. A second Ctrl-C ends the patience."""
+        self._display.say("stopping; Ctrl-C again stops at once")
         for worker in self._workers():
             worker.signal(signal.SIGTERM)
         deadline = time.monotonic() + STOP_SECONDS
-        while any(worker.process and worker.process.poll() is None for worker in self._workers()):
-            if self._next_end(max(0, deadline - time.monotonic())) is None:
-                break
-
-
-def _ended(status):
-    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
+        try:
+            while any(worker.process and worker.process.poll() is None for worker in self._workers()):
+                if self._next_end(max(0, deadline - time.monotonic())) is None:
+                    break
+        except KeyboardInterrupt:
+            pass

@@ -80,7 +80,7 @@ def _run(scheme, train, script, arguments, defaults):
     train = train or functools.partial(training.train, scheme)
     if launcher:
         return train(task, settings)
-    with progress.Display(settings, [index]):
+    with progress.Display(settings, [index] if task else range(getattr(settings, "num_threads", 1))):
         status = train(task, settings)
     if index == 0:
         progress.summary(settings, status)

@@ -155,7 +155,7 @@ class Display:
 def summary(settings, status):
     """Prints what came of a run, from its `result.json`."""
     run_dir = Path(settings.run_dir)
-    if status == 130:
+    if status == 130 and (run_dir / "checkpoints" / "checkpoint").exists():
         print(f"stopped; a checkpoint is saved: --resume --run_dir={run_dir} goes on from there")
     if status != 0:
         return

@@ -76,7 +76,7 @@ def train(scheme, task, settings):
             deadline = time.monotonic() + (settings.seconds or math.inf)
             present = first_step
             while present < last and time.monotonic() < deadline and not interruption.requested:
-                # Towards the end one by one, so that the last step is met, give or take the other workers' present round.
+                # Towards the end one round a call, so that the last step is overshot as little as can be without a lock.
                 rounds = many if present + num_workers * rounds_per_call <= last else one
                 present = session.run(rounds).steps[-1, 1]
             if interruption.requested:

@@ -1,0 +1,301 @@
+"""Real clusters: ps and workers as processes on this machine, started, interrupted and killed as a user would."""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common import launch, tf
+
+pytestmark = pytest.mark.cluster
+
+ROOT = Path(__file__).parent.parent
+HOGWILD = ROOT / "HogWild" / "hogwild.py"
+SECONDS = 240  # no run here takes a quarter of it; a run that hangs is to fail, not to stall the tests
+
+MODEL = """
+import keras
+from keras import layers
+
+def cnn():
+    return keras.Sequential([
+        keras.Input((8, 8, 1)), layers.Conv2D(8, 3, use_bias=False), layers.BatchNormalization(momentum=0.9), layers.ReLU(),
+        layers.Flatten(), layers.Dropout(0.2), layers.Dense(3),
+    ])
+
+def large():
+    return keras.Sequential([keras.Input((8, 8, 1)), layers.Flatten(), layers.Dense(4000), layers.Dense(5000), layers.Dense(3)])
+"""
+
+DATA = """
+import numpy as np
+
+def load():
+    '''Three classes: the bright row is above, in the middle, below.'''
+    rng = np.random.default_rng(0)
+    y = rng.integers(0, 3, 800)
+    x = rng.normal(0, 0.3, (800, 8, 8, 1))
+    x[np.arange(800), 2 * y + 1] += 1
+    return (x[:600], y[:600]), (x[600:], y[600:])
+"""
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """The folder of a run. Whatever happens in a test, none of the run's processes outlives it."""
+    folder = tmp_path / "run"
+    yield folder
+    left = processes(folder)
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert not left, "the test left processes behind"
+
+
+def processes(folder, *words):
+    """Process ids of all that have this folder, and these words, on their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            arguments = path.read_bytes().decode(errors="replace").split("\0")
+            if any(argument.endswith(str(folder)) for argument in arguments) and all(word in arguments for word in words):
+                found.append(int(path.parent.name))
+    return found
+
+
+def wait_until_gone(pids, seconds=20):
+    """Waits for processes that are not our children; returns those that are still there."""
+    descriptors = {}
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            descriptors[os.pidfd_open(pid)] = pid
+    while descriptors:
+        ready, _, _ = select.select(list(descriptors), [], [], seconds)
+        if not ready:
+            break
+        for descriptor in ready:
+            os.close(descriptor)
+            del descriptors[descriptor]
+    return list(descriptors.values())
+
+
+def start(run_dir, *arguments, script=HOGWILD, environ=None):
+    """Starts the launcher (or, with --job_name in environ or arguments, one task)."""
+    return subprocess.Popen(
+        [sys.executable, str(script), *arguments, f"--run_dir={run_dir}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, **(environ or {})},
+    )
+
+
+def finish(process, status=0):
+    """Waits for the end and returns what was printed since the last read line."""
+    output, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == status, output
+    return output
+
+
+def run(run_dir, *arguments, status=0):
+    """A launched run from start to end: its output."""
+    return finish(start(run_dir, "--launch", *arguments), status)
+
+
+def read_until(process, is_it):
+    """Reads the output line by line, up to and including the first that `is_it`."""
+    for line in process.stdout:
+        if is_it(line):
+            return line
+    pytest.fail(f"the run ended with {process.wait()} before it said so")
+
+
+def is_training(line):
+    """Whether a line of progress is from after the first rounds."""
+    return line.startswith("step ") and "loss" in line and "samples/s" in line
+
+
+def result_of(run_dir):
+    return json.loads((run_dir / "result.json").read_text())
+
+
+def updates_in_metrics(run_dir):
+    lines = [json.loads(line) for path in run_dir.glob("metrics/*.jsonl") for line in path.read_text().splitlines()]
+    return sum(sum(line["staleness"].values()) for line in lines if "staleness" in line)
+
+
+def accuracy_of_saved_model(run_dir, data):
+    import keras
+
+    model = keras.models.load_model(run_dir / "model.keras")
+    return float(np.mean(model.predict(data.x_test, verbose=0).argmax(axis=1) == data.y_test))
+
+
+def test_one_ps_and_two_workers_learn_the_digits(run_dir):
+    from common.data import load
+
+    output = run(run_dir)
+    result = result_of(run_dir)
+    assert result["test_accuracy"] >= 0.95
+    assert result["samples_per_second"] > 0 and 0 < result["train_seconds"] < result["wall_seconds"]
+    assert (result["scheme"], result["num_ps"], result["num_workers"], result["restarts"]) == ("HogWild", 1, 2, 0)
+    # 60 epochs of 1,438 samples in batches of 32; a worker may be in the middle of a call, 10 rounds, at the last one
+    assert 2697 <= result["global_steps"] < 2697 + 2 * 10
+    # no update is lost or counted twice
+    assert updates_in_metrics(run_dir) == result["global_steps"] == result["samples"] / 32
+    assert accuracy_of_saved_model(run_dir, load("digits")) == pytest.approx(result["test_accuracy"])
+    for name in ("curve.png", "model.keras"):
+        assert (run_dir / name).stat().st_size > 0 and str(run_dir / name) in output
+    for name in ("logs/ps-0.log", "logs/worker-0.log", "logs/worker-1.log", "checkpoints/checkpoint"):
+        assert (run_dir / name).exists()
+    assert list(run_dir.glob("tensorboard/worker-*/events*"))
+    assert processes(run_dir) == []
+
+
+def test_two_ps_and_three_workers(run_dir):
+    run(run_dir, "--num_ps=2", "--num_workers=3")
+    result = result_of(run_dir)
+    assert result["test_accuracy"] >= 0.95
+    assert (result["num_ps"], result["num_workers"]) == (2, 3)
+    assert updates_in_metrics(run_dir) == result["global_steps"]
+
+
+def test_two_runs_at_once(run_dir, tmp_path):
+    other_dir = run_dir / "another"
+    one, other = start(run_dir, "--launch", "--epochs=20"), start(other_dir, "--launch", "--epochs=20")
+    finish(one)
+    finish(other)
+    for folder in (run_dir, other_dir):
+        assert updates_in_metrics(folder) == result_of(folder)["global_steps"]
+
+
+def test_windows_and_steps(run_dir):
+    run(run_dir, "--window=10", "--steps=200", "--learning_rate=0.01")
+    result = result_of(run_dir)
+    assert 200 <= result["global_steps"] < 200 + 2 * 10
+    assert result["samples"] == result["global_steps"] * 32 * 10
+    assert result["window"] == 10
+
+
+def test_more_ps_than_parameters(run_dir):
+    run(run_dir, "--num_ps=3", "--data=linear", "--model=linear", "--epochs=20")
+    result = result_of(run_dir)
+    assert result["test_accuracy"] is None
+    assert result["test_loss"] == pytest.approx(0.01, rel=0.3)  # the variance of the noise
+
+
+def test_each_task_started_on_its_own(run_dir):
+    """Without a launcher, each told in another way who it is; all end by themselves, also the ps."""
+    with contextlib.ExitStack() as stack:
+        ports = [stack.enter_context(launch._reserved_port()).getsockname()[1] for _ in range(3)]
+        ps, *workers = (f"127.0.0.1:{port}" for port in ports)
+        cluster = {"cluster": {"ps": [ps], "worker": workers}, "task": {"type": "worker", "index": 1}}
+        reuse = {"TF_GRPC_REUSE_PORT": "true"}  # lets the test hold the ports
+        variables = {"JOB_NAME": "ps", "TASK_INDEX": "0", "PS_HOSTS": ps, "WORKER_HOSTS": ",".join(workers)}
+        tasks = [
+            start(run_dir, environ={**reuse, "TF_CONFIG": json.dumps(cluster)}),
+            start(run_dir, "--job_name=worker", "--task_index=0", f"--ps_hosts={ps}", f"--worker_hosts={','.join(workers)}",
+                  environ=reuse),
+            start(run_dir, environ={**reuse, **variables}),
+        ]  # fmt: skip
+        outputs = [finish(task) for task in tasks]
+    assert result_of(run_dir)["test_accuracy"] >= 0.95
+    assert str(run_dir / "model.keras") in outputs[1]
+
+
+def test_a_process_on_its_own(run_dir):
+    output = finish(start(run_dir))
+    result = result_of(run_dir)
+    assert result["test_accuracy"] >= 0.95
+    assert (result["num_ps"], result["num_workers"], result["staleness_max"]) == (0, 1, 0)
+    assert result["global_steps"] == 2697 and result["samples"] == 2697 * 32
+    assert "I0000" not in output and "WARNING" not in output
+
+
+def test_own_model_and_data(run_dir, tmp_path):
+    from common.data import load
+
+    (tmp_path / "m.py").write_text(MODEL)
+    (tmp_path / "d.py").write_text(DATA)
+    data = f"{tmp_path}/d.py:load"
+    run(run_dir, f"--model={tmp_path}/m.py:cnn", f"--data={data}", "--epochs=10")
+    result = result_of(run_dir)
+    assert result["test_accuracy"] >= 0.95
+    assert accuracy_of_saved_model(run_dir, load(data)) == pytest.approx(result["test_accuracy"])
+
+
+def test_twenty_million_parameters(run_dir, tmp_path):
+    (tmp_path / "m.py").write_text(MODEL)
+    (tmp_path / "d.py").write_text(DATA)
+    run(run_dir, f"--model={tmp_path}/m.py:large", f"--data={tmp_path}/d.py:load", "--steps=4", "--num_ps=2",
+        "--learning_rate=0.001")  # fmt: skip
+    assert result_of(run_dir)["global_steps"] >= 4
+    checkpoint = sum(path.stat().st_size for path in run_dir.glob("checkpoints/model.ckpt-0.data-*"))
+    assert checkpoint > 80e6  # 20 million float32
+    assert max(path.stat().st_size for path in run_dir.glob("checkpoints/events*")) < 10e6  # the graph holds no values
+
+
+def test_ctrl_c_saves_and_resume_goes_on_with_another_number_of_ps(run_dir):
+    process = start(run_dir, "--launch", "--epochs=1000000", "--checkpoint_secs=1000")
+    read_until(process, is_training)
+    process.send_signal(signal.SIGINT)
+    output = finish(process, status=130)
+    assert f"--resume --run_dir={run_dir}" in output
+    assert processes(run_dir) == []
+    # the step in the file's name is read before the values are: the other worker may have pushed in between
+    saved = int(tf.train.load_variable(tf.train.latest_checkpoint(run_dir / "checkpoints"), "global_step"))
+    assert saved > 0
+    run(run_dir, f"--steps={saved + 100}", "--resume", "--num_ps=2", "--num_workers=3")
+    result = result_of(run_dir)
+    assert saved + 100 <= result["global_steps"] < saved + 100 + 3 * 10
+    assert result["samples"] == (result["global_steps"] - saved) * 32
+
+
+def test_ctrl_c_while_starting(run_dir):
+    process = start(run_dir, "--launch")
+    read_until(process, lambda line: "ps" in line)
+    process.send_signal(signal.SIGINT)
+    finish(process, status=130)
+    assert processes(run_dir) == []
+
+
+def test_tasks_die_with_their_launcher(run_dir):
+    process = start(run_dir, "--launch", "--epochs=1000000")
+    read_until(process, is_training)
+    tasks = set(processes(run_dir)) - {process.pid}
+    assert len(tasks) == 3
+    process.kill()
+    process.communicate(timeout=SECONDS)
+    assert wait_until_gone(tasks) == []
+
+
+@pytest.mark.parametrize("job, index", [("ps", 0), ("worker", 0), ("worker", 1)])
+def test_a_killed_task_is_restarted(run_dir, job, index):
+    process = start(run_dir, "--launch", "--seconds=15", "--epochs=1000000", "--checkpoint_secs=1")
+    read_until(process, is_training)
+    (victim,) = processes(run_dir, f"--job_name={job}", f"--task_index={index}")
+    os.kill(victim, signal.SIGKILL)
+    assert "killed by SIGKILL; restart 1 of 3" in read_until(process, lambda line: line.startswith(f"{job} {index}"))
+    finish(process)
+    result = result_of(run_dir)
+    assert result["restarts"] == 1
+    assert result["test_accuracy"] >= 0.95
+    assert processes(run_dir) == []
+
+
+def test_a_task_that_may_not_be_restarted_ends_the_run(run_dir):
+    process = start(run_dir, "--launch", "--epochs=1000000", "--max_restarts=0")
+    read_until(process, is_training)
+    (victim,) = processes(run_dir, "--job_name=worker", "--task_index=1")
+    os.kill(victim, signal.SIGKILL)
+    output = finish(process, status=1)
+    assert "worker 1 was killed by SIGKILL after 0 restarts" in output and "worker-1.log" in output
+    assert processes(run_dir) == []
