@@ -1,5 +1,7 @@
 """What the schemes, their scripts and their notebooks share."""
 
+import importlib
+import sys
 from typing import Any
 
 
@@ -10,10 +12,24 @@ class _TensorFlow:
     never pays for it; the tasks that it starts do.
     """
 
-    def __getattr__(self, name):
-        import tensorflow.compat.v1 as module
+    _module = None
 
-        return getattr(module, name)
+    def __getattr__(self, name):
+        if self._module is None:
+            self._module = _import_tensorflow()
+        return getattr(self._module, name)
+
+
+def _import_tensorflow():
+    # A third of that time goes into packages that Keras takes along if it finds them, for wrappers and galleries that no
+    # task needs. They stay importable afterwards.
+    hidden: dict[str, Any] = {package: None for package in ("sklearn", "matplotlib") if package not in sys.modules}
+    sys.modules.update(hidden)
+    try:
+        return importlib.import_module("tensorflow.compat.v1")
+    finally:
+        for package in hidden:
+            del sys.modules[package]
 
 
 tf: Any = _TensorFlow()

@@ -53,8 +53,8 @@ def train(scheme, task, settings):
             if is_chief:
                 parameters, step = center.read()
                 final = parameters, [v.read_value() for v in local.state]
-                x_test, x_feed = _fed_once(dataset.x_test, "x_test")
-                y_test, y_feed = _fed_once(dataset.y_test, "y_test")
+                x_test, x_feed = fed_once(dataset.x_test, "x_test")
+                y_test, y_feed = fed_once(dataset.y_test, "y_test")
                 local_init_feed_dict.update({x_feed: dataset.x_test, y_feed: dataset.y_test})
                 evaluation = EvaluationHook(log, step, *model.evaluate(*final, x_test, y_test))
                 hooks.append(evaluation)
@@ -157,7 +157,7 @@ def summarize(settings, task, reports, global_step):
     }
 
 
-def _fed_once(value, name):
+def fed_once(value, name):
     """Returns a local variable for an array too large to be part of the graph, and the placeholder to feed it with."""
     feed = tf.placeholder(value.dtype, value.shape)
     collections = [tf.GraphKeys.LOCAL_VARIABLES]
