@@ -140,31 +140,49 @@ def _task(source, job, index, ps_hosts, worker_hosts):
 class Rendezvous:
     """How the workers of a cluster end together, as operations in the present graph.
 
-    Each worker hands in a report when it stops and waits; the chief gathers the reports of all, does what is to be done
-    with parameters that no one changes any more, and dismisses the others. Nobody polls: all wait on queues on ps 0.
+    Each worker hands in a report when it stops, and waits; the chief gathers the reports of all, does what is to be done
+    with parameters that no one changes any more, and dismisses the others. Nobody polls: all wait on queues on ps 0. The
+    reports stay in a table there, so that whoever is restarted meanwhile, the chief too, can take up where it was.
 
     Args:
       task: this worker.
-      report: placeholder of a float64 vector; its first element is the worker's index.
+      size: numbers in a report.
     """
 
-    def __init__(self, task, report):
-        self.num_workers = task.num_workers
+    def __init__(self, task, size):
+        self._num_workers = task.num_workers
+        self._report = report = tf.placeholder(tf.float64, [size])
         with tf.device("/job:ps/task:0"):
-            reports = tf.queue.FIFOQueue(1000, tf.float64, shared_name="reports")
+            table = tf.raw_ops.MutableHashTableOfTensorsV2(
+                key_dtype=tf.int64, value_dtype=tf.float64, value_shape=[size], shared_name="reports"
+            )
+            arrivals = tf.queue.FIFOQueue(1000, tf.int64, shared_name="arrivals")
             dismissal = tf.queue.FIFOQueue(1, tf.bool, shared_name="dismissal")
-            self._next_report = reports.dequeue()
+            index = tf.constant(task.index, tf.int64)
+            self._hand_in = tf.raw_ops.LookupTableInsertV2(table_handle=table, keys=[index], values=[report])
+            with tf.control_dependencies([self._hand_in]):
+                arrive = arrivals.enqueue(index)
+            with tf.control_dependencies([arrive]):
+                self._hand_in_and_wait = dismissal.dequeue()
+            self._reports = tf.raw_ops.LookupTableExportV2(table_handle=table, Tkeys=tf.int64, Tvalues=tf.float64)
+            self._next_arrival = arrivals.dequeue()
             self._dismiss = dismissal.close()
-            with tf.control_dependencies([reports.enqueue(report)]):
-                self.report_and_wait = dismissal.dequeue()  # ends with OutOfRangeError, when the chief closes the queue
 
-    def gather(self, session, own):
-        """The chief's: returns the reports of all workers, its `own` included, in the order of workers."""
-        reports = {int(own[0]): own}
-        while len(reports) < self.num_workers:
-            report = session.run(self._next_report)
-            reports[int(report[0])] = report  # a worker that was restarted reports twice
-        return [reports[i] for i in sorted(reports)]
+    def wait(self, session, report):
+        """Hands in the report of a worker that is not the chief, and waits until it is dismissed."""
+        try:
+            session.run(self._hand_in_and_wait, {self._report: report})
+        except tf.errors.OutOfRangeError:
+            pass  # the chief has closed the queue, in which there never was anything
+
+    def gather(self, session, report):
+        """Adds the chief's own report, waits for those of all workers, and returns them `[num_workers, size]` in order."""
+        session.run(self._hand_in, {self._report: report})
+        while True:
+            workers, reports = session.run(self._reports)
+            if len(workers) == self._num_workers:
+                return reports[workers.argsort()]
+            session.run(self._next_arrival)
 
     def dismiss(self, session):
         """The chief's: lets the other workers go."""

@@ -191,12 +191,12 @@ class Batches:
         self.init_feed_dict = {}
         with tf.variable_scope(name):
             self._x, self._y = self._samples("x", x), self._samples("y", y)
-            self._position = _local_variable("position", tf.zeros([], tf.int64))
+            self._position = local_variable("position", tf.zeros([], tf.int64))
 
     def _samples(self, name, value):
         feed = tf.placeholder(value.dtype, value.shape)
         self.init_feed_dict[feed] = value
-        return _local_variable(name, feed)
+        return local_variable(name, feed)
 
     def next(self, window):
         """Returns the indices `[window, batch_size]` of the next samples."""
@@ -214,7 +214,8 @@ class Batches:
         return tf.gather(self._x, indices), tf.gather(self._y, indices)
 
 
-def _local_variable(name, initial_value):
+def local_variable(name, initial_value):
+    """Returns a variable of this worker's own: initialized in every session anew, in no checkpoint."""
     return tf.get_variable(
         name, initializer=initial_value, trainable=False, collections=[tf.GraphKeys.LOCAL_VARIABLES], use_resource=True
     )

@@ -64,7 +64,7 @@ def define(defaults):
     define_integer("batch_size", own("batch_size"), "samples a step and worker", least=1)
     define_number("learning_rate", own("learning_rate"), "step size", above=0)
     define_integer("window", own("window", 1), "local steps between pull and push", least=1)
-    define_integer("rounds_per_call", own("rounds_per_call", 10), "most rounds in one session call", least=1)
+    define_integer("rounds_per_call", own("rounds_per_call"), "most rounds in one session call (default: by model)", least=1)
     define_integer("seed", own("seed", 0), "of initial values and of the order of samples", least=0)
     flags.DEFINE_string("run_dir", None, "folder for all that the run writes (default: runs/SCHEME/TIME)")
     flags.DEFINE_bool("resume", False, "go on from the newest checkpoint in --run_dir")

@@ -68,10 +68,11 @@ class MetricsHook(tf.train.SessionRunHook):
         self._losses: list[float] = []
         self._began, self._step = 0.0, 0
 
-    @property
-    def samples(self):
-        """Samples that this worker has processed."""
-        return self._samples_per_update * (self.staleness.total() + self._new.total())
+    def totals(self):
+        """Returns how many samples and updates this worker has made, and the sum and the maximum of their staleness."""
+        counts = self.staleness + self._new
+        updates = counts.total()
+        return updates * self._samples_per_update, updates, sum(k * n for k, n in counts.items()), max(counts, default=0)
 
     def before_run(self, run_context):
         """Asks for the loss and the steps of a call that trains."""
@@ -108,7 +109,7 @@ class MetricsHook(tf.train.SessionRunHook):
         self._log.write(
             self._step,
             loss=float(np.mean(self._losses)),
-            samples=self.samples,
+            samples=self.totals()[0],
             samples_per_second=updates * self._samples_per_update / (now - self._began),
             staleness_mean=sum(k * n for k, n in staleness.items()) / updates,
             staleness={str(k): n for k, n in sorted(staleness.items())},
@@ -139,7 +140,7 @@ class EvaluationHook(tf.train.SessionRunHook):
         self._thread.start()
 
     def _run(self, session, ended):
-        pause = 0.0
+        pause, is_first = 0.0, True
         while not ended.wait(pause):
             began = time.perf_counter()
             try:
@@ -147,7 +148,9 @@ class EvaluationHook(tf.train.SessionRunHook):
             except (tf.errors.OpError, RuntimeError):
                 return  # the session has failed or was closed; the training loop meets the same error and handles it
             took = time.perf_counter() - began
-            pause = max(self._every_secs - took, 10 * took)
+            # The first takes long, because the session prepares the graph for it: that says nothing about the next.
+            pause = self._every_secs if is_first else max(self._every_secs - took, 10 * took)
+            is_first = False
 
     def evaluate(self, session):
         """Evaluates once, writes and returns (global step, loss, accuracy or None)."""

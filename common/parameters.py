@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common import tf
+from common.data import local_variable
 
 
 class GlobalParameters:
@@ -99,13 +100,13 @@ class LocalParameters:
         self.model, self.batches = model, batches
         self.init_feed_dict = dict(batches.init_feed_dict)
         with tf.variable_scope(name):
-            self.value = _local_variable("x", tf.zeros([model.size]))
-            self.gradient = _local_variable("gradient", tf.zeros([model.size]))
+            self.value = local_variable("x", tf.zeros([model.size]))
+            self.gradient = local_variable("gradient", tf.zeros([model.size]))
             self.state = []
             for i, value in enumerate(model.initial_state):
                 feed = tf.placeholder(value.dtype, value.shape)
                 self.init_feed_dict[feed] = value
-                self.state.append(_local_variable(f"state_{i}", feed))
+                self.state.append(local_variable(f"state_{i}", feed))
         self.pulled: Any = None  # set by pull: the global step at which x̃ was read
         self.loss: Any = None  # set by train: mean loss over the window
 
@@ -151,12 +152,6 @@ class LocalParameters:
         ]
         with tf.control_dependencies([v.assign(s, read_value=False) for v, s in zip(self.state, state, strict=True)]):
             return tf.identity(loss), tf.concat(gradients, axis=0)
-
-
-def _local_variable(name, initial_value):
-    return tf.get_variable(
-        name, initializer=initial_value, trainable=False, collections=[tf.GraphKeys.LOCAL_VARIABLES], use_resource=True
-    )
 
 
 class Rounds(NamedTuple):

@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,7 +31,6 @@ def train(scheme, task, settings):
     interruption = Interruption()
     server = task.create_server() if task else None  # before all else: the others try to reach it
     index, num_workers = (task.index, task.num_workers) if task else (0, 1)
-    is_chief = index == 0
     dataset = data.load(settings.data, settings.seed)
     x, y = data.shard(dataset, index, num_workers)
     # Of the initial values only the chief's count; the seed of Dropout is to differ.
@@ -41,71 +41,119 @@ def train(scheme, task, settings):
         center = GlobalParameters(model.initial_parameters, task.num_ps if task else 1, task and task.device_fn())
         with tf.device(task and task.device):
             local = LocalParameters(model, data.Batches(x, y, settings.batch_size, settings.seed + index))
-            rounds_per_call = min(settings.rounds_per_call, max(1, last // num_workers))
-            one = many = build_rounds(scheme, center, local, settings)
-            if rounds_per_call > 1:
-                many = build_rounds(scheme, center, local, settings, rounds_per_call)
-            init_feed_dict, local_init_feed_dict = center.init_feed_dict, local.init_feed_dict
-
-            log = MetricsLog(settings.run_dir, index, last)
-            metrics = MetricsHook(log, settings.batch_size * settings.window)
-            hooks: list = [metrics]
-            if is_chief:
+            next_call = build_calls(scheme, center, local, settings, last, num_workers)
+            local_init_feed_dict, evaluation, final = local.init_feed_dict, None, None
+            if index == 0:
                 parameters, step = center.read()
                 final = parameters, [v.read_value() for v in local.state]
-                x_test, x_feed = fed_once(dataset.x_test, "x_test")
-                y_test, y_feed = fed_once(dataset.y_test, "y_test")
-                local_init_feed_dict.update({x_feed: dataset.x_test, y_feed: dataset.y_test})
-                evaluation = EvaluationHook(log, step, *model.evaluate(*final, x_test, y_test))
-                hooks.append(evaluation)
-            if task:
-                own_report = tf.placeholder(tf.float64, [len(REPORT)])
-                rendezvous = cluster.Rendezvous(task, own_report)
-            with tf.device(center.step.device):
-                clock = tf.timestamp()  # one clock for all workers
+                x_test, y_test, feed_dict = fed_test_set(dataset)
+                local_init_feed_dict.update(feed_dict)
+                evaluation = step, *model.evaluate(*final, x_test, y_test)
             scaffold = tf.train.Scaffold(
-                init_feed_dict=init_feed_dict,
+                init_feed_dict=center.init_feed_dict,
                 local_init_op=tf.local_variables_initializer(),
                 local_init_feed_dict=local_init_feed_dict,
             )
-        checkpoints = str(Path(settings.run_dir, "checkpoints"))
-        target = server.target if server else ""
-        with monitored_session(task, target, scaffold, checkpoints, settings.checkpoint_secs, hooks) as session:
-            interruption.training_begins()
-            first_time, first_step = session.run([clock, center.step])
-            deadline = time.monotonic() + (settings.seconds or math.inf)
-            present = first_step
-            while present < last and time.monotonic() < deadline and not interruption.requested:
-                # Towards the end one round a call, so that the last step is overshot as little as can be without a lock.
-                rounds = many if present + num_workers * rounds_per_call <= last else one
-                present = session.run(rounds).steps[-1, 1]
-            if interruption.requested:
-                return 130  # leaving the session saves a checkpoint
-            stop_time = session.run(clock)
-            interruption.training_ends()
-            metrics.flush()
-            report = [index, first_time, first_step, stop_time, metrics.samples, *_staleness(metrics.staleness)]
-            if is_chief:
-                # Waiting for the others may take long, if one of them is not even started: save before.
-                path = os.path.join(checkpoints, "model.ckpt")
-                session.run_step_fn(lambda step_context: scaffold.saver.save(step_context.session, path, center.step))
-                reports = rendezvous.gather(session, report) if task else [report]
-                evaluated = evaluation.evaluate(session)
-                values, state = session.run(final)
-                if task:
-                    rendezvous.dismiss(session)
-            else:
-                try:
-                    session.run(rendezvous.report_and_wait, {own_report: report})
-                except tf.errors.OutOfRangeError:
-                    pass  # the chief has closed the queue: all is done
+        plan = Plan(last, center.step, next_call, evaluation, final, scaffold)
+        outcome = work(plan, task, settings, server, interruption, monitored_session)
+    if outcome.final:
+        model.save(*outcome.final, Path(settings.run_dir, "model.keras"))
+        write_result(settings, task, outcome.reports, *outcome.evaluated)
+    return outcome.status
+
+
+def build_calls(scheme, center, local, settings, last, num_workers):
+    """Builds some rounds for one call, and one round, and returns a function that chooses, see `Plan.next_call`."""
+    most = min(settings.rounds_per_call or rounds_worth_a_call(local.model, settings), max(1, last // num_workers))
+    one = many = build_rounds(scheme, center, local, settings)
+    if most > 1:
+        many = build_rounds(scheme, center, local, settings, most)
+    # Towards the end one round a call, so that the last step is overshot as little as can be without a lock.
+    return lambda present: (many if present + num_workers * most <= last else one,)
+
+
+def rounds_worth_a_call(model, settings):
+    """Returns how many rounds to run in one call, when the user does not say.
+
+    A call costs about as much as a round of a small model; a larger model or a window makes that little beside the round,
+    while each further round makes the graph larger.
+    """
+    return max(1, 10 // settings.window) if model.size < 1_000_000 else 1
+
+
+class Plan(NamedTuple):
+    """What the main loop needs of a worker's graph."""
+
+    last: int  # global step to end at
+    step: Any  # the global step, a variable
+    next_call: Any  # function of the present global step: arguments of `session.run`, `Rounds` first
+    evaluation: Any  # the chief's: scalar tensors step, loss and accuracy on the test set
+    final: Any  # the chief's: tensors to fetch at the very end
+    scaffold: Any  # a `tf.train.Scaffold`
+
+
+class Outcome(NamedTuple):
+    """What came of a worker's main loop; all but the status only for the chief, at the end of all training."""
+
+    status: int  # exit status
+    final: Any = None  # values of `Plan.final`
+    reports: Any = None  # of all workers, see REPORT
+    evaluated: Any = None  # global step, loss and accuracy on the test set
+
+
+def work(plan, task, settings, server, interruption, open_session):
+    """The main loop: runs the rounds of this worker until training ends, and ends together with the others.
+
+    Args:
+      plan: what to run, a `Plan` in the present graph.
+      task: a `common.cluster.TaskSpecDef` of a worker, or None.
+      settings: all flags as a namespace.
+      server: this task's `tf.train.Server`, or None.
+      interruption: an `Interruption`.
+      open_session: as `common.session.monitored_session`.
+
+    Returns:
+      An `Outcome`.
+    """
+    index = task.index if task else 0
+    log = MetricsLog(settings.run_dir, index, plan.last)
+    metrics = MetricsHook(log, settings.batch_size * settings.window)
+    hooks: list = [metrics]
+    if index == 0:
+        evaluation = EvaluationHook(log, *plan.evaluation)
+        hooks.append(evaluation)
+    rendezvous: Any = cluster.Rendezvous(task, len(REPORT)) if task else None
+    with tf.device(plan.step.device):
+        clock = tf.timestamp()  # one clock for all workers
+    target, checkpoints = server.target if server else "", str(Path(settings.run_dir, "checkpoints"))
+    with open_session(task, target, plan.scaffold, checkpoints, settings.checkpoint_secs, hooks) as session:
+        interruption.training_begins()
+        first_time, first_step = session.run([clock, plan.step])
+        deadline = time.monotonic() + (settings.seconds or math.inf)
+        present = first_step
+        while present < plan.last and time.monotonic() < deadline and not interruption.requested:
+            present = session.run(*plan.next_call(present)).steps[-1, 1]
+        if interruption.requested:
+            return Outcome(130)  # leaving the session saves a checkpoint
+        stop_time = session.run(clock)
+        interruption.training_ends()
+        metrics.flush()
+        report = [index, first_time, first_step, stop_time, *metrics.totals()]
+        if index > 0:
+            rendezvous.wait(session, report)
+            outcome = Outcome(0)
+        else:
+            # Waiting for the others may take long, if one of them is not even started: save before.
+            path = os.path.join(checkpoints, "model.ckpt")
+            session.run_step_fn(lambda step_context: plan.scaffold.saver.save(step_context.session, path, plan.step))
+            reports = rendezvous.gather(session, report) if task else [report]
+            outcome = Outcome(0, session.run(plan.final), reports, evaluation.evaluate(session))
+            if task:
+                rendezvous.dismiss(session)
     log.close()
     if task:
         cluster.say_done(task, server)
-    if is_chief:
-        model.save(values, state, Path(settings.run_dir, "model.keras"))
-        write_result(settings, task, reports, *evaluated)
-    return 0
+    return outcome
 
 
 def last_step(settings, num_samples):
@@ -115,10 +163,6 @@ def last_step(settings, num_samples):
 
 # What a worker tells the chief at its end, as float64. Times are in seconds on the clock of ps 0.
 REPORT = ("index", "first_time", "first_step", "stop_time", "samples", "updates", "staleness_sum", "staleness_max")
-
-
-def _staleness(counts):
-    return counts.total(), sum(k * n for k, n in counts.items()), max(counts, default=0)
 
 
 def write_result(settings, task, reports, global_step, test_loss, test_accuracy):
@@ -157,11 +201,18 @@ def summarize(settings, task, reports, global_step):
     }
 
 
-def fed_once(value, name):
-    """Returns a local variable for an array too large to be part of the graph, and the placeholder to feed it with."""
-    feed = tf.placeholder(value.dtype, value.shape)
-    collections = [tf.GraphKeys.LOCAL_VARIABLES]
-    return tf.get_variable(name, initializer=feed, trainable=False, collections=collections, use_resource=True), feed
+def fed_test_set(dataset):
+    """Returns x and y of the test set as local variables, and what to feed when they are initialized.
+
+    As constants they would be part of the graph, and travel with it.
+    """
+    feeds, variables = {}, []
+    for name in ("x_test", "y_test"):
+        value = getattr(dataset, name)
+        feed = tf.placeholder(value.dtype, value.shape)
+        feeds[feed] = value
+        variables.append(data.local_variable(name, feed))
+    return *variables, feeds
 
 
 class Interruption:

@@ -1,0 +1,173 @@
+"""One ps and one worker, in a `MonitoredTrainingSession`: spelled out, what `common.training.train` does for the schemes.
+
+The ps keeps the weights and adds to them what it is sent. The worker reads them, computes a gradient and sends it back.
+`main` has read from the flags which of the two this process is; a ps is served by `common.cluster.serve` until the worker
+says that it is done, and a worker goes through `train` below.
+"""
+
+import math
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from common import cluster, data, models, tf
+from common.flags import UserError
+from common.main import main
+from common.parameters import Rounds
+
+
+class Training(NamedTuple):
+    """What `build` has put into the graph."""
+
+    weights: list[Any]  # one global variable a weight of the model, on the ps
+    state: list[Any]  # local variables: what the model keeps but does not train
+    step: Any  # the global step, on the ps
+    one: Rounds  # to fetch for one step of SGD
+    values: Any  # float32 [size]: all weights, one after the other
+    test_loss: Any
+    test_accuracy: Any
+    clock: Any  # seconds, by the clock of ps 0
+    init_feed_dict: dict  # initial values of global variables
+    local_init_feed_dict: dict  # and of local ones
+
+
+def check(task, settings):
+    """Raises a `UserError` where flags ask for more than one ps and one worker can do."""
+    if task is None:
+        raise UserError("this needs a ps and a worker: --launch starts both; Non-Distributed-Setup trains in one process")
+    if task.num_workers > 1:
+        raise UserError(f"this is for one worker, not {task.num_workers}: HogWild trains with any number of them")
+    if (settings.window, settings.rounds_per_call) != (1, 1):
+        raise UserError("this trains one step a call: --window and --rounds_per_call are for HogWild and the other schemes")
+
+
+def variable(name, value, feeds, **more):
+    """Returns a variable that begins as the array `value`, which is fed when it is initialized, as `feeds` is told.
+
+    As a constant it would be part of the graph, travel with it, and break it at 2 GB.
+    """
+    feed = tf.placeholder(value.dtype, value.shape)
+    feeds[feed] = value
+    return tf.get_variable(name, initializer=feed, use_resource=True, **more)
+
+
+def local_variable(name, value, feeds):
+    """The same for a variable that is this worker's own: initialized in every session anew, in no checkpoint."""
+    return variable(name, value, feeds, trainable=False, collections=[tf.GraphKeys.LOCAL_VARIABLES])
+
+
+def build(task, model, dataset, settings):
+    """Builds the worker's graph, parts of which run on the ps, and returns it as `Training`.
+
+    Args:
+      task: the `common.cluster.TaskSpecDef` of this worker.
+      model: a `common.models.Model`.
+      dataset: a `common.data.Data`.
+      settings: all flags as a namespace.
+    """
+    global_feeds: dict = {}
+    local_feeds: dict = {}
+    pieces = np.split(model.initial_parameters, np.cumsum(model.sizes)[:-1])
+    with tf.device(task.device_fn()):  # replica_device_setter: variables go to the ps tasks in turn
+        weights = [
+            variable(f"weight_{i}", piece.reshape(shape), global_feeds)
+            for i, (piece, shape) in enumerate(zip(pieces, model.shapes))
+        ]
+        step = tf.train.get_or_create_global_step()
+    with tf.device(task.device):
+        # The samples stay with the worker; a batch is drawn in the graph.
+        batches = data.Batches(dataset.x_train, dataset.y_train, settings.batch_size, settings.seed)
+        local_feeds.update(batches.init_feed_dict)
+        state = [local_variable(f"state_{i}", value, local_feeds) for i, value in enumerate(model.initial_state)]
+
+        # Every read of a weight is a message from the ps, every update one to it.
+        x, y = batches.samples(batches.next(1)[0])
+        loss, new_state = model.loss([w.read_value() for w in weights], [v.read_value() for v in state], x, y)
+        sgd = tf.train.GradientDescentOptimizer(settings.learning_rate)
+        updates = sgd.minimize(loss, global_step=step, var_list=weights)
+        with tf.device(step.device), tf.control_dependencies([updates]):
+            updated = step.read_value()
+            steps = tf.stack([[updated - 1, updated]])  # before and after: nobody else makes an update in between
+        assigned = [v.assign(value, read_value=False) for v, value in zip(state, new_state)]
+        one = Rounds([updates, *assigned], loss, steps)
+
+        values = tf.concat([tf.reshape(w.read_value(), [-1]) for w in weights], axis=0)
+        x_test = local_variable("x_test", dataset.x_test, local_feeds)
+        y_test = local_variable("y_test", dataset.y_test, local_feeds)
+        test_loss, test_accuracy = model.evaluate(values, [v.read_value() for v in state], x_test, y_test)
+    with tf.device(step.device):
+        clock = tf.timestamp()
+    return Training(weights, state, step, one, values, test_loss, test_accuracy, clock, global_feeds, local_feeds)
+
+
+def train(task, settings):
+    """Trains as the worker and returns the exit status: 0, or 130 after Ctrl-C, when a checkpoint is saved.
+
+    Args:
+      task: the `common.cluster.TaskSpecDef` of the worker.
+      settings: all flags as a namespace.
+
+    Raises:
+      UserError: for what one ps and one worker cannot do, and for data and model that cannot be trained.
+    """
+    check(task, settings)
+    # Imported only now: the launcher reads this file too, and is to do without tensorflow.
+    from common.hooks import EvaluationHook, MetricsHook, MetricsLog
+    from common.training import Interruption, last_step, write_result
+
+    interruption = Interruption()
+    server = task.create_server()  # from here on this process and the ps can talk
+    dataset = data.load(settings.data, settings.seed)
+    model = models.build(settings.model, dataset, settings.seed)
+    last = last_step(settings, len(dataset.x_train))
+    with tf.Graph().as_default():
+        training = build(task, model, dataset, settings)
+        log = MetricsLog(settings.run_dir, 0, last)
+        # What is to happen besides training is a hook: the session calls it before and after every `run`.
+        metrics = MetricsHook(log, settings.batch_size)
+        evaluation = EvaluationHook(log, training.step, training.test_loss, training.test_accuracy)
+        scaffold = tf.train.Scaffold(
+            init_feed_dict=training.init_feed_dict,
+            local_init_op=tf.local_variables_initializer(),
+            local_init_feed_dict=training.local_init_feed_dict,
+        )
+        # It initializes the variables or restores them from the newest checkpoint; saves checkpoints, also at the start and
+        # on the way out; and when the ps dies, it waits for the ps to be back, restores, and calls `run` again.
+        with tf.train.MonitoredTrainingSession(
+            server.target,
+            is_chief=True,
+            checkpoint_dir=str(Path(settings.run_dir, "checkpoints")),
+            scaffold=scaffold,
+            hooks=[metrics, evaluation],
+            save_checkpoint_secs=settings.checkpoint_secs,
+            save_summaries_secs=None,
+            save_summaries_steps=None,
+            log_step_count_steps=None,
+            config=task.config(),
+            save_graph_def=False,
+        ) as session:
+            interruption.training_begins()
+            first_time, first_step = session.run([training.clock, training.step])
+            deadline = time.monotonic() + (settings.seconds or math.inf)
+            present = first_step
+            while present < last and time.monotonic() < deadline and not interruption.requested:
+                present = session.run(training.one).steps[-1, 1]
+            if interruption.requested:
+                return 130
+            stop_time = session.run(training.clock)
+            interruption.training_ends()
+            metrics.flush()
+            evaluated = evaluation.evaluate(session)
+            values, state = session.run([training.values, training.state])
+    log.close()
+    cluster.say_done(task, server)  # the ps may exit
+    model.save(values, state, Path(settings.run_dir, "model.keras"))
+    report = [0, first_time, first_step, stop_time, *metrics.totals()]  # as `common.training.REPORT` has it
+    write_result(settings, task, [report], *evaluated)
+    return 0
+
+
+if __name__ == "__main__":
+    main(train=train, num_workers=1, epochs=60, batch_size=32, learning_rate=0.1, rounds_per_call=1)

@@ -1,0 +1,108 @@
+"""One ps and one worker, in a session of `Supervisor`, which programs used before `MonitoredTrainingSession` came.
+
+Graph, model and data are those of distributed_setup.py, and so are the files that it writes: what differs is how the session
+is opened, kept and closed.
+"""
+
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+from distributed_setup import build, check
+
+from common import cluster, data, models, tf
+from common.main import main
+
+
+def train(task, settings):
+    """Trains as the worker and returns the exit status: 0, or 130 after Ctrl-C, when a checkpoint is saved.
+
+    Args:
+      task: the `common.cluster.TaskSpecDef` of the worker.
+      settings: all flags as a namespace.
+
+    Raises:
+      UserError: for what one ps and one worker cannot do, and for data and model that cannot be trained.
+      tf.errors.OpError: when the ps dies.
+    """
+    check(task, settings)
+    # Imported only now: the launcher reads this file too, and is to do without tensorflow.
+    from common.hooks import EvaluationHook, MetricsLog
+    from common.training import Interruption, last_step, write_result
+
+    interruption = Interruption()
+    server = task.create_server()  # from here on this process and the ps can talk
+    dataset = data.load(settings.data, settings.seed)
+    model = models.build(settings.model, dataset, settings.seed)
+    last = last_step(settings, len(dataset.x_train))
+    with tf.Graph().as_default():
+        training = build(task, model, dataset, settings)
+        log = MetricsLog(settings.run_dir, 0, last)
+        evaluation = EvaluationHook(log, training.step, training.test_loss, training.test_accuracy)
+        # Supervisor itself has no way to feed local variables. The manager that it would make has one.
+        manager = tf.train.SessionManager(
+            local_init_op=tf.local_variables_initializer(),
+            local_init_feed_dict=training.local_init_feed_dict,
+            ready_op=tf.report_uninitialized_variables(),
+            ready_for_local_init_op=tf.report_uninitialized_variables(tf.global_variables()),
+        )
+        # It initializes the variables or restores them from the newest checkpoint. When the ps dies, `run` raises and the
+        # session is lost: the whole program has to begin anew.
+        supervisor = tf.train.Supervisor(
+            is_chief=True,
+            logdir=str(Path(settings.run_dir, "checkpoints")),
+            init_feed_dict=training.init_feed_dict,
+            session_manager=manager,
+            save_model_secs=0,  # not by itself, see below
+            summary_op=None,
+            summary_writer=None,
+        )
+        graph = tf.get_default_graph()
+
+        def save(session):
+            """Saves a checkpoint. Supervisor's own thread for it fails: in TensorFlow 2 a new thread is outside any graph."""
+            with graph.as_default():
+                supervisor.saver.save(session, supervisor.save_path, training.step)
+
+        with supervisor.managed_session(server.target, config=task.config()) as session:
+            interruption.training_begins()
+            first_time, first_step = session.run([training.clock, training.step])
+            deadline = time.monotonic() + (settings.seconds or math.inf)
+            present = written_step = first_step
+            # It knows no hooks: what is to happen besides training is a thread, or stands in the loop.
+            supervisor.loop(settings.checkpoint_secs, save, (session,))
+            supervisor.loop(1.0, evaluation.evaluate, (session,))
+            written, losses = time.monotonic(), []
+            while (
+                present < last and time.monotonic() < deadline and not interruption.requested and not supervisor.should_stop()
+            ):
+                one = session.run(training.one)
+                present = one.steps[-1, 1]
+                losses.append(one.loss)
+                now = time.monotonic()
+                if now - written >= 0.5 or present >= last:
+                    speed = (present - written_step) * settings.batch_size / (now - written)
+                    samples = int(present - first_step) * settings.batch_size
+                    log.write(present, loss=float(np.mean(losses)), samples=samples, samples_per_second=speed)
+                    written, written_step, losses = now, present, []
+            supervisor.stop()  # the threads; raises what one of them may have met
+            stop_time = session.run(training.clock)
+            save(session)  # the steps since the thread did
+            if interruption.requested:
+                return 130
+            interruption.training_ends()
+            evaluated = evaluation.evaluate(session)
+            values, state = session.run([training.values, training.state])
+    log.close()
+    cluster.say_done(task, server)  # the ps may exit
+    model.save(values, state, Path(settings.run_dir, "model.keras"))
+    updates = int(present - first_step)
+    # As `common.training.REPORT` has it; an update is never stale where nobody else makes any.
+    report = [0, first_time, first_step, stop_time, updates * settings.batch_size, updates, 0, 0]
+    write_result(settings, task, [report], *evaluated)
+    return 0
+
+
+if __name__ == "__main__":
+    main(train=train, num_workers=1, epochs=60, batch_size=32, learning_rate=0.1, rounds_per_call=1)

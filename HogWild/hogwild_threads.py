@@ -1,0 +1,165 @@
+"""HogWild as its paper has it: threads of one process that share the parameters in memory (arXiv:1106.5730).
+
+The update rule is the one of hogwild.py. What differs is who runs it and where x̃ lives: no ps and no messages; `--num_threads`
+workers are threads of this process, each with its own samples, local variables and rounds, and all of them read and write one
+vector in the memory of this process.
+
+What is locked, then? TensorFlow has two kinds of variables, and they differ in just this:
+
+- A *reference variable*, the older kind, is a piece of memory. An update adds to it in place, with no lock and no copy; a
+  read is a pointer to it. Two updates at the same time can lose parts of each other, and a gradient is computed from
+  parameters that others change meanwhile. That is the paper's setting, and what this script makes of x̃. (The paper assumes
+  that at least adding to one element is indivisible; here, as on most machines, not even that is.)
+- A *resource variable*, TensorFlow's default and what a ps of this project holds, has a mutex. Every dense update takes it,
+  whatever the optimizer's `use_locking` says, and first copies the vector if somebody still reads it. So no update is lost,
+  and a read is a snapshot. With `--locked` this script makes x̃ such a variable, so that you can compare.
+
+The global step is a resource variable either way: it counts every update.
+"""
+
+import concurrent.futures
+import math
+import threading
+import time
+from pathlib import Path
+
+from absl import flags
+from hogwild import hogwild
+
+from common import data, models, tf
+from common.flags import UserError, define_integer
+from common.main import main
+from common.parameters import GlobalParameters, LocalParameters
+
+define_integer("num_threads", 2, "workers, each a thread of this process", least=1)
+flags.DEFINE_bool("locked", False, "guard the parameters with a mutex, for comparison")
+
+
+def train(task, settings):
+    """Trains with `--num_threads` threads and returns the exit status: 0, or 130 when interrupted.
+
+    Raises:
+      UserError: if this process is a task of a cluster, or data and model cannot be trained.
+    """
+    if task:
+        raise UserError(
+            f"threads share the memory of one process, but this one is to be {task.type} {task.index} of a cluster: "
+            "unset TF_CONFIG and the like, or start hogwild.py"
+        )
+    # Imported only now, with tensorflow, which costs seconds: a bad flag is told at once.
+    from common.hooks import EvaluationHook
+    from common.session import monitored_session
+    from common.training import Interruption, fed_test_set, last_step, write_result
+
+    interruption = Interruption()
+    dataset = data.load(settings.data, settings.seed)
+    if len(dataset.x_train) < settings.num_threads:
+        raise UserError(
+            f"{len(dataset.x_train)} training samples are too few for {settings.num_threads} threads: --num_threads or the "
+            "data must change"
+        )
+    last = last_step(settings, len(dataset.x_train))
+    # Of the initial values only the first one's count; the seed of Dropout is to differ.
+    built = [models.build(settings.model, dataset, settings.seed + i) for i in range(settings.num_threads)]
+
+    with tf.Graph().as_default():
+        with tf.variable_scope("", custom_getter=None if settings.locked else lock_free):
+            center = GlobalParameters(built[0].initial_parameters)
+        workers = [Worker(i, model, dataset, center, last, settings) for i, model in enumerate(built)]
+        chief = workers[0]
+        parameters, step = center.read()
+        final = parameters, [v.read_value() for v in chief.local.state]
+        x_test, y_test, local_init_feed_dict = fed_test_set(dataset)
+        evaluation = EvaluationHook(chief.log, step, *built[0].evaluate(*final, x_test, y_test))
+        for worker in workers:
+            local_init_feed_dict.update(worker.local.init_feed_dict)
+        scaffold = tf.train.Scaffold(
+            init_feed_dict=center.init_feed_dict,
+            local_init_op=tf.local_variables_initializer(),
+            local_init_feed_dict=local_init_feed_dict,
+        )
+        checkpoints = str(Path(settings.run_dir, "checkpoints"))
+        with monitored_session(None, "", scaffold, checkpoints, settings.checkpoint_secs, [evaluation]) as session:
+            # Hooks are not made for several threads: these run on the plain session inside, and this one calls the hooks.
+            shared = session.run_step_fn(lambda step_context: step_context.session)
+            interruption.training_begins()
+            deadline = time.monotonic() + (settings.seconds or math.inf)
+            failed = threading.Event()
+
+            def stop():
+                return interruption.requested or failed.is_set() or time.monotonic() >= deadline
+
+            with concurrent.futures.ThreadPoolExecutor(len(workers)) as pool:
+                reports = [pool.submit(worker.train, shared, last, stop) for worker in workers]
+                ended = False
+                while not ended:
+                    done, _ = concurrent.futures.wait(reports, 1, concurrent.futures.FIRST_EXCEPTION)
+                    ended = len(done) == len(reports)
+                    if any(report.exception() for report in done):
+                        failed.set()  # the others stop, too, and result() raises the exception
+                    session.run(center.step)  # lets the session save a checkpoint when it is time
+            results = [report.result() for report in reports]
+            if interruption.requested:
+                return 130  # leaving the session saves a checkpoint
+            interruption.training_ends()
+            evaluated = evaluation.evaluate(session)
+            values, state = session.run(final)
+    for worker in workers:
+        worker.log.close()
+    built[0].save(values, state, Path(settings.run_dir, "model.keras"))
+    write_result(settings, None, results, *evaluated)
+    return 0
+
+
+def lock_free(getter, name, *arguments, **options):
+    """Makes x̃ a reference variable; see the top of this file. To be the `custom_getter` of its variable scope."""
+    if name == "parameters":
+        options["use_resource"] = False
+    return getter(name, *arguments, **options)
+
+
+class Worker:
+    """One thread's own: its samples, its local parameters, its rounds, and what it measures.
+
+    Args:
+      index: of this worker; worker 0 is the chief.
+      model: a `common.models.Model` of its own.
+      dataset: all samples; this worker takes its share.
+      center: the `GlobalParameters` that all share.
+      last: global step at which training is to end.
+      settings: all flags.
+    """
+
+    def __init__(self, index, model, dataset, center, last, settings):
+        from common.hooks import MetricsHook, MetricsLog
+        from common.training import build_calls
+
+        self._index, self._center = index, center
+        x, y = data.shard(dataset, index, settings.num_threads)
+        batches = data.Batches(x, y, settings.batch_size, settings.seed + index, name=f"batches_{index}")
+        self.local = LocalParameters(model, batches, name=f"local_{index}")
+        self._next_call = build_calls(hogwild, center, self.local, settings, last, settings.num_threads)
+        self.log = MetricsLog(settings.run_dir, index, last)
+        self._metrics = MetricsHook(self.log, settings.batch_size * settings.window)
+
+    def train(self, session, last, stop):
+        """Runs rounds up to global step `last`, or until `stop()`; returns its report, see `common.training.REPORT`."""
+        first_time, first_step = time.time(), session.run(self._center.step)
+        present = first_step
+        while present < last and not stop():
+            present = self._run(session, *self._next_call(present)).steps[-1, 1]
+        stop_time = time.time()
+        self._metrics.flush()
+        return self._index, first_time, first_step, stop_time, *self._metrics.totals()
+
+    def _run(self, session, rounds):
+        """`session.run(rounds)` with its metrics, as a monitored session would do it."""
+        context = tf.train.SessionRunContext(tf.train.SessionRunArgs(rounds), session)
+        asked = self._metrics.before_run(context)
+        results, measured = session.run([rounds, asked.fetches])
+        self._metrics.after_run(context, tf.train.SessionRunValues(measured, options=None, run_metadata=None))
+        return results
+
+
+if __name__ == "__main__":
+    main(train=train, epochs=60, batch_size=32, learning_rate=0.1)
