@@ -7,11 +7,11 @@ from common.main import main
 def hogwild(center, local, hp):
     """x ← x̃;  x̃ ← x̃ − η g(x).
 
-    Every worker repeats this at its own pace. Nothing is locked: between a worker's read of the global parameters x̃ and its
-    write others may write, so the gradient g may be taken at parameters x that are stale; and a read may see some pieces of
-    x̃ before, others after another worker's write.
+    Every worker repeats this at its own pace. No lock is held from its read of the global parameters x̃ to its write:
+    others may write in between, so that the gradient g was taken at parameters x that are stale by then; and a read may
+    find some pieces of x̃ before, others after another worker's write.
 
-    The learning rate η is `hp.learning_rate`. With `hp.window` T > 1, g is the sum of the gradients along T local steps.
+    η is `hp.learning_rate`. With `hp.window` T > 1, g is the sum of the gradients along T local steps of SGD.
     """
     sgd = tf.train.GradientDescentOptimizer(hp.learning_rate)
     yield local.pull(center)  # x ← x̃

@@ -25,6 +25,10 @@ STOP_SECONDS = 60  # to save a checkpoint and leave, before a task is killed
 PS_SECONDS = 10  # for a ps to see that all workers are done
 
 
+class RunFailed(Exception):
+    """Training cannot go on. The text is one line: which task, how it ended, what it said last."""
+
+
 def launch(script, arguments, settings):
     """Runs `script` as `--num_ps` ps tasks and `--num_workers` workers to the end, and returns the exit status.
 
@@ -35,6 +39,7 @@ def launch(script, arguments, settings):
 
     Raises:
       UserError: if the run cannot begin.
+      RunFailed: if a task ended too often.
     """
     _check_input(script, arguments, settings)
     prepare_run_dir(settings)
@@ -52,7 +57,9 @@ def launch(script, arguments, settings):
         ]
         tasks = [Task(job, i, command, settings.run_dir) for job in hosts for i in range(len(hosts[job]))]
         display = stack.enter_context(progress.Display(settings, range(settings.num_workers)))
-        display.say(f"{settings.scheme}: {settings.num_ps} ps, {settings.num_workers} workers; all files in {settings.run_dir}")
+        display.say(
+            f"{settings.scheme}: --num_ps={settings.num_ps} --num_workers={settings.num_workers} --run_dir={settings.run_dir}"
+        )
         status = _Run(tasks, settings, display).run()
     if status == 0:
         _complete_result(settings, tasks)
@@ -259,13 +266,10 @@ class _Run:
             if task.status == 0:
                 continue
             if task.status == 2:  # the user's mistake: no restart will mend it
-                self._display.say(task.last_words())
-                return 2
+                raise UserError(task.last_words())
             ended = f"was killed by {signal.Signals(-task.status).name}" if task.status < 0 else f"failed ({task.status})"
             if task.restarts == self._settings.max_restarts:
-                words = f"{task.name} {ended} after {task.restarts} restarts: {task.last_words()} (log: {task.log})"
-                print(words, file=sys.stderr)
-                return 1
+                raise RunFailed(f"{task.name} {ended} after {task.restarts} restarts: {task.last_words()} (log: {task.log})")
             task.restarts += 1
             self._display.say(f"{task.name} {ended}; restart {task.restarts} of {self._settings.max_restarts}")
             task.start(self._events, self._environment)

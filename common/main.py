@@ -30,6 +30,8 @@ def main(scheme=None, train=None, **defaults):
         sys.exit(_run(scheme, train, script, sys.argv[1:], defaults))
     except UserError as error:
         sys.exit(_say(2, f"{script.name}: {error}"))
+    except launch.RunFailed as error:
+        sys.exit(_say(1, f"{script.name}: {error}"))
     except KeyboardInterrupt:
         sys.exit(130)
 

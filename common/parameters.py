@@ -64,8 +64,9 @@ class GlobalParameters:
         return tf.concat(values, axis=0) if len(values) > 1 else values[0], step
 
     def push(self, optimizer, gradient):
-        """x̃ ← optimizer(x̃, gradient) on the ps, without a lock; counts one update. One message to each ps.
+        """x̃ ← optimizer(x̃, gradient) on the ps; counts one update. One message to each ps.
 
+        TensorFlow applies it to each piece as one indivisible operation; no lock spans several pieces, or a pull and a push.
         The optimizer's slots live beside their piece of x̃ and are saved with it.
 
         Args:

@@ -160,7 +160,8 @@ def summary(settings, status):
     if status != 0:
         return
     result = json.loads((run_dir / "result.json").read_text())
-    workers = f"{result['num_ps']} ps, {result['num_workers']} workers" if result["num_ps"] else "one process"
+    workers = f"{result['num_workers']} worker{'s' if result['num_workers'] > 1 else ''}"
+    tasks = f"{result['num_ps']} ps, {workers}" if result["num_ps"] else f"one process, {workers}"
     speed = (
         f"{result['train_seconds']:.1f} s of training, {result['samples_per_second']:,.0f} samples/s"
         if result["train_seconds"]
@@ -172,7 +173,7 @@ def summary(settings, status):
         if result["staleness_mean"] is not None
         else ""
     )
-    print(f"{result['scheme']}, {workers}: {result['global_steps']:,} updates, {result['samples']:,} samples")
+    print(f"{result['scheme']}, {tasks}: {result['global_steps']:,} updates, {result['samples']:,} samples")
     print(f"{speed}; {result['wall_seconds']:.1f} s in all")
     print(f"{accuracy}test loss {result['test_loss']:.4f}; {staleness}{result['restarts']} restarts")
     for name in ("curve.png", "model.keras"):

@@ -261,7 +261,7 @@ def test_ctrl_c_saves_and_resume_goes_on_with_another_number_of_ps(run_dir):
 
 def test_ctrl_c_while_starting(run_dir):
     process = start(run_dir, "--launch")
-    read_until(process, lambda line: "ps" in line)
+    read_until(process, lambda line: "--num_ps=1" in line)
     process.send_signal(signal.SIGINT)
     finish(process, status=130)
     assert processes(run_dir) == []
