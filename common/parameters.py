@@ -43,6 +43,7 @@ class GlobalParameters:
         self.pieces = list(variable)
         self.init_feed_dict = {feed: initial_parameters}
         self.previous: list[Any] = []  # the step before the one that is being built, see build_rounds
+        self._optimizers: dict[Any, Any] = {}
         self.updated: Any = None  # set by push: the global step after this worker's update
 
     def _after_previous(self, device):
@@ -73,6 +74,7 @@ class GlobalParameters:
           optimizer: a `tf.train.Optimizer` that works element by element.
           gradient: tensor `[size]`.
         """
+        optimizer = _same_as_before(optimizer, self._optimizers)
         sizes = [int(piece.shape[0]) for piece in self.pieces]
         parts = tf.split(gradient, sizes) if len(sizes) > 1 else [tf.identity(gradient)]
         applied = []
@@ -108,6 +110,7 @@ class LocalParameters:
                 feed = tf.placeholder(value.dtype, value.shape)
                 self.init_feed_dict[feed] = value
                 self.state.append(local_variable(f"state_{i}", feed))
+        self._optimizers: dict[Any, Any] = {}
         self.pulled: Any = None  # set by pull: the global step at which x̃ was read
         self.loss: Any = None  # set by train: mean loss over the window
 
@@ -122,23 +125,28 @@ class LocalParameters:
         The sum of the g, each taken where the walk then stood, is in `gradient` afterwards; the mean loss is `loss`.
         """
         indices = self.batches.next(window)
+        optimizer = _same_as_before(optimizer, self._optimizers)
+
+        def apply(g):
+            with tf.variable_creator_scope(_make_local):  # its slots
+                return optimizer.apply_gradients([(g, self.value)])
 
         def step(t, total, loss):
             step_loss, g = self._loss_and_gradient(*self.batches.samples(indices[t]))
             with tf.control_dependencies([g]):  # x is read before it is written
-                applied = optimizer.apply_gradients([(g, self.value)])
+                applied = apply(g)
             with tf.control_dependencies([applied]):
                 return t + 1, total + g, loss + step_loss
 
         if window == 1:
             loss, total = self._loss_and_gradient(*self.batches.samples(indices[0]))
             with tf.control_dependencies([total]):
-                applied = [optimizer.apply_gradients([(total, self.value)])]
+                applied = [apply(total)]
         else:
             # An unrolled window would cost tens of seconds of graph optimization. An optimizer's slots cannot be
             # created inside the loop, hence the call beforehand, whose operation is never run.
-            optimizer.apply_gradients([(tf.zeros([self.model.size]), self.value)])
             zeros = tf.zeros([self.model.size])
+            apply(zeros)
             _, total, loss = tf.while_loop(lambda t, *_: t < window, step, (0, zeros, 0.0), parallel_iterations=1)
             loss, applied = loss / window, []
         self.loss = tf.identity(loss)
@@ -153,6 +161,19 @@ class LocalParameters:
         ]
         with tf.control_dependencies([v.assign(s, read_value=False) for v, s in zip(self.state, state, strict=True)]):
             return tf.identity(loss), tf.concat(gradients, axis=0)
+
+
+def _same_as_before(optimizer, known):
+    """Returns the one of `known` optimizers that is like this one and has the slots, or else adds this one.
+
+    A scheme is called, and makes its optimizers, for each round that is built; but there is one set of slots for all rounds.
+    """
+    arguments = sorted((name, value) for name, value in vars(optimizer).items() if isinstance(value, (int, float, str)))
+    return known.setdefault((type(optimizer), *arguments), optimizer)
+
+
+def _make_local(next_creator, **arguments):
+    return next_creator(**{**arguments, "collections": [tf.GraphKeys.LOCAL_VARIABLES]})
 
 
 class Rounds(NamedTuple):
