@@ -50,6 +50,8 @@ def train(scheme, task, settings):
                 local_init_feed_dict.update(feed_dict)
                 evaluation = step, *model.evaluate(*final, x_test, y_test)
             scaffold = tf.train.Scaffold(
+                # Not sharded: the chief alone writes, so the ps tasks need no folder in common with it.
+                saver=tf.train.Saver(sharded=False, save_relative_paths=True),
                 init_feed_dict=center.init_feed_dict,
                 local_init_op=tf.local_variables_initializer(),
                 local_init_feed_dict=local_init_feed_dict,
