@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from distributed_setup import build, check
+from distributed_setup import OF_SCHEMES, build, check
 
 from common import cluster, data, models, tf
 from common.main import main
@@ -105,4 +105,4 @@ def train(task, settings):
 
 
 if __name__ == "__main__":
-    main(train=train, num_workers=1, epochs=60, batch_size=32, learning_rate=0.1, rounds_per_call=1)
+    main(train=train, without=OF_SCHEMES, num_workers=1, epochs=60, batch_size=32, learning_rate=0.1)

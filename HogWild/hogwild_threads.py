@@ -34,18 +34,16 @@ from common.parameters import GlobalParameters, LocalParameters
 define_integer("num_threads", 2, "workers, each a thread of this process", least=1)
 flags.DEFINE_bool("locked", False, "guard the parameters with a mutex, for comparison")
 
+# Flags of the schemes that mean nothing here.
+OF_CLUSTERS = ("launch", "num_ps", "num_workers", "job_name", "task_index", "ps_hosts", "worker_hosts", "max_restarts")
+
 
 def train(task, settings):
     """Trains with `--num_threads` threads and returns the exit status: 0, or 130 when interrupted.
 
     Raises:
-      UserError: if this process is a task of a cluster, or data and model cannot be trained.
+      UserError: if data and model cannot be trained.
     """
-    if task:
-        raise UserError(
-            f"threads share the memory of one process, but this one is to be {task.type} {task.index} of a cluster: "
-            "unset TF_CONFIG and the like, or start hogwild.py"
-        )
     # Imported only now, with tensorflow, which costs seconds: a bad flag is told at once.
     from common.hooks import EvaluationHook
     from common.session import monitored_session
@@ -162,4 +160,4 @@ class Worker:
 
 
 if __name__ == "__main__":
-    main(train=train, epochs=60, batch_size=32, learning_rate=0.1)
+    main(train=train, without=OF_CLUSTERS, epochs=60, batch_size=32, learning_rate=0.1)

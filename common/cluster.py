@@ -85,7 +85,7 @@ def task_from(settings, environ: Mapping[str, str] = os.environ):
         raise UserError(f"TASK_INDEX must be a whole number, not {index!r}") from None
     if job in ("master", "chief"):
         job = "worker"
-    elif master and job == "worker":
+    elif master and job == "worker" and index >= 0:
         index += 1
     return _task("the environment", job, index, ps_hosts.split(","), worker_hosts.split(","))
 
@@ -112,9 +112,10 @@ def _from_tf_config(text):
         workers = [*chiefs, *cluster.get("worker", [])]
     except (KeyError, TypeError, ValueError, AttributeError):
         raise UserError(f"TF_CONFIG lacks the cluster or the task; expected {example}") from None
+    members = chiefs if job in ("chief", "master") else cluster.get(job, [])
+    if job in ("chief", "master", "worker") and not 0 <= index < len(members):
+        raise UserError(f"TF_CONFIG names {job} {index}, but the cluster has {len(members)}: 0 to {len(members) - 1}")
     if job in ("chief", "master"):
-        if index >= len(chiefs):
-            raise UserError(f"TF_CONFIG names {job} {index}, but its cluster has {len(chiefs)} of them")
         job = "worker"
     elif job == "worker":
         index += len(chiefs)
@@ -129,8 +130,8 @@ def _task(source, job, index, ps_hosts, worker_hosts):
         if not members:
             raise UserError(f"{source} name no {name}: a cluster needs at least one ps and one worker")
         for host in members:
-            port = host.rpartition(":")[2]
-            if ":" not in host or not port.isdigit():
+            name_or_address, _, port = host.rpartition(":")
+            if not name_or_address or not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
                 raise UserError(f"{source} name the {name} {host!r}: expected host:port")
     if not 0 <= index < len(hosts[job]):
         raise UserError(f"{source} name {job} {index}, but the cluster has {len(hosts[job])}: 0 to {len(hosts[job]) - 1}")

@@ -99,7 +99,10 @@ def checked(arrays, spec):
         if part.dtype.kind == "f":
             if not np.isfinite(part).all():
                 raise UserError(f"--data={spec}: {name} holds {np.sum(~np.isfinite(part))} values that are NaN or infinite")
-            parts[name] = part.astype(np.float32)
+            with np.errstate(over="ignore"):
+                parts[name] = part.astype(np.float32)
+            if not np.isfinite(parts[name]).all():
+                raise UserError(f"--data={spec}: {name} holds {np.abs(part).max():.3g}, too large for float32; scale it")
         elif part.dtype == bool or (name[0] == "x" and part.dtype == np.uint8):
             parts[name] = part.astype(np.float32 if name[0] == "x" else np.int32)
     for half in ("train", "test"):
@@ -116,6 +119,8 @@ def checked(arrays, spec):
                 )
             if y.min() < 0:
                 raise UserError(f"--data={spec}: y_{half} holds the class {y.min()}, expected 0 or more")
+            if y.max() >= 2**31:
+                raise UserError(f"--data={spec}: y_{half} holds the class {y.max()}, expected less than 2,147,483,648")
             parts[f"y_{half}"] = y.astype(np.int32)
     for axis in "xy":
         train, test = parts[f"{axis}_train"], parts[f"{axis}_test"]
@@ -153,17 +158,20 @@ def call_user_function(flag, spec):
         if module_spec is None or module_spec.loader is None:
             raise UserError(f"{flag}={spec}: {path} is not a Python file")
         module = importlib.util.module_from_spec(module_spec)
+        before = sys.modules.get(file.stem)
+        sys.modules[file.stem] = module  # dataclasses and pickle look their module up there
         try:
             module_spec.loader.exec_module(module)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise UserError(f"{flag}={spec}: {path} cannot be imported: {one_line(error)}") from error
-        sys.modules.setdefault(file.stem, module)
+        if before is not None:  # a module that others may still import, of the same name
+            sys.modules[file.stem] = before
     function = getattr(module, name, None)
     if not callable(function):
         raise UserError(f"{flag}={spec}: {path} has no function {name!r}")
     try:
         return function()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"{flag}={spec}: {name}() raised {one_line(error)}") from error
 
 
@@ -203,7 +211,9 @@ class Batches:
         size = window * self.batch_size
         k = self._position.assign_add(size) - size + tf.range(size, dtype=tf.int64)
         epoch = k // self.num_samples
-        seeds = tf.stack([epoch, tf.fill([size], tf.constant(self.seed, tf.int64)), tf.zeros([size], tf.int64)], axis=1)
+        # Keys that are nearly all zeros hardly shuffle: those of the first epoch would leave most samples where they are.
+        key, seed = (tf.fill([size], tf.constant(k, tf.int64)) for k in (0x9E3779B97F4A7C1, self.seed))
+        seeds = tf.stack([key, epoch, seed], axis=1)
         last = tf.constant(self.num_samples - 1, tf.int64)
         # The raw operation: its wrapper, tf.random.experimental.index_shuffle, cannot take one seed an index.
         indices = tf.raw_ops.RandomIndexShuffle(index=k % self.num_samples, seed=seeds, max_index=last, rounds=4)

@@ -15,9 +15,9 @@ class UserError(Exception):
 class _Number(flags.ArgumentParser):
     """A number within bounds, or a `UserError` that names the flag."""
 
-    def __init__(self, name, convert, least, above):
+    def __init__(self, name, convert, least, above, most=None):
         super().__init__()
-        self.name, self.convert, self.least, self.above = name, convert, least, above
+        self.name, self.convert, self.least, self.above, self.most = name, convert, least, above, most
         self.syntactic_help = "a whole number" if convert is int else "a number"
 
     def parse(self, argument):
@@ -29,14 +29,16 @@ class _Number(flags.ArgumentParser):
             raise UserError(f"--{self.name} must be at least {self.least}, not {argument}")
         if self.above is not None and not value > self.above:
             raise UserError(f"--{self.name} must be greater than {self.above}, not {argument}")
+        if self.most is not None and not value <= self.most:
+            raise UserError(f"--{self.name} must be at most {self.most}, not {argument}")
         if value in (float("inf"), float("-inf")):
             raise UserError(f"--{self.name} must be finite, not {argument}")
         return value
 
 
-def define_integer(name, default, help, least=None, flag_values=flags.FLAGS):
-    """Defines a flag for a whole number of at least `least`."""
-    flags.DEFINE(_Number(name, int, least, None), name, default, help, flag_values)
+def define_integer(name, default, help, least=None, most=None, flag_values=flags.FLAGS):
+    """Defines a flag for a whole number of at least `least` and at most `most`."""
+    flags.DEFINE(_Number(name, int, least, None, most), name, default, help, flag_values)
 
 
 def define_number(name, default, help, least=None, above=None, flag_values=flags.FLAGS):
@@ -65,7 +67,8 @@ def define(defaults):
     define_number("learning_rate", own("learning_rate"), "step size", above=0)
     define_integer("window", own("window", 1), "local steps between pull and push", least=1)
     define_integer("rounds_per_call", own("rounds_per_call"), "most rounds in one session call (default: by model)", least=1)
-    define_integer("seed", own("seed", 0), "of initial values and of the order of samples", least=0)
+    # Keras takes 32 bits, and each worker adds its index.
+    define_integer("seed", own("seed", 0), "of initial values and of the order of samples", least=0, most=2**31)
     flags.DEFINE_string("run_dir", None, "folder for all that the run writes (default: runs/SCHEME/TIME)")
     flags.DEFINE_bool("resume", False, "go on from the newest checkpoint in --run_dir")
     define_number("checkpoint_secs", 5, "seconds between checkpoints", above=0)
@@ -80,8 +83,8 @@ def define(defaults):
     return values
 
 
-def parse(values, arguments, program):
-    """Parses `arguments` and returns all flags as a namespace.
+def parse(values, arguments, program, without=()):
+    """Parses `arguments` and returns all flags as a namespace; those in `without` keep their defaults and cannot be given.
 
     Raises:
       UserError: for an unknown flag, a bad value, or an argument that is no flag.
@@ -95,8 +98,10 @@ def parse(values, arguments, program):
     except flags.Error as error:
         raise UserError(" ".join(str(error).split())) from None
     if values.help:
-        print_help(values, program)
+        print_help(values, program, without)
         sys.exit(0)
+    for name in present(values, *without):
+        raise UserError(f"--{name} means nothing to {program} (--help lists its flags)")
     if rest:
         raise UserError(f"unexpected argument {rest[0]!r}: flags are written --name=value (--help lists all)")
     return types.SimpleNamespace(**{name: values[name].value for name in values if name in _own_names(values)})
@@ -115,10 +120,10 @@ def _own_names(values):
     return {name for name in values if name not in theirs}
 
 
-def print_help(values, program):
-    """Prints every flag with its default."""
+def print_help(values, program, without):
+    """Prints every flag, but those in `without`, with its default."""
     print(f"usage: {os.path.basename(program)} [--flag=value ...]\n")
-    for name in sorted(_own_names(values) - {"check"}):
+    for name in sorted(_own_names(values) - {"check", *without}):
         flag = values[name]
         default = "" if flag.default is None else f" (default: {flag.default_as_str.strip(chr(39))})"
         print(f"  --{name:<18} {flag.help}{default}")

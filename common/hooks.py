@@ -33,7 +33,8 @@ class MetricsLog:
 
     def write(self, global_step, **values):
         """Writes one line with the time and these values; the numbers among them become TensorBoard scalars."""
-        line = json.dumps({"time": time.time(), "global_step": int(global_step), **self._constant, **values})
+        finite = {name: None if isinstance(v, float) and not np.isfinite(v) else v for name, v in values.items()}
+        line = json.dumps({"time": time.time(), "global_step": int(global_step), **self._constant, **finite})
         scalars = [
             tf.Summary.Value(tag=name, simple_value=value)
             for name, value in values.items()

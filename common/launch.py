@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from pathlib import Path
 from common import progress
 from common.flags import UserError
 
+INTERRUPTING_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C, and what the launcher sends to its workers
 STOP_SECONDS = 60  # to save a checkpoint and leave, before a task is killed
 PS_SECONDS = 10  # for a ps to see that all workers are done
 
@@ -47,7 +49,7 @@ def launch(script, arguments, settings):
         hosts: dict[str, list[str]] = {"ps": [], "worker": []}
         for job, count in (("ps", settings.num_ps), ("worker", settings.num_workers)):
             for _ in range(count):
-                hosts[job].append(f"127.0.0.1:{stack.enter_context(_reserved_port()).getsockname()[1]}")
+                hosts[job].append(f"127.0.0.1:{stack.enter_context(reserved_port()).getsockname()[1]}")
         command = [
             *(sys.executable, str(script)),
             *(argument for argument in arguments if argument != "--launch"),
@@ -93,7 +95,10 @@ def prepare_run_dir(settings, task=None):
             raise UserError("--resume needs --run_dir=FOLDER, the folder of the run to go on with")
         settings.run_dir = f"runs/{settings.scheme}/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
     run_dir = Path(settings.run_dir)
-    has_checkpoint = (run_dir / "checkpoints" / "checkpoint").exists()
+    try:
+        has_checkpoint = (run_dir / "checkpoints" / "checkpoint").exists()
+    except OSError as error:  # a folder on the way may not be entered, a name is too long
+        raise UserError(f"--run_dir={run_dir} cannot be written: {error.strerror}") from None
     is_chief = task is None or task.is_master()
     if settings.resume and not has_checkpoint and is_chief:
         raise UserError(f"--resume: there is no checkpoint in {run_dir / 'checkpoints'}")
@@ -102,9 +107,7 @@ def prepare_run_dir(settings, task=None):
     try:
         for folder in ("checkpoints", "logs", "metrics"):
             (run_dir / folder).mkdir(parents=True, exist_ok=True)
-        probe = run_dir / ".writable"
-        probe.touch()
-        probe.unlink()
+        tempfile.TemporaryFile(dir=run_dir).close()  # of a name of its own: other tasks may be trying the same
     except OSError as error:
         raise UserError(f"--run_dir={run_dir} cannot be written: {error.strerror}") from None
     settings.run_dir = str(run_dir.resolve())
@@ -135,7 +138,7 @@ def _last_error(text, script_name):
 
 
 @contextlib.contextmanager
-def _reserved_port():
+def reserved_port():
     """A port of this machine that nobody else gets as long as the context lasts.
 
     The socket is bound but does not listen; the task's server can bind to the port as well, since both allow reuse, also

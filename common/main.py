@@ -17,17 +17,18 @@ from common import cluster, flags, launch, progress
 from common.flags import UserError
 
 
-def main(scheme=None, train=None, **defaults):
+def main(scheme=None, train=None, without=(), **defaults):
     """Runs a scheme's script and exits: 0 trained, 1 failed, 2 bad flags or input, 130 stopped by Ctrl-C.
 
     Args:
       scheme: generator function, see `common.parameters`.
       train: instead, for a script with a main loop of its own: a function `train(task, settings)` as in `common.training`.
+      without: names of flags that mean nothing to this script; those of a cluster for one that always trains alone.
       **defaults: the scheme's own defaults, by the name of the flag.
     """
     script = Path(sys.argv[0]).resolve()
     try:
-        sys.exit(_run(scheme, train, script, sys.argv[1:], defaults))
+        sys.exit(_run(scheme, train, without, script, sys.argv[1:], defaults))
     except UserError as error:
         sys.exit(_say(2, f"{script.name}: {error}"))
     except launch.RunFailed as error:
@@ -50,15 +51,16 @@ def _say(status, line):
     return status
 
 
-def _run(scheme, train, script, arguments, defaults):
+def _run(scheme, train, without, script, arguments, defaults):
     launcher = os.environ.get("LAUNCHER_PID")
     if launcher:
         launch.die_with_parent(int(launcher))
     values = flags.define(defaults)
-    settings = flags.parse(values, arguments, script.name)
+    settings = flags.parse(values, arguments, script.name, without)
     settings.scheme, settings.began = script.parent.name, time.time()
-    task = cluster.task_from(settings)
-    if task is None and not settings.launch:
+    task = cluster.task_from(settings) if "job_name" not in without else None
+    launches = task is None and settings.launch
+    if task is None and not launches:
         for name in flags.present(values, "num_ps", "num_workers"):
             raise UserError(
                 f"--{name} is for --launch, which `bash {settings.scheme}/run.sh` gives; without it, one process trains"
@@ -68,7 +70,7 @@ def _run(scheme, train, script, arguments, defaults):
 
         training.check(settings)
         return 0
-    if task is None and settings.launch:
+    if launches:
         return launch.launch(script, arguments, settings)
     index = task.index if task else 0
     if not launcher:
@@ -77,6 +79,7 @@ def _run(scheme, train, script, arguments, defaults):
     if task and task.is_ps():
         return _serve(task)
 
+    signal.pthread_sigmask(signal.SIG_BLOCK, launch.INTERRUPTING_SIGNALS)  # see training.Interruption
     from common import training  # and with it tensorflow
 
     train = train or functools.partial(training.train, scheme)

@@ -85,6 +85,18 @@ def _check(keras_model, spec, data):
         raise UserError(f"--model={spec} has trainable variables of type {', '.join(sorted(others))}, expected float32")
 
 
+def _make_constant(keras_model):
+    """Turns tensors that layers and regularizers hold into NumPy arrays, as no graph takes a tensor from outside it."""
+    import keras
+
+    for layer in keras_model._flatten_layers():
+        inner = [v for v in vars(layer).values() if isinstance(v, (keras.Regularizer, keras.constraints.Constraint))]
+        for owner in [layer, *inner]:
+            for name, value in list(vars(owner).items()):
+                if isinstance(value, tf.Tensor):
+                    object.__setattr__(owner, name, value.numpy())
+
+
 class Model:
     """What a worker needs of a Keras model: its initial values, and loss and outputs as functions of a flat vector.
 
@@ -94,6 +106,7 @@ class Model:
 
     def __init__(self, keras_model, is_classification):
         self.keras_model, self.is_classification = keras_model, is_classification
+        _make_constant(keras_model)
         self.shapes = [tuple(v.shape) for v in keras_model.trainable_variables]
         self.sizes = [int(np.prod(shape, dtype=int)) for shape in self.shapes]
         self.size = sum(self.sizes)
@@ -108,6 +121,7 @@ class Model:
     def loss(self, variables, state, x, y):
         """Returns the mean training loss of a batch (scalar) and the state after it."""
         outputs, state, own_losses = self.keras_model.stateless_call(variables, state, x, training=True, return_losses=True)
+        outputs = tf.cast(outputs, tf.float32)  # under a mixed precision policy they may be float16
         return tf.add_n([tf.reduce_mean(self._losses(outputs, y)), *own_losses]), state
 
     def _losses(self, outputs, y):
@@ -126,6 +140,7 @@ class Model:
         def batch(start, loss, correct):
             part, labels = x[start : start + batch_size], y[start : start + batch_size]
             outputs, _ = self.keras_model.stateless_call(variables, state, part, training=False)
+            outputs = tf.cast(outputs, tf.float32)
             hits = tf.equal(tf.argmax(outputs, axis=-1, output_type=tf.int32), labels) if self.is_classification else [False]
             size = tf.cast(tf.shape(part)[0], tf.float32)
             loss += tf.reduce_mean(self._losses(outputs, labels)) * size

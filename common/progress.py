@@ -175,6 +175,8 @@ def summary(settings, status):
     )
     print(f"{result['scheme']}, {tasks}: {result['global_steps']:,} updates, {result['samples']:,} samples")
     print(f"{speed}; {result['wall_seconds']:.1f} s in all")
-    print(f"{accuracy}test loss {result['test_loss']:.4f}; {staleness}{result['restarts']} restarts")
+    print(
+        f"{accuracy}test loss {_number(result, 'test_loss', '.4f') or 'not finite'}; {staleness}{result['restarts']} restarts"
+    )
     for name in ("curve.png", "model.keras"):
         print(run_dir / name)

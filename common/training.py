@@ -4,6 +4,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ import numpy as np
 
 from common import cluster, data, models, plots, tf
 from common.hooks import EvaluationHook, MetricsHook, MetricsLog
-from common.launch import write_json
+from common.launch import INTERRUPTING_SIGNALS, write_json
 from common.parameters import GlobalParameters, LocalParameters, build_rounds
 from common.session import monitored_session
 
@@ -171,7 +172,7 @@ def write_result(settings, task, reports, global_step, test_loss, test_accuracy)
     """Writes `result.json` and `curve.png` from the reports of all workers and the last evaluation."""
     plots.curve(settings.run_dir)
     result = summarize(settings, task, reports, global_step)
-    result.update(test_accuracy=test_accuracy, test_loss=test_loss, restarts=0)
+    result.update(test_accuracy=test_accuracy, test_loss=test_loss if math.isfinite(test_loss) else None, restarts=0)
     write_json(Path(settings.run_dir, "result.json"), result)
 
 
@@ -218,28 +219,35 @@ def fed_test_set(dataset):
 
 
 class Interruption:
-    """Ctrl-C or SIGTERM as a request to stop after the present call; a second one ends the process at once."""
+    """Ctrl-C or SIGTERM: while there is something to save, a request to stop after the present call; otherwise the end.
+
+    A thread waits for the signals. Python's own handlers run in the main thread, which may be in C++ code, waiting for a ps
+    that is not there, and would never call them. To be made in the main thread; `common.main` blocks the signals before
+    tensorflow starts threads of its own, which would be interrupted instead.
+    """
 
     def __init__(self):
         self.requested = False
-        self._training = False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._handle)
+        self._is_training = False
+        signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTING_SIGNALS)
+        threading.Thread(target=self._wait, daemon=True).start()
 
-    def _handle(self, number, frame):
-        signal.signal(number, signal.SIG_DFL)
-        self.requested = True
-        if not self._training:
-            sys.exit(130)
+    def _wait(self):
+        while True:
+            signal.sigwait(INTERRUPTING_SIGNALS)
+            if not self._is_training or self.requested:
+                if sys.stdout.isatty():
+                    os.write(1, b"\x1b[?25h")  # the cursor, which the table of progress hides
+                os._exit(130)
+            self.requested = True
 
     def training_begins(self):
         """From now on there is something to save."""
-        self._training = True
+        self._is_training = True
 
     def training_ends(self):
         """From now on all is saved, and there may be a long wait for others, which a signal is to end at once."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
+        self._is_training = False
 
 
 def check(settings):

@@ -195,7 +195,7 @@ def test_more_ps_than_parameters(run_dir):
 def test_each_task_started_on_its_own(run_dir):
     """Without a launcher, each told in another way who it is; all end by themselves, also the ps."""
     with contextlib.ExitStack() as stack:
-        ports = [stack.enter_context(launch._reserved_port()).getsockname()[1] for _ in range(3)]
+        ports = [stack.enter_context(launch.reserved_port()).getsockname()[1] for _ in range(3)]
         ps, *workers = (f"127.0.0.1:{port}" for port in ports)
         cluster = {"cluster": {"ps": [ps], "worker": workers}, "task": {"type": "worker", "index": 1}}
         reuse = {"TF_GRPC_REUSE_PORT": "true"}  # lets the test hold the ports

@@ -120,8 +120,7 @@ class Clone:
         pipe = self.notes / "pipe"
         os.mkfifo(pipe)
         self.before_pip(
-            "print('Installing collected packages: tiny', flush=True); install('tiny', '1')\n"
-            f"open({str(pipe)!r}).read()"
+            f"print('Installing collected packages: tiny', flush=True); install('tiny', '1')\nopen({str(pipe)!r}).read()"
         )
         return pipe
 

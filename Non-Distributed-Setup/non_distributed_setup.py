@@ -1,0 +1,147 @@
+"""The learning problem alone: a Keras model, its data and plain SGD, in one process. Nothing here is distributed."""
+
+import math
+import time
+from pathlib import Path
+
+from common import data, models, tf
+from common.main import main
+
+# Flags of the schemes that mean nothing here.
+OF_CLUSTERS = (
+    *("launch", "num_ps", "num_workers", "job_name", "task_index", "ps_hosts", "worker_hosts"),
+    *("window", "rounds_per_call", "checkpoint_secs", "max_restarts"),
+)
+
+
+def compiled(model, learning_rate):
+    """Returns the Keras model of a `common.models.Model`, ready for `fit`: plain SGD on the loss that all schemes use.
+
+    That is the mean cross-entropy of logits for class labels, and the mean squared error otherwise.
+    """
+    import keras
+
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True) if model.is_classification else "mean_squared_error"
+    metrics = ["accuracy"] if model.is_classification else []
+    model.keras_model.compile(keras.optimizers.SGD(learning_rate), loss, metrics=metrics)
+    return model.keras_model
+
+
+def batches(x, y, batch_size, seed):
+    """Returns an endless `tf.data.Dataset` of shuffled batches, all of `batch_size`: one may cross the end of an epoch."""
+    return tf.data.Dataset.from_tensor_slices((x, y)).shuffle(len(x), seed).repeat().batch(batch_size)
+
+
+class Recorder:
+    """Callbacks of `fit`: writes what a run writes, and stops it in time.
+
+    Args:
+      model: a compiled Keras model.
+      dataset: a `common.data.Data`.
+      log: a `common.hooks.MetricsLog`.
+      settings: all flags as a namespace.
+      last: step at which to stop.
+      is_interrupted: function that says whether to stop now.
+    """
+
+    def __init__(self, model, dataset, log, settings, last, is_interrupted):
+        self._model, self._dataset, self._log, self._batch_size = model, dataset, log, settings.batch_size
+        self._last, self._is_interrupted = last, is_interrupted
+        self._deadline = time.monotonic() + (settings.seconds or math.inf)
+        self.step = self._first_step = self._written_step = int(model.optimizer.iterations)
+        self._written = self._evaluated = time.monotonic()
+        self._losses, self._epoch_loss = [], 0.0  # of the steps since the last line; of this epoch, summed
+
+    @property
+    def updates(self):
+        """Steps of this run, without those of a run that it goes on with."""
+        return self.step - self._first_step
+
+    def evaluate(self):
+        """Evaluates on the test set, writes and returns (loss, accuracy or None)."""
+        x, y = self._dataset.x_test, self._dataset.y_test
+        result = self._model.evaluate(x, y, batch_size=500, verbose=0, return_dict=True)
+        self._log.write(self.step, test_loss=result["loss"], test_accuracy=result.get("accuracy"))
+        self._evaluated = time.monotonic()
+        return result["loss"], result.get("accuracy")
+
+    def on_train_batch_end(self, batch, logs):
+        """Counts a step; twice a second writes the loss and the speed since the last line."""
+        self.step += 1
+        before = self._epoch_loss if batch else 0.0
+        self._epoch_loss = logs["loss"] * (batch + 1)  # Keras gives the mean of the epoch so far
+        self._losses.append(self._epoch_loss - before)
+        now = time.monotonic()
+        stop = self.step >= self._last or now >= self._deadline or self._is_interrupted()
+        if stop or now - self._written >= 0.5:
+            speed = (self.step - self._written_step) * self._batch_size / (now - self._written)
+            samples = self.updates * self._batch_size
+            self._log.write(self.step, loss=sum(self._losses) / len(self._losses), samples=samples, samples_per_second=speed)
+            self._written, self._written_step, self._losses = now, self.step, []
+        if stop:
+            self._model.stop_training = True
+
+    def on_epoch_end(self, epoch, logs):
+        """Evaluates, at most once a second."""
+        if time.monotonic() - self._evaluated >= 1:
+            self.evaluate()
+
+
+def train(task, settings):
+    """Trains in this process and returns the exit status: 0, or 130 after Ctrl-C, when a checkpoint is saved.
+
+    Args:
+      task: None.
+      settings: all flags as a namespace.
+
+    Raises:
+      UserError: for data and model that cannot be trained.
+    """
+    # Imported only now: tensorflow takes seconds, and a wrong flag is to be told at once.
+    import keras
+    import tensorflow
+
+    from common.hooks import MetricsLog
+    from common.training import Interruption, last_step, write_result
+
+    interruption = Interruption()
+    dataset = data.load(settings.data, settings.seed)
+    model = compiled(models.build(settings.model, dataset, settings.seed), settings.learning_rate)
+    checkpoint = tensorflow.train.Checkpoint(model=model)
+    checkpoints = tensorflow.train.CheckpointManager(checkpoint, Path(settings.run_dir, "checkpoints"), max_to_keep=1)
+    if settings.resume:
+        checkpoint.restore(checkpoints.latest_checkpoint)
+    first_step, last = int(model.optimizer.iterations), last_step(settings, len(dataset.x_train))
+    with tf.Graph().as_default():  # TensorBoard's writer of TensorFlow 1 refuses to begin outside a graph
+        log = MetricsLog(settings.run_dir, 0, last)
+
+    recorder = Recorder(model, dataset, log, settings, last, lambda: interruption.requested)
+    interruption.training_begins()
+    recorder.evaluate()
+    began = time.time()
+    if first_step < last:
+        steps_per_epoch = math.ceil(len(dataset.x_train) / settings.batch_size)
+        model.fit(
+            batches(dataset.x_train, dataset.y_train, settings.batch_size, settings.seed),
+            epochs=math.ceil((last - first_step) / steps_per_epoch),
+            steps_per_epoch=steps_per_epoch,
+            callbacks=[keras.callbacks.LambdaCallback(recorder.on_epoch_end, on_train_batch_end=recorder.on_train_batch_end)],
+            shuffle=False,  # the batches are shuffled already
+            verbose=0,
+        )
+    ended = time.time()
+    checkpoints.save()
+    if interruption.requested:
+        return 130
+    interruption.training_ends()
+    loss, accuracy = recorder.evaluate()
+    log.close()
+    model.save(Path(settings.run_dir, "model.keras"))
+    # As `common.training.REPORT` has it; an update is never stale where nobody else makes any.
+    report = [0, began, first_step, ended, recorder.updates * settings.batch_size, recorder.updates, 0, 0]
+    write_result(settings, None, [report], recorder.step, loss, accuracy)
+    return 0
+
+
+if __name__ == "__main__":
+    main(train=train, without=OF_CLUSTERS, epochs=60, batch_size=32, learning_rate=0.1)

@@ -1,0 +1,144 @@
+"""What the tests share: small problems, a session with initialized variables, the schemes' functions."""
+
+import contextlib
+import importlib.util
+import os
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # before the first import of tensorflow, which reads it then
+
+from absl.testing import flagsaver  # noqa: E402
+
+from common import data, flags, tf  # noqa: E402
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+
+
+def pytest_collection_modifyitems(items):
+    """Marks the cells of notebooks, so that `-m "not notebook"` leaves them out."""
+    for item in items:
+        if item.path.suffix == ".ipynb":
+            item.add_marker("notebook")
+
+
+@pytest.fixture
+def parse():
+    """A function that parses a command line as a scheme's script does. What it defines is gone after the test."""
+
+    def parse(*arguments, script_flags=lambda: None, **defaults):
+        with flagsaver.flagsaver():  # absl's flags are global, and cannot be defined twice
+            script_flags()
+            return flags.parse(flags.define(defaults), list(arguments), "scheme.py")
+
+    return parse
+
+
+@pytest.fixture
+def user_error():
+    """A context that expects a `UserError` of one line, with each of these texts in it."""
+
+    @contextlib.contextmanager
+    def user_error(*texts):
+        with pytest.raises(flags.UserError) as info:
+            yield
+        message = str(info.value)
+        assert message and "\n" not in message
+        for text in texts:
+            assert text in message
+
+    return user_error
+
+
+@pytest.fixture
+def graph():
+    """A graph of the test's own, as the default one."""
+    with tf.Graph().as_default() as graph:
+        yield graph
+
+
+@pytest.fixture
+def initialized():
+    """A function that opens a session of the present graph in which all variables are initialized.
+
+    Its arguments are what has an `init_feed_dict`: global and local parameters, batches.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def initialized(*fed):
+            feeds = {feed: value for each in fed for feed, value in each.init_feed_dict.items()}
+            session = tf.Session()
+            stack.callback(session.close)
+            session.run([tf.global_variables_initializer(), tf.local_variables_initializer()], feeds)
+            return session
+
+        yield initialized
+
+
+@pytest.fixture
+def hogwild():
+    """The update rule of HogWild/hogwild.py."""
+    spec = importlib.util.spec_from_file_location("hogwild", CHECKOUT / "HogWild" / "hogwild.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.hogwild
+
+
+class KnownBatches:
+    """Stands in for `common.data.Batches`: the batches come in the order in which they are given, then again.
+
+    Args:
+      x, y: arrays `[count, batch_size, ...]`.
+    """
+
+    def __init__(self, x, y, name="batches"):
+        self.count = len(x)
+        self.init_feed_dict = {}
+        self._x, self._y = tf.constant(x), tf.constant(y)
+        with tf.variable_scope(name):
+            self._position = tf.get_variable(
+                "position", initializer=0, trainable=False, collections=[tf.GraphKeys.LOCAL_VARIABLES], use_resource=True
+            )
+
+    def next(self, window):
+        """Returns the numbers `[window]` of the next batches."""
+        return (self._position.assign_add(window) - window + tf.range(window)) % self.count
+
+    def samples(self, index):
+        """Returns batch number `index`."""
+        return tf.gather(self._x, index), tf.gather(self._y, index)
+
+
+@pytest.fixture
+def known_batches():
+    """The class `KnownBatches`."""
+    return KnownBatches
+
+
+@pytest.fixture
+def regression():
+    """A linear regression: `data.Data` of 60 samples of 3 features, 20 of them for the test."""
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=[60, 3]).astype(np.float32)
+    y = (x @ [[1.0], [-2.0], [3.0]] + 0.5 + rng.normal(0, 0.1, [60, 1])).astype(np.float32)
+    return data.checked(((x[20:], y[20:]), (x[:20], y[:20])), "regression")
+
+
+@pytest.fixture
+def images():
+    """A classification: `data.Data` of 50 random images [8, 8, 1] of 3 classes, 23 of them for the test."""
+    rng = np.random.default_rng(2)
+    x = rng.random([50, 8, 8, 1]).astype(np.float32)
+    y = rng.integers(0, 3, 50)
+    y[:3] = y[-3:] = [0, 1, 2]
+    return data.checked(((x[23:], y[23:]), (x[:23], y[:23])), "images")
+
+
+@pytest.fixture
+def hyperparameters():
+    """A function that makes the hyperparameters of a scheme."""
+    return types.SimpleNamespace

@@ -1,0 +1,394 @@
+"""common/data.py: data sets, what is refused, shards, and the order of batches."""
+
+import sys
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from common import data, tf
+from common.data import Batches
+
+
+def test_digits():
+    digits = data.load("digits")
+    assert digits.x_train.shape == (1438, 8, 8, 1) and digits.x_test.shape == (359, 8, 8, 1)
+    assert digits.y_train.shape == (1438,) and digits.y_test.shape == (359,)
+    assert (digits.x_train.dtype, digits.y_train.dtype) == (np.float32, np.int32)
+    assert digits.is_classification and digits.num_classes == 10
+    for x in digits.x_train, digits.x_test:
+        assert x.min() == 0 and x.max() == 1
+    for y in digits.y_train, digits.y_test:
+        assert set(y) == set(range(10))
+
+
+def test_digits_are_scikit_learns_each_in_one_half():
+    from sklearn.datasets import load_digits
+
+    digits, (x, y) = data.load("digits"), load_digits(return_X_y=True)
+    ours = np.concatenate([digits.x_train, digits.x_test]).reshape(-1, 64) * 16
+    ours = np.column_stack([ours, np.concatenate([digits.y_train, digits.y_test])])
+    theirs = np.column_stack([x, y])
+    assert sorted(ours.tolist()) == sorted(theirs.tolist())
+    assert not set(map(bytes, digits.x_train)) & set(map(bytes, digits.x_test))
+
+
+def test_digits_are_the_same_every_time():
+    one, other = data.load("digits", seed=0), data.load("digits", seed=1)
+    assert all(np.array_equal(a, b) for a, b in zip(one, other))
+
+
+def test_linear():
+    linear = data.load("linear", seed=3)
+    assert [a.shape for a in linear] == [(800, 1), (800, 1), (200, 1), (200, 1)]
+    assert not linear.is_classification
+    x, y = np.concatenate([linear.x_train, linear.x_test]), np.concatenate([linear.y_train, linear.y_test])
+    assert -1 <= x.min() < -0.9 and 0.9 < x.max() <= 1
+    noise = y - 2 * x - 10
+    assert abs(noise.mean()) < 0.02 and 0.08 < noise.std() < 0.12
+    assert not np.array_equal(data.load("linear", seed=4).x_train, linear.x_train)
+
+
+def mnist_file(path):
+    rng = np.random.default_rng(0)
+    arrays: dict[str, Any] = {
+        f"x_{half}": rng.integers(0, 256, [n, 28, 28], np.uint8) for half, n in (("train", 30), ("test", 10))
+    }
+    arrays |= {f"y_{half}": (np.arange(n) % 10).astype(np.uint8) for half, n in (("train", 30), ("test", 10))}
+    np.savez(path, **arrays)
+    return arrays
+
+
+def test_mnist_comes_through_keras(tmp_path, monkeypatch):
+    arrays = mnist_file(tmp_path / "mnist.npz")
+    # Keras' own load_data reads the file; only the download is left out
+    monkeypatch.setitem(keras.datasets.mnist.load_data.__globals__, "get_file", lambda **_: str(tmp_path / "mnist.npz"))
+    mnist = data.load("mnist")
+    assert mnist.x_train.shape == (30, 28, 28, 1) and mnist.x_test.shape == (10, 28, 28, 1)
+    assert (mnist.x_train.dtype, mnist.y_train.dtype) == (np.float32, np.int32)
+    np.testing.assert_allclose(mnist.x_test[..., 0], arrays["x_test"] / 255, rtol=1e-6)
+    np.testing.assert_array_equal(mnist.y_train, arrays["y_train"])
+    assert mnist.num_classes == 10
+
+
+def test_mnist_without_a_network(monkeypatch, user_error):
+    def get_file(**_):
+        raise Exception("URL fetch failure on https://storage:\nno route to host")
+
+    monkeypatch.setitem(keras.datasets.mnist.load_data.__globals__, "get_file", get_file)
+    with user_error("--data=mnist could not be downloaded", "URL fetch failure", "--data=digits needs no network"):
+        data.load("mnist")
+
+
+@pytest.mark.parametrize("spec", ["digit", "", "data.py"])
+def test_no_such_data(user_error, spec):
+    with user_error(f"--data must be one of digits, linear, mnist or FILE.py:FUNCTION, not {spec!r}"):
+        data.load(spec)
+
+
+# --- What training can use ---------------------------------------------------------------------------------------------
+
+
+def arrays(n_train=6, n_test=3):
+    """Good data, to be spoilt: ((x_train, y_train), (x_test, y_test)), classes."""
+    x, y = np.arange(2.0 * (n_train + n_test)).reshape(-1, 2), np.arange(n_train + n_test) % 3
+    return (x[:n_train], y[:n_train]), (x[n_train:], y[n_train:])
+
+
+def spoilt(**parts):
+    (x_train, y_train), (x_test, y_test) = arrays()
+    good = dict(x_train=x_train, y_train=y_train, x_test=x_test, y_test=y_test) | parts
+    return (good["x_train"], good["y_train"]), (good["x_test"], good["y_test"])
+
+
+def test_types_that_training_uses():
+    good = data.checked(arrays(), "mine")
+    assert (good.x_train.dtype, good.x_test.dtype) == (np.float32, np.float32)
+    assert (good.y_train.dtype, good.y_test.dtype) == (np.int32, np.int32)
+    np.testing.assert_array_equal(good.x_train, arrays()[0][0])
+    np.testing.assert_array_equal(good.y_test, arrays()[1][1])
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int64, np.uint32, bool])
+def test_labels_of_any_whole_number(kind):
+    good = data.checked(spoilt(y_train=np.array([0, 1, 0, 1, 0, 1], kind), y_test=np.array([1, 0, 1], kind)), "mine")
+    assert good.y_train.dtype == np.int32 and good.y_train.tolist() == [0, 1, 0, 1, 0, 1]
+    assert good.is_classification and good.num_classes == 2
+
+
+def test_labels_in_one_column():
+    good = data.checked(spoilt(y_train=arrays()[0][1][:, None], y_test=arrays()[1][1][:, None]), "mine")
+    assert good.y_train.shape == (6,)
+
+
+def test_classes_that_only_the_test_has():
+    assert data.checked(spoilt(y_test=[0, 7, 1]), "mine").num_classes == 8
+
+
+@pytest.mark.parametrize("kind", [np.uint8, bool])
+def test_images_of_bytes(kind):
+    x = np.array([[0, 1], [1, 1], [0, 0]], kind)
+    good = data.checked(spoilt(x_train=np.concatenate([x, x]), x_test=x), "mine")
+    assert good.x_train.dtype == np.float32 and good.x_test.tolist() == x.tolist()
+
+
+def test_whole_numbers_stay_whole():
+    """They may be what an Embedding layer looks up."""
+    x = np.array([[1, 2], [3, 4], [5, 6]])
+    assert data.checked(spoilt(x_train=np.concatenate([x, x]), x_test=x), "mine").x_train.dtype.kind == "i"
+
+
+def test_lists_will_do():
+    good = data.checked((([[1.0], [2.0]], [0, 1]), ([[3.0]], [1])), "mine")
+    assert good.x_train.shape == (2, 1) and good.y_test.tolist() == [1]
+
+
+def test_labels_of_a_regression():
+    y = np.arange(6.0).reshape(6, 1)
+    good = data.checked(spoilt(y_train=y, y_test=y[:3]), "mine")
+    assert not good.is_classification
+    assert good.y_train.dtype == np.float32 and good.y_train.shape == (6, 1)
+
+
+NUMPY_ARRAYS = "must give ((x_train, y_train), (x_test, y_test)) as NumPy arrays"
+
+
+@pytest.mark.parametrize(
+    "given", [None, 3, (), (1, 2, 3), arrays()[0], (arrays()[0], arrays()[1], arrays()[1]), (arrays()[0], None)]
+)
+def test_what_is_no_data(user_error, given):
+    with user_error(f"--data=mine {NUMPY_ARRAYS}"):
+        data.checked(given, "mine")
+
+
+def with_value(value):
+    x = arrays()[0][0].copy()
+    x[4, 1] = value
+    return x
+
+
+@pytest.mark.parametrize(
+    "parts, texts",
+    [
+        (dict(x_train=with_value(np.nan)), ["x_train holds 1 values that are NaN or infinite"]),
+        (dict(x_train=with_value(-np.inf)), ["x_train holds 1 values that are NaN or infinite"]),
+        (dict(x_train=with_value(1e300)), ["x_train"]),  # infinite as the float32 that training uses
+        (dict(x_test=np.full([3, 2], np.nan)), ["x_test holds 6 values"]),
+        (dict(y_train=np.full(6, np.nan), y_test=np.zeros(3)), ["y_train holds 6 values"]),
+        (dict(x_train=np.zeros([0, 2]), y_train=np.zeros(0, int)), ["x_train has no samples"]),
+        (dict(x_train=np.float32(1)), ["x_train has no samples"]),
+        (dict(x_test=np.zeros([0, 2]), y_test=np.zeros(0, int)), ["x_test has no samples"]),
+        (dict(y_test=[]), ["y_test has no samples"]),
+        (dict(y_train=[0, 1, 2, 0, 1]), ["x_train has 6 samples, y_train has 5 labels"]),
+        (dict(y_test=[0, 1, 2, 0]), ["x_test has 3 samples, y_test has 4 labels"]),
+        (dict(y_train=np.eye(3, dtype=int)[[0, 1, 2, 0, 1, 2]]), ["y_train has shape (6, 3)", "one-hot", ".argmax(axis=1)"]),
+        (dict(y_train=[0, 1, -1, 2, 0, 1]), ["y_train holds the class -1, expected 0 or more"]),
+        (dict(y_test=[0, -3, 1]), ["y_test holds the class -3, expected 0 or more"]),
+        (dict(y_train=[0, 1, 2**32 + 1, 2, 0, 1]), ["y_train"]),  # 1 as the int32 that training uses
+        (dict(y_train=list("abcabc")), ["y_train holds <U1, expected numbers"]),
+        (dict(x_train=[[1], [1, 2], [], [1], [1], [1]]), [NUMPY_ARRAYS]),
+        (dict(x_train=np.array([object()] * 6)), ["x_train holds object, expected numbers"]),
+        (dict(x_train=np.ones([6, 2], complex)), ["x_train holds complex128, expected numbers"]),
+        (dict(x_test=np.ones([3, 3])), ["x_train holds float32 of shape (2,), x_test float32 of shape (3,)"]),
+        (dict(x_test=np.ones([3, 2], int)), ["x_train holds float32", "x_test int64", "expected the same"]),
+        (dict(y_test=np.ones(3)), ["y_train holds int32", "y_test float32", "expected the same"]),
+        (dict(y_train=np.ones([6, 1]), y_test=np.ones(3)), ["y_train holds float32 of shape (1,), y_test float32 of shape ()"]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+def test_data_that_nothing_can_be_trained_on(user_error, parts, texts):
+    with user_error("--data=mine", *texts):
+        data.checked(spoilt(**parts), "mine")
+
+
+# --- Functions of the user's -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def user_file(tmp_path, monkeypatch):
+    """A function that writes a Python file of the user's and returns FILE.py:FUNCTION. Forgets all imports at the end."""
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    before = set(sys.modules)
+
+    def user_file(text, function="load", name="mine.py"):
+        (tmp_path / name).write_text(text)
+        return f"{tmp_path / name}:{function}"
+
+    yield user_file
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+GOOD = """
+import numpy as np
+def load():
+    return (np.ones([4, 2]), np.array([0, 1, 0, 1])), (np.ones([2, 2]), np.array([0, 1]))
+"""
+
+
+def test_data_of_the_users_own(user_file):
+    assert data.load(user_file(GOOD)).x_train.shape == (4, 2)
+
+
+def test_path_may_be_relative(user_file, tmp_path, monkeypatch):
+    user_file(GOOD)
+    monkeypatch.chdir(tmp_path)
+    assert data.load("mine.py:load").x_test.shape == (2, 2)
+
+
+def test_what_the_user_gives_is_checked(user_file, user_error):
+    spec = user_file(GOOD.replace("np.ones([4, 2])", "np.full([4, 2], np.nan)"))
+    with user_error(f"--data={spec}: x_train holds 8 values that are NaN or infinite"):
+        data.load(spec)
+
+
+def test_file_beside_it_can_be_imported(user_file):
+    user_file("value = 5", name="beside_mine.py")
+    assert data.call_user_function("--data", user_file("import beside_mine\ndef load(): return beside_mine.value")) == 5
+
+
+def test_file_is_imported_once(user_file, tmp_path):
+    spec = user_file("import pathlib\nwith open(pathlib.Path(__file__).with_name('log'), 'a') as log: log.write('x')\n" + GOOD)
+    data.load(spec)
+    data.load(spec)
+    assert (tmp_path / "log").read_text() == "x"
+
+
+def test_file_with_a_dataclass(user_file):
+    """It looks its module up in `sys.modules` while that is imported."""
+    spec = user_file(
+        "from __future__ import annotations\nimport dataclasses\n@dataclasses.dataclass\nclass C:\n    n: int = 7\n"
+        "def load(): return C().n"
+    )
+    assert data.call_user_function("--data", spec) == 7
+
+
+def test_file_that_has_the_name_of_a_module(user_file):
+    assert data.call_user_function("--data", user_file("def load(): return 'mine'", name="json.py")) == "mine"
+
+
+def test_missing_file(user_error, tmp_path):
+    with user_error(f"--data={tmp_path}/no.py:load: there is no file {tmp_path}/no.py"):
+        data.load(f"{tmp_path}/no.py:load")
+
+
+def test_folder_is_no_file(user_error, tmp_path):
+    with user_error("there is no file"):
+        data.load(f"{tmp_path}:load")
+
+
+@pytest.mark.parametrize("function", ["nope", "", "number"])
+def test_missing_function(user_error, user_file, function):
+    with user_error("mine.py has no function " + repr(function)):
+        data.load(user_file("number = 3\n" + GOOD, function))
+
+
+@pytest.mark.parametrize(
+    "text, texts",
+    [
+        ("def load(:", ["cannot be imported", "SyntaxError"]),
+        ("import no_such_module", ["cannot be imported", "ModuleNotFoundError: No module named 'no_such_module'"]),
+        ("def load():\n    raise ValueError('first\\nsecond')", ["load() raised ValueError: first"]),
+        ("def load():\n    raise KeyError", ["load() raised KeyError"]),
+        ("def load(path): pass", ["load() raised TypeError"]),
+        ("def load(): pass\nimport sys\nsys.exit(0)", ["cannot be imported", "SystemExit"]),  # a script that runs when imported
+        ("import sys\ndef load(): sys.exit(0)", ["load() raised SystemExit"]),
+    ],
+)
+def test_function_or_file_that_fails(user_error, user_file, text, texts):
+    with user_error("mine.py", *texts):
+        data.load(user_file(text))
+
+
+def test_file_that_is_not_python(user_error, user_file):
+    with user_error("mine.txt is not a Python file"):
+        data.load(user_file("text", name="mine.txt"))
+
+
+# --- Shards and batches ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 6])
+def test_shards_are_disjoint_and_complete(count):
+    all_data = data.checked(arrays(), "mine")
+    shards = [data.shard(all_data, i, count) for i in range(count)]
+    assert {len(x) for x, _ in shards} <= {6 // count, 6 // count + 1}
+    together = [(*x, y) for xs, ys in shards for x, y in zip(xs, ys)]
+    assert sorted(together) == sorted((*x, y) for x, y in zip(all_data.x_train, all_data.y_train))
+    assert len(together) == 6
+
+
+def test_shards_are_equal_to_a_sample():
+    all_data = data.checked(arrays(n_train=11), "mine")
+    assert sorted(len(data.shard(all_data, i, 3)[0]) for i in range(3)) == [3, 4, 4]
+
+
+def test_more_workers_than_samples(user_error):
+    with user_error("6 training samples are too few for 7 workers"):
+        data.shard(data.checked(arrays(), "mine"), 0, 7)
+
+
+def draw(initialized, n, batch_size, seed, calls, window=1):
+    """Returns the indices of `calls` calls, one after the other, as one array [calls, window, batch_size]."""
+    with tf.Graph().as_default():
+        batches = Batches(np.arange(n, dtype=np.float32)[:, None], np.arange(n), batch_size, seed)
+        indices = batches.next(window)
+        session = initialized(batches)
+        return np.array([session.run(indices) for _ in range(calls)])
+
+
+@pytest.mark.parametrize(
+    "n, batch_size, window",
+    [(12, 4, 1), (10, 4, 1), (7, 3, 2), (5, 5, 3), (3, 8, 1), (2, 5, 3), (1, 1, 1), (1, 4, 2), (1000, 32, 1)],
+)
+def test_every_epoch_has_every_sample_once(initialized, n, batch_size, window):
+    """Also when a batch crosses the end of an epoch, or holds several."""
+    calls = -(-4 * n // (batch_size * window))
+    drawn = draw(initialized, n, batch_size, 0, calls, window)
+    assert drawn.shape == (calls, window, batch_size)
+    epochs = drawn.ravel()[: 4 * n].reshape(4, n)
+    np.testing.assert_array_equal(np.sort(epochs), np.tile(np.arange(n), [4, 1]))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 7])
+@pytest.mark.parametrize("n", [10, 100, 719])
+def test_every_epoch_is_shuffled_anew(initialized, n, seed):
+    """The first one, too. Of a random order about one sample is where it was, whatever their number, and 7 in 1 of 100,000."""
+    epochs = draw(initialized, n, n, seed, calls=4)[:, 0]
+    orders = [np.arange(n), *epochs]
+    for i, one in enumerate(orders):
+        for other in orders[:i]:
+            assert np.sum(one == other) < 7
+
+
+def test_windows_do_not_change_the_order(initialized):
+    steps = draw(initialized, 9, 2, 5, calls=12)
+    windows = draw(initialized, 9, 2, 5, calls=4, window=3)
+    np.testing.assert_array_equal(steps.ravel(), windows.ravel())
+
+
+def test_seed_gives_the_order(initialized):
+    one, same, other = (draw(initialized, 20, 4, seed, 5).ravel().tolist() for seed in (3, 3, 4))
+    assert one == same
+    assert one != other
+
+
+def test_largest_seed(initialized):
+    """A worker's is the run's plus its index."""
+    assert sorted(draw(initialized, 6, 6, 2**32 - 1 + 100, 1).ravel()) == list(range(6))
+
+
+def test_samples_are_those_of_the_indices(graph, initialized):
+    rng = np.random.default_rng(0)
+    x, y = rng.random([5, 2, 3]).astype(np.float32), rng.integers(0, 9, 5).astype(np.int32)
+    batches = Batches(x, y, 4, 0)
+    indices = batches.next(2)
+    drawn, (x_1, y_1) = initialized(batches).run([indices, batches.samples(indices[1])])
+    np.testing.assert_array_equal(x_1, x[drawn[1]])
+    np.testing.assert_array_equal(y_1, y[drawn[1]])
+
+
+def test_samples_are_not_part_of_the_graph(graph):
+    Batches(np.zeros([1000, 100], np.float32), np.zeros(1000, np.int32), 4, 0)
+    assert graph.as_graph_def().ByteSize() < 10_000

@@ -1,0 +1,153 @@
+"""common/flags.py: every flag, its bounds, and one clear line for every mistake."""
+
+import subprocess
+import sys
+
+import pytest
+from absl.testing import flagsaver
+
+from common import flags
+
+
+def test_defaults_are_those_of_the_contract(parse):
+    settings = parse()
+    assert (settings.num_ps, settings.num_workers) == (1, 2)
+    assert (settings.data, settings.model) == ("digits", "mlp")
+    assert (settings.steps, settings.seconds, settings.run_dir) == (None, None, None)
+    assert (settings.window, settings.seed) == (1, 0)
+    assert (settings.resume, settings.launch, settings.check) == (False, False, False)
+    assert (settings.checkpoint_secs, settings.max_restarts) == (5, 3)
+    assert (settings.job_name, settings.task_index, settings.ps_hosts, settings.worker_hosts) == (None,) * 4
+
+
+def test_scheme_has_defaults_of_its_own(parse):
+    own = dict(epochs=7, batch_size=16, learning_rate=0.5, window=4, num_workers=3, seed=9, data="linear", model="linear")
+    settings = parse(**own)
+    assert {name: getattr(settings, name) for name in own} == own
+    assert parse("--window=2", "--model=cnn", **own).window == 2
+
+
+def test_values_have_their_types(parse):
+    settings = parse("--steps=20", "--seconds=1.5", "--epochs=2", "--resume", "--nolaunch", "--ps_hosts=a:1,b:2")
+    assert (settings.steps, settings.seconds, settings.epochs) == (20, 1.5, 2)
+    assert isinstance(settings.steps, int) and isinstance(settings.epochs, float)
+    assert (settings.resume, settings.launch) == (True, False)
+    assert settings.ps_hosts == ["a:1", "b:2"]
+
+
+def test_value_may_be_an_argument_of_its_own(parse):
+    assert parse("--window", "5").window == 5
+
+
+def test_only_our_flags_are_settings(parse):
+    """Absl has flags of its own (--verbosity, --flagfile); a scheme's script does not see them."""
+    settings = vars(parse())
+    assert "window" in settings
+    assert not {"verbosity", "flagfile", "logtostderr", "only_check_args"} & set(settings)
+
+
+def test_flags_that_the_script_defines(parse, user_error):
+    def script_flags():
+        flags.define_integer("n_push", 5, "steps between pushes", least=1)
+        flags.define_number("alpha", 0.5, "elasticity", above=0)
+
+    settings = parse("--n_push=3", script_flags=script_flags)
+    assert (settings.n_push, settings.alpha) == (3, 0.5)
+    with user_error("--alpha must be greater than 0, not 0"):
+        parse("--alpha=0", script_flags=script_flags)
+
+
+AT_LEAST = {
+    "num_ps": 1,
+    "num_workers": 1,
+    "steps": 1,
+    "batch_size": 1,
+    "window": 1,
+    "rounds_per_call": 1,
+    "seed": 0,
+    "max_restarts": 0,
+    "task_index": 0,
+}
+ABOVE_0 = ["epochs", "seconds", "learning_rate", "checkpoint_secs"]
+
+
+@pytest.mark.parametrize("name, least", AT_LEAST.items())
+def test_whole_numbers(parse, user_error, name, least):
+    assert getattr(parse(f"--{name}={least}"), name) == least
+    assert getattr(parse(f"--{name}=12"), name) == 12
+    for low in least - 1, -7:
+        with user_error(f"--{name} must be at least {least}, not {low}"):
+            parse(f"--{name}={low}")
+    for bad in "abc", "1.5", "", "1e3", "nan", "0x10":
+        with user_error(f"--{name} must be a whole number, not {bad!r}"):
+            parse(f"--{name}={bad}")
+
+
+@pytest.mark.parametrize("name", ABOVE_0)
+def test_real_numbers(parse, user_error, name):
+    assert getattr(parse(f"--{name}=1e-3"), name) == 0.001
+    for low in "0", "-1", "0.0", "nan", "-inf":
+        with user_error(f"--{name} must be greater than 0, not {low}"):
+            parse(f"--{name}={low}")
+    with user_error(f"--{name} must be finite, not inf"):
+        parse(f"--{name}=inf")
+    for bad in "abc", "", "1,5":
+        with user_error(f"--{name} must be a number, not {bad!r}"):
+            parse(f"--{name}={bad}")
+
+
+@pytest.mark.parametrize("seed", [2**32, 2**63])
+def test_seed_that_no_generator_takes(parse, user_error, seed):
+    """NumPy's and Keras' global seeds are 32 bits."""
+    with user_error("--seed"):
+        parse(f"--seed={seed}")
+
+
+@pytest.mark.parametrize(
+    "unknown, meant", [("windw", "window"), ("num_worker", "num_workers"), ("learning-rate", "learning_rate"), ("zzz", None)]
+)
+def test_unknown_flag(parse, user_error, unknown, meant):
+    near = f"; did you mean --{meant}?" if meant else ""
+    with user_error(f"unknown flag --{unknown}{near} (--help lists all)"):
+        parse(f"--{unknown}=3")
+
+
+@pytest.mark.parametrize(
+    "argument, texts",
+    [
+        ("--job_name=boss", ["job_name", "boss", "ps|worker"]),
+        ("--resume=maybe", ["resume", "maybe"]),
+        ("--window", ["window"]),
+        ("--data", ["data"]),
+        ("train", ["unexpected argument 'train'", "--name=value"]),
+        ("-", ["unexpected argument '-'"]),
+    ],
+)
+def test_other_mistakes(parse, user_error, argument, texts):
+    with user_error(*texts):
+        parse(argument)
+
+
+def test_help_lists_every_flag_with_its_default(parse, capsys):
+    with pytest.raises(SystemExit) as info:
+        parse("--help", epochs=60.0)
+    assert info.value.code == 0
+    out = capsys.readouterr().out
+    assert out.startswith("usage: scheme.py")
+    for name in [*AT_LEAST, *ABOVE_0, "data", "model", "run_dir", "resume", "job_name", "ps_hosts", "worker_hosts"]:
+        assert f"  --{name} " in out
+    assert "passes over the training set, all workers together (default: 60.0)" in out
+    assert "--verbosity" not in out
+
+
+def test_present_knows_what_was_given():
+    with flagsaver.flagsaver():
+        values = flags.define({})
+        flags.parse(values, ["--num_ps=1"], "scheme.py")
+        assert flags.present(values, "num_ps", "num_workers") == ["num_ps"]
+
+
+def test_flags_import_no_tensorflow():
+    """Nor does the launcher: the import takes seconds."""
+    code = "import sys, common.main, common.flags, common.launch, common.progress; sys.exit('tensorflow' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

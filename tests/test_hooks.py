@@ -1,0 +1,216 @@
+"""common/hooks.py: what a run's metrics say, and evaluation while training goes on."""
+
+import json
+import threading
+
+import numpy as np
+import pytest
+
+from common import tf
+from common.hooks import EvaluationHook, MetricsHook, MetricsLog
+from common.parameters import Rounds
+
+
+@pytest.fixture
+def log(tmp_path, graph):
+    log = MetricsLog(tmp_path, 1, 50)
+    yield log
+    log.close()
+
+
+@pytest.fixture
+def lines(tmp_path):
+    """A function that returns the lines of the metrics so far, as dictionaries."""
+    return lambda: [json.loads(line) for line in (tmp_path / "metrics" / "worker-1.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def call(graph):
+    """A function that makes a call of some rounds: placeholders of their loss and steps."""
+    return Rounds(tf.no_op(), tf.placeholder(tf.float32, []), tf.placeholder(tf.int64, [None, 2]))
+
+
+def train(session, call, loss, steps):
+    return session.run(call, {call.loss: loss, call.steps: steps})
+
+
+def test_log_writes_whole_lines(log, lines, tmp_path):
+    log.write(7, loss=0.5, samples=32)
+    (line,) = lines()  # whole before the file is closed
+    assert line.pop("time") > 1.7e9
+    assert line == {"global_step": 7, "worker": 1, "last_step": 50, "loss": 0.5, "samples": 32}
+    log.write(np.int64(8), test_loss=0.25, test_accuracy=None)
+    assert [line["global_step"] for line in lines()] == [7, 8]
+
+
+def test_log_goes_on_where_a_run_stopped(tmp_path, graph, lines):
+    for step in 1, 2:
+        log = MetricsLog(tmp_path, 1, 50)
+        log.write(step)
+        log.close()
+    assert [line["global_step"] for line in lines()] == [1, 2]
+
+
+def test_log_of_a_run_that_diverged_is_json(log, tmp_path):
+    """JSON knows no NaN and no Infinity; other readers than Python's refuse them."""
+    log.write(1, loss=float("nan"), test_loss=float("inf"))
+
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    json.loads((tmp_path / "metrics" / "worker-1.jsonl").read_text(), parse_constant=refuse)
+
+
+def test_log_writes_events_for_tensorboard(tmp_path, graph):
+    log = MetricsLog(tmp_path, 1, 50)
+    log.write(7, loss=0.5, samples=32, test_accuracy=None, staleness={"0": 3})
+    log.write(9, loss=0.25, samples_per_second=float("inf"))
+    log.close()
+    (path,) = (tmp_path / "tensorboard" / "worker-1").iterdir()
+    scalars = [
+        (event.step, value.tag, value.simple_value)
+        for event in tf.train.summary_iterator(str(path))
+        for value in event.summary.value
+    ]
+    assert scalars == [(7, "loss", 0.5), (9, "loss", 0.25)]
+
+
+def test_metrics_count_the_calls_that_train(log, lines, call):
+    """And no others, though they go through the same session."""
+    hook = MetricsHook(log, samples_per_update=10, every_secs=1e9)
+    with tf.train.MonitoredSession(hooks=[hook]) as session:
+        for fetches in call.loss, [call.loss, call.steps], tuple(call), {"loss": call.loss}:
+            session.run(fetches, {call.loss: 9.0, call.steps: [[0, 1]]})
+        assert hook.totals() == (0, 0, 0, 0)
+        result = train(session, call, 0.5, [[0, 1], [1, 4]])
+        assert (result.loss, result.steps.tolist()) == (0.5, [[0, 1], [1, 4]])
+        assert hook.totals() == (20, 2, 2, 2)
+        train(session, call, 0.25, [[4, 5]])
+        assert hook.totals() == (30, 3, 2, 2)
+        assert lines() == []  # not yet time
+    (line,) = lines()
+    assert line["samples"] == 30 and line["global_step"] == 5
+    assert line["loss"] == pytest.approx(0.375)
+    assert line["samples_per_second"] > 0
+
+
+def test_staleness_is_the_updates_of_others_between_pull_and_push(log, lines, call):
+    hook = MetricsHook(log, samples_per_update=1, every_secs=1e9)
+    with tf.train.MonitoredSession(hooks=[hook]) as session:
+        train(session, call, 0, [[0, 1], [1, 4], [4, 7]])
+        train(session, call, 0, [[7, 8], [8, 14]])
+    assert hook.staleness == {0: 2, 2: 2, 5: 1}
+    (line,) = lines()
+    assert line["staleness"] == {"0": 2, "2": 2, "5": 1}
+    assert line["staleness_mean"] == pytest.approx(9 / 5)
+
+
+def test_lines_are_of_the_time_since_the_last(log, lines, call):
+    hook = MetricsHook(log, samples_per_update=10, every_secs=0)
+    with tf.train.MonitoredSession(hooks=[hook]) as session:
+        train(session, call, 1, [[0, 1], [1, 2]])
+        train(session, call, 3, [[2, 5]])
+    assert [line["loss"] for line in lines()] == [1, 3]
+    assert [line["staleness"] for line in lines()] == [{"0": 2}, {"2": 1}]
+    assert [line["samples"] for line in lines()] == [20, 30]  # since the start
+    assert hook.totals() == (30, 3, 2, 2)
+
+
+def test_flush_without_a_call_writes_nothing(log, lines):
+    hook = MetricsHook(log, samples_per_update=10)
+    hook.flush()
+    assert lines() == [] and hook.totals() == (0, 0, 0, 0)
+
+
+class Measured:
+    """Tensors for an `EvaluationHook`: a step that the test sets, a loss of twice the step, and an accuracy."""
+
+    def __init__(self, accuracy=0.5):
+        self.evaluations = 0
+        self.evaluated = threading.Semaphore(0)
+        self.step = tf.get_variable("step", initializer=tf.constant(3, tf.int64), use_resource=True, trainable=False)
+        loss = tf.py_func(self._evaluate, [self.step.read_value()], tf.float32)
+        self.tensors = self.step.read_value(), tf.reshape(loss, []), tf.constant(accuracy, tf.float32)
+
+    def _evaluate(self, step):
+        self.evaluations += 1
+        self.evaluated.release()
+        return np.float32(2 * step)
+
+    def wait_for_one(self):
+        assert self.evaluated.acquire(timeout=60)
+
+
+def evaluation_threads(before):
+    return [thread for thread in threading.enumerate() if thread not in before]
+
+
+def test_evaluates_at_the_start_and_while_training_waits(graph, log, lines):
+    measured, before = Measured(), threading.enumerate()
+    hook = EvaluationHook(log, *measured.tensors, every_secs=0.01)
+    with tf.train.MonitoredSession(hooks=[hook]):
+        for _ in range(3):
+            measured.wait_for_one()  # no call trains meanwhile
+    assert evaluation_threads(before) == []
+    count = measured.evaluations
+    assert count >= 3 and len(lines()) == count
+    first = lines()[0]
+    assert (first["global_step"], first["test_loss"], first["test_accuracy"]) == (3, 6.0, 0.5)
+
+
+def test_evaluates_at_the_start_even_if_seldom(graph, log):
+    measured, before = Measured(), threading.enumerate()
+    with tf.train.MonitoredSession(hooks=[EvaluationHook(log, *measured.tensors, every_secs=1e6)]):
+        measured.wait_for_one()
+    assert measured.evaluations == 1
+    assert evaluation_threads(before) == []  # nor does the end wait for the next evaluation
+
+
+def test_evaluation_of_a_regression_has_no_accuracy(graph, log, lines):
+    measured = Measured(accuracy=np.nan)
+    hook = EvaluationHook(log, *measured.tensors, every_secs=1e6)
+    with tf.train.MonitoredSession(hooks=[hook]) as session:
+        measured.wait_for_one()
+        assert hook.evaluate(session) == (3, 6.0, None)
+    assert [line["test_accuracy"] for line in lines()] == [None, None]
+
+
+def test_no_thread_is_left_when_training_fails(graph, log):
+    measured, before = Measured(), threading.enumerate()
+    hook = EvaluationHook(log, *measured.tensors, every_secs=0.01)
+    with pytest.raises(ZeroDivisionError):
+        with tf.train.MonitoredSession(hooks=[hook]):
+            measured.wait_for_one()
+            raise ZeroDivisionError
+    for thread in evaluation_threads(before):
+        thread.join(timeout=60)
+    assert evaluation_threads(before) == []
+
+
+class FailOnce(tf.train.SessionRunHook):
+    """Fails in the first call as it fails when a ps dies, so that the session is created anew."""
+
+    def __init__(self):
+        self.sessions = 0
+
+    def after_create_session(self, session, coord):
+        self.sessions += 1
+
+    def before_run(self, run_context):
+        if self.sessions == 1:
+            raise tf.errors.AbortedError(None, None, "a ps has died")
+
+
+def test_session_that_is_created_anew_is_evaluated(graph, log):
+    """By one thread: the first one has ended."""
+    measured, before, fail_once = Measured(), threading.enumerate(), FailOnce()
+    hook = EvaluationHook(log, *measured.tensors, every_secs=0.01)
+    with tf.train.MonitoredSession(hooks=[hook, fail_once]) as session:
+        measured.wait_for_one()
+        session.run(measured.tensors[0])
+        assert fail_once.sessions == 2
+        so_far = measured.evaluations
+        while measured.evaluations < so_far + 3:
+            measured.wait_for_one()
+        assert len(evaluation_threads(before)) == 1
+    assert evaluation_threads(before) == []

@@ -1,0 +1,391 @@
+"""common/parameters.py: pull, push, windows and rounds give what NumPy gives, on one piece or on several."""
+
+import keras
+import numpy as np
+import pytest
+
+from common import models, tf
+from common.parameters import GlobalParameters, LocalParameters, build_rounds, build_steps
+
+RATE = 0.05
+
+
+def sgd():
+    return tf.train.GradientDescentOptimizer(RATE)
+
+
+def own(scheme_optimizer):
+    """A scheme that pulls, trains and pushes with an optimizer that it makes itself, as the schemes' scripts do."""
+
+    def scheme(center, local, hp):
+        optimizer = scheme_optimizer()
+        yield local.pull(center)
+        yield local.train(hp.window, sgd())
+        yield center.push(optimizer, local.gradient)
+
+    return scheme
+
+
+PULL_TRAIN_PUSH = own(sgd)
+
+
+@pytest.fixture
+def batches_of(regression):
+    """The first batches of the regression, x [10, 4, 3] and y [10, 4, 1]."""
+    return regression.x_train.reshape(10, 4, 3), regression.y_train.reshape(10, 4, 1)
+
+
+def model_of(*layers, is_classification=False):
+    """To be called before a graph is entered."""
+    return models.Model(keras.Sequential(list(layers)), is_classification)
+
+
+@pytest.fixture
+def model():
+    """y = w x + b with three w."""
+    keras.utils.set_random_seed(0)
+    return model_of(keras.Input([3]), keras.layers.Dense(1, bias_initializer="ones"))
+
+
+@pytest.fixture
+def make(model, graph, batches_of, known_batches):
+    """A function that makes global parameters and workers of a linear regression."""
+
+    def make(num_ps=1, num_workers=1):
+        center = GlobalParameters(model.initial_parameters, num_ps)
+        return center, *(LocalParameters(model, known_batches(*batches_of, f"b{i}"), f"w{i}") for i in range(num_workers))
+
+    return make
+
+
+def numpy_gradient(parameters, x, y):
+    """Loss and gradient of mean((x w + b - y)²) at `parameters` [4] = w, b."""
+    residual = x.astype(float) @ parameters[:3, None] + parameters[3] - y
+    return np.mean(residual**2), np.append(2 * (x.astype(float).T @ residual).ravel(), 2 * residual.sum()) / residual.size
+
+
+def numpy_window(parameters, batches, window, start=0):
+    """Returns parameters, sum of gradients and mean loss after `window` steps from batch number `start` on."""
+    total = np.zeros(4)
+    losses: list[float] = []
+    for t in range(start, start + window):
+        loss, gradient = numpy_gradient(parameters, *(b[t % len(b)] for b in batches))
+        parameters, total, losses = parameters - RATE * gradient, total + gradient, [*losses, loss]
+    return parameters, total, np.mean(losses)
+
+
+def close(ours, expected):
+    np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_ps", [1, 2, 3, 4, 9])
+def test_initial_values_reach_every_piece(make, initialized, num_ps):
+    """Also when there are more ps tasks than parameters."""
+    center, local = make(num_ps)
+    session = initialized(center, local)
+    assert len(center.pieces) == min(num_ps, 4)
+    sizes = [int(piece.shape[0]) for piece in center.pieces]
+    assert sum(sizes) == 4 and max(sizes) - min(sizes) <= 1
+    np.testing.assert_array_equal(session.run(center.read()[0]), local.model.initial_parameters)
+    np.testing.assert_array_equal(np.concatenate(session.run(center.pieces)), local.model.initial_parameters)
+    assert session.run(center.step) == 0
+
+
+def test_initial_values_are_not_in_the_graph(graph, initialized):
+    """5 million parameters are 20 MB, which would be sent with every graph."""
+    values = np.arange(5_000_000, dtype=np.float32)
+    center = GlobalParameters(values, 2)
+    assert graph.as_graph_def().ByteSize() < 20_000
+    np.testing.assert_array_equal(initialized(center).run(center.read()[0]), values)
+
+
+@pytest.mark.parametrize("num_ps", [1, 3])
+def test_pull(make, initialized, num_ps):
+    center, local = make(num_ps)
+    pull = local.pull(center)
+    session = initialized(center, local)
+    np.testing.assert_array_equal(session.run(local.value), np.zeros(4))
+    session.run(pull)
+    np.testing.assert_array_equal(session.run(local.value), local.model.initial_parameters)
+
+
+@pytest.mark.parametrize("num_ps", [1, 2, 3, 9])
+def test_push(make, initialized, num_ps):
+    center, _ = make(num_ps)
+    gradient = np.array([1.0, -2.0, 3.0, 4.0], np.float32)
+    push = center.push(sgd(), tf.constant(gradient))
+    session = initialized(center)
+    before = session.run(center.read()[0])
+    for i in 1, 2:
+        assert session.run([center.updated, *push])[0] == i
+        close(session.run(center.read()[0]), before - i * RATE * gradient)
+        assert session.run(center.step) == i
+
+
+@pytest.mark.parametrize("window", [1, 2, 7])
+def test_window_is_so_many_single_steps(make, initialized, batches_of, window):
+    """The gradients are summed where the walk stood, the loss is their mean; the next window goes on with the next batches."""
+    center, local = make()
+    pull, train = local.pull(center), local.train(window, sgd())
+    session = initialized(center, local)
+    session.run(pull)
+    expected = local.model.initial_parameters.astype(float)
+    for round in range(3):
+        loss = session.run([local.loss, train])[0]
+        expected, total, expected_loss = numpy_window(expected, batches_of, window, round * window)
+        close(session.run(local.value), expected)
+        close(session.run(local.gradient), total)
+        close(loss, expected_loss)
+    np.testing.assert_array_equal(session.run(center.read()[0]), local.model.initial_parameters)  # nothing was pushed
+
+
+@pytest.mark.parametrize("window", [1, 4])
+def test_local_optimizer_keeps_its_slots(make, initialized, batches_of, window):
+    """Momentum, v ← δ v + g; x ← x − η v, over several windows."""
+    center, local = make()
+    pull, train = local.pull(center), local.train(window, tf.train.MomentumOptimizer(RATE, 0.5))
+    session = initialized(center, local)
+    session.run(pull)
+    x, v = local.model.initial_parameters.astype(float), np.zeros(4)
+    for t in range(3 * window):
+        v = 0.5 * v + numpy_gradient(x, *(b[t % 10] for b in batches_of))[1]
+        x = x - RATE * v
+    for _ in range(3):
+        session.run(train)
+    close(session.run(local.value), x)
+
+
+def numpy_rounds(parameters, batches, rounds, window):
+    """Returns x̃ and the losses after so many rounds of pulling, training a window and pushing."""
+    losses: list[float] = []
+    for i in range(rounds):
+        _, total, loss = numpy_window(parameters, batches, window, i * window)
+        parameters, losses = parameters - RATE * total, [*losses, loss]
+    return parameters, losses
+
+
+@pytest.mark.parametrize("num_ps", [1, 2, 9])
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("rounds", [1, 2, 5])
+def test_rounds_in_one_call(make, initialized, hyperparameters, batches_of, num_ps, window, rounds):
+    """k rounds in one call are k calls of one round, and what NumPy gives."""
+    center, local = make(num_ps)
+    built = build_rounds(PULL_TRAIN_PUSH, center, local, hyperparameters(window=window), rounds)
+    session = initialized(center, local)
+    for call in 1, 2:
+        result = session.run(built)
+        expected, losses = numpy_rounds(local.model.initial_parameters.astype(float), batches_of, call * rounds, window)
+        close(session.run(center.read()[0]), expected)
+        close(result.loss, np.mean(losses[-rounds:]))
+        last = call * rounds
+        assert result.steps.tolist() == [[i - 1, i] for i in range(last - rounds + 1, last + 1)]
+
+
+def test_one_graph_holds_single_and_many_rounds(make, initialized, hyperparameters, batches_of):
+    center, local = make(2)
+    one = build_rounds(PULL_TRAIN_PUSH, center, local, hyperparameters(window=2))
+    many = build_rounds(PULL_TRAIN_PUSH, center, local, hyperparameters(window=2), 4)
+    session = initialized(center, local)
+    for rounds in many, one, one, many:
+        session.run(rounds)
+    close(session.run(center.read()[0]), numpy_rounds(local.model.initial_parameters.astype(float), batches_of, 10, 2)[0])
+
+
+@pytest.mark.parametrize("rounds", [1, 4])
+def test_reading_afterwards_does_not_train(make, initialized, hyperparameters, rounds):
+    """Such a read once depended on the last push of the rounds, so that an evaluation trained."""
+    center, local = make(2)
+    built = build_rounds(PULL_TRAIN_PUSH, center, local, hyperparameters(window=2), rounds)
+    value, step = center.read()
+    session = initialized(center, local)
+    for _ in range(2):
+        np.testing.assert_array_equal(session.run(value), local.model.initial_parameters)
+        assert session.run(step) == session.run(center.step) == 0
+    session.run(built)
+    assert session.run(step) == rounds
+    assert session.run(step) == rounds
+
+
+def test_steps_run_one_at_a_time_are_a_round(make, initialized, hyperparameters, batches_of):
+    center, local = make(2)
+    pull, train, push = build_steps(PULL_TRAIN_PUSH, center, local, hyperparameters(window=3))
+    session = initialized(center, local)
+    start = local.model.initial_parameters.astype(float)
+    for i in 1, 2:
+        before = session.run(center.read()[0])
+        for step in pull, train:
+            session.run(step)
+            np.testing.assert_array_equal(session.run(center.read()[0]), before)
+        session.run(push)
+        close(session.run(center.read()[0]), numpy_rounds(start, batches_of, i, 3)[0])
+
+
+class Adagrad:
+    """x ← x − η g / √a, a ← a + g², a = 0.1 before the first; written again in NumPy."""
+
+    def __init__(self, parameters):
+        self.parameters, self.squares = parameters.astype(float), np.full(len(parameters), 0.1)
+
+    def apply(self, gradient):
+        self.squares = self.squares + gradient**2
+        self.parameters = self.parameters - RATE * gradient / np.sqrt(self.squares)
+
+
+def test_push_with_adagrad(make, initialized):
+    center, _ = make(3)
+    gradient = tf.placeholder(tf.float32, [4])
+    push = center.push(tf.train.AdagradOptimizer(RATE), gradient)
+    session = initialized(center)
+    expected = Adagrad(session.run(center.read()[0]))
+    for value in [1, 2, -3, 0], [4, 0, 1, -1], [0.5, 1, 1, 1]:
+        session.run(push, {gradient: value})
+        expected.apply(np.array(value))
+        close(session.run(center.read()[0]), expected.parameters)
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize("num_ps", [1, 2])
+def test_rounds_of_one_worker_share_the_slots(make, initialized, hyperparameters, batches_of, num_ps, rounds):
+    """A ps has one set of slots, also when the rounds of one call, and calls of one and of many, each make the optimizer."""
+    scheme = own(lambda: tf.train.AdagradOptimizer(RATE))
+    center, local = make(num_ps)
+    one = build_rounds(scheme, center, local, hyperparameters(window=1))
+    many = build_rounds(scheme, center, local, hyperparameters(window=1), rounds)
+    session = initialized(center, local)
+    for built in many, one, many:
+        session.run(built)
+    expected = Adagrad(local.model.initial_parameters)
+    for i in range(2 * rounds + 1):
+        expected.apply(numpy_window(expected.parameters, batches_of, 1, i)[1])
+    close(session.run(center.read()[0]), expected.parameters)
+    slots = [v for v in tf.global_variables() if "Adagrad" in v.name]
+    assert sum(int(np.prod(v.shape)) for v in slots) == 4
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_rounds_of_one_worker_share_the_slots_of_its_own_optimizer(make, initialized, hyperparameters, batches_of, rounds):
+    """Momentum on the worker: its v goes on from round to round."""
+
+    def scheme(center, local, hp):
+        momentum = tf.train.MomentumOptimizer(RATE, 0.5)
+        yield local.train(hp.window, momentum)
+        local.pulled = center.read()[1]  # nothing is pulled or pushed, so that x goes on, too
+        center.updated = local.pulled + 1
+
+    center, local = make()
+    pull = local.pull(center)
+    built = build_rounds(scheme, center, local, hyperparameters(window=2), rounds)
+    session = initialized(center, local)
+    session.run(pull)
+    x, v = local.model.initial_parameters.astype(float), np.zeros(4)
+    for t in range(2 * 2 * rounds):
+        v = 0.5 * v + numpy_gradient(x, *(b[t % 10] for b in batches_of))[1]
+        x = x - RATE * v
+    for _ in range(2):
+        session.run(built)
+    close(session.run(local.value), x)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_slots_of_a_worker_are_its_own(make, window):
+    """They are not among the global variables, which the chief initializes, and saves, for all."""
+    center, local = make()
+    before = set(tf.global_variables())
+    local.train(window, tf.train.MomentumOptimizer(RATE, 0.5))
+    assert set(tf.global_variables()) == before
+    assert any("Momentum" in variable.name for variable in tf.local_variables())
+
+
+@pytest.mark.parametrize("optimizer", [lambda: tf.train.AdagradOptimizer(RATE), lambda: tf.train.MomentumOptimizer(RATE, 0.9)])
+@pytest.mark.parametrize("num_ps", [1, 2, 3])
+def test_checkpoint_of_two_pieces_restores_on_any_number(initialized, tmp_path, optimizer, num_ps):
+    """With the slots of the optimizer, and the step."""
+    path = str(tmp_path / "model.ckpt")
+    first, second = np.array([1.0, -2, 3, -4], np.float32), np.array([0.5, 0.5, -1, 1], np.float32)
+
+    def run(num_ps, restore):
+        with tf.Graph().as_default():
+            center = GlobalParameters(np.arange(4, dtype=np.float32), num_ps)
+            gradient = tf.placeholder(tf.float32, [4])
+            push = center.push(optimizer(), gradient)
+            session, saver = initialized(center), tf.train.Saver()
+            if restore:
+                saver.restore(session, path)
+            else:
+                session.run(push, {gradient: first})
+                saver.save(session, path)
+            session.run(push, {gradient: second})
+            return *session.run(center.read()[0]), session.run(center.step)
+
+    expected = run(2, restore=False)
+    close(run(num_ps, restore=True), expected)
+    assert expected[-1] == 2
+
+
+def test_two_workers_have_values_of_their_own(make, initialized):
+    center, one, other = make(num_workers=2)
+    pulls = [local.pull(center) for local in (one, other)]
+    train = one.train(1, sgd())
+    session = initialized(center, one, other)
+    session.run(pulls)
+    session.run(train)
+    assert not np.array_equal(session.run(one.value), session.run(other.value))
+    np.testing.assert_array_equal(session.run(other.value), one.model.initial_parameters)
+
+
+def trained(initialized, model, batches, window):
+    """Returns local parameters after one window, and a session to look at them with."""
+    center, local = GlobalParameters(model.initial_parameters), LocalParameters(model, batches)
+    pull, train = local.pull(center), local.train(window, sgd())
+    session = initialized(center, local)
+    session.run(pull)
+    session.run(train)
+    return local, session
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_state_of_the_model_goes_from_step_to_step(initialized, images, known_batches, window):
+    """Moving means after T steps, m ← (m + mean of the batch) / 2, of inputs that no parameter changes."""
+    norm = keras.layers.BatchNormalization(momentum=0.5)
+    model = model_of(keras.Input([8, 8, 1]), norm, keras.layers.Flatten(), keras.layers.Dense(3), is_classification=True)
+    x, y = images.x_train[:25].reshape(5, 5, 8, 8, 1), images.y_train[:25].reshape(5, 5)
+    names = [v.name for v in model.keras_model.non_trainable_variables]
+    with tf.Graph().as_default():
+        local, session = trained(initialized, model, known_batches(x, y), window)
+        mean = 0.0
+        for batch in x[:window]:
+            mean = (mean + batch.mean()) / 2
+        np.testing.assert_allclose(session.run(local.state[names.index("moving_mean")]), [mean], rtol=1e-5)
+
+
+class Idle(keras.layers.Layer):
+    """Has two parameters and uses neither."""
+
+    def build(self, shape):
+        self.unused = self.add_weight(shape=[2], initializer="ones")
+
+    def call(self, x):
+        return x
+
+
+def test_parameter_that_the_loss_does_not_depend_on(initialized, known_batches, batches_of):
+    """Its gradient is zero."""
+    model = model_of(keras.Input([3]), Idle(), keras.layers.Dense(1))
+    with tf.Graph().as_default():
+        local, session = trained(initialized, model, known_batches(*batches_of), 2)
+        gradient, value = session.run([local.gradient, local.value])
+    np.testing.assert_array_equal(gradient[:2], [0, 0])
+    assert np.all(gradient[2:] != 0)
+    np.testing.assert_array_equal(value[:2], [1, 1])
+
+
+def test_gradient_of_an_embedding(initialized, known_batches):
+    """It comes from TensorFlow as indices and values."""
+    words = keras.layers.Embedding(5, 1)
+    model = model_of(
+        keras.Input([2], dtype="int32"), words, keras.layers.Flatten(), keras.layers.Dense(2), is_classification=True
+    )
+    x, y = np.array([[[1, 1], [3, 1]]], np.int32), np.array([[0, 1]], np.int32)
+    with tf.Graph().as_default():
+        local, session = trained(initialized, model, known_batches(x, y), 3)
+        assert (session.run(local.gradient)[:5] != 0).tolist() == [False, True, False, True, False]

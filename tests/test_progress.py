@@ -1,0 +1,265 @@
+"""common/progress.py, and what common/training.py says in result.json: figures of each worker, of all, and at the end."""
+
+import io
+import json
+import math
+import types
+
+import pytest
+from rich.console import Console
+
+from common import progress, training
+from common.progress import Progress
+
+
+@pytest.fixture
+def write(tmp_path):
+    """A function that adds text to what a worker has written."""
+    (tmp_path / "metrics").mkdir()
+
+    def write(worker, *lines):
+        with open(tmp_path / "metrics" / f"worker-{worker}.jsonl", "a") as file:
+            for line in lines:
+                file.write(line if isinstance(line, str) else json.dumps(line) + "\n")
+
+    return write
+
+
+def test_nothing_yet(write, tmp_path):
+    figures = Progress(tmp_path, [0, 1])
+    assert not figures.poll()
+    assert figures.together() == {}
+
+
+def test_newest_figures_of_each_worker(write, tmp_path):
+    figures = Progress(tmp_path, [0, 1])
+    write(0, dict(global_step=1, loss=3.0), dict(global_step=2, loss=2.0))
+    write(1, dict(global_step=5, loss=4.0))
+    assert figures.poll()
+    assert figures.newest == {0: dict(global_step=2, loss=2.0), 1: dict(global_step=5, loss=4.0)}
+    assert not figures.poll()
+    write(0, dict(global_step=6, test_accuracy=0.5))
+    assert figures.poll()
+    assert figures.newest[0] == dict(global_step=6, loss=2.0, test_accuracy=0.5)
+
+
+def test_line_that_is_written_in_parts(write, tmp_path):
+    """Also the first part of a file's first line, and a part that ends with the line."""
+    figures = Progress(tmp_path, [0])
+    for part in '{"global', '_step": 3', "}":
+        write(0, part)
+        assert not figures.poll()
+    write(0, '\n{"global_step": 4}\n{"global_')
+    assert figures.poll() and figures.newest[0] == {"global_step": 4}
+    write(0, 'step": 5}\n')
+    assert figures.poll() and figures.newest[0] == {"global_step": 5}
+
+
+def test_run_that_goes_on_does_not_show_what_is_past(write, tmp_path):
+    write(0, dict(global_step=900, loss=0.1))
+    figures = Progress(tmp_path, [0])
+    assert not figures.poll()
+    write(0, dict(global_step=901))
+    assert figures.poll() and figures.newest[0] == {"global_step": 901}
+
+
+WORKERS = (
+    dict(
+        global_step=10, last_step=100, samples_per_second=1000.0, loss=2.0, staleness_mean=1.0, test_accuracy=0.5, test_loss=3.0
+    ),
+    dict(global_step=12, last_step=100, samples_per_second=500.0, loss=1.0, staleness_mean=0.0),
+)
+
+
+def test_all_together(write, tmp_path):
+    """Samples add up, steps are counted once, the rest is a mean; only the chief evaluates."""
+    figures = Progress(tmp_path, [0, 1, 2])  # worker 2 is still starting
+    write(0, WORKERS[0])
+    write(1, WORKERS[1])
+    figures.poll()
+    assert figures.together() == dict(
+        global_step=12,
+        last_step=100,
+        samples_per_second=1500.0,
+        loss=1.5,
+        staleness_mean=0.5,
+        test_accuracy=0.5,
+        test_loss=3.0,
+    )
+
+
+def test_one_line(write, tmp_path):
+    figures = Progress(tmp_path, [0, 1])
+    write(0, WORKERS[0] | dict(global_step=1234))
+    write(1, WORKERS[1])
+    figures.poll()
+    assert figures.line() == (
+        "step 1,234 of 100, samples/s 1,500, loss 1.5000, test accuracy 0.500, test loss 3.0000, staleness 0.50"
+    )
+
+
+def test_one_line_leaves_out_what_is_not_known(write, tmp_path):
+    figures = Progress(tmp_path, [0])
+    write(0, dict(global_step=0, last_step=100, test_loss=2.5, test_accuracy=None))
+    figures.poll()
+    assert figures.line() == "step 0 of 100, test loss 2.5000"
+
+
+def rendered(table):
+    console = Console(width=200, file=io.StringIO(), record=True)
+    console.print(table)
+    return [line.split() for line in console.export_text().splitlines() if line.strip()]
+
+
+def test_table(write, tmp_path):
+    figures = Progress(tmp_path, [0, 1, 2])
+    write(0, WORKERS[0])
+    write(1, WORKERS[1])
+    figures.poll()
+    head, *rows = rendered(figures.table())
+    assert " ".join(head) == "step samples/s loss test accuracy test loss staleness"
+    assert [" ".join(row) for row in rows] == [
+        "worker 0 10 of 100 1,000 2.0000 0.500 3.0000 1.00",
+        "worker 1 12 of 100 500 1.0000 0.00",
+        "worker 2 starting",
+        "together 12 of 100 1,500 1.5000 0.500 3.0000 0.50",
+    ]
+
+
+def test_table_of_one_worker_has_no_total(write, tmp_path):
+    write(0)
+    assert "together" not in str(rendered(Progress(tmp_path, [0]).table()))
+
+
+def test_display_without_a_terminal_prints_the_last_figures(write, tmp_path, capsys):
+    settings = types.SimpleNamespace(run_dir=tmp_path)
+    with progress.Display(settings, [0]) as display:
+        display.say("worker 1 was killed")
+        write(0, WORKERS[0])
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "worker 1 was killed"
+    assert out[-1].startswith("step 10 of 100, samples/s 1,000")
+
+
+RESULT = dict(
+    scheme="HogWild",
+    num_ps=1,
+    num_workers=2,
+    global_steps=2697,
+    samples=86336,
+    train_seconds=5.04,
+    wall_seconds=29.56,
+    samples_per_second=16980.02,
+    test_accuracy=0.9749,
+    test_loss=0.08842,
+    staleness_mean=0.3176,
+    staleness_max=3,
+    restarts=0,
+)
+
+
+def summary(tmp_path, capsys, status=0, **changes):
+    (tmp_path / "result.json").write_text(json.dumps(RESULT | changes))
+    progress.summary(types.SimpleNamespace(run_dir=str(tmp_path)), status)
+    return capsys.readouterr().out.splitlines()
+
+
+def test_summary(tmp_path, capsys):
+    assert summary(tmp_path, capsys) == [
+        "HogWild, 1 ps, 2 workers: 2,697 updates, 86,336 samples",
+        "5.0 s of training, 16,980 samples/s; 29.6 s in all",
+        "test accuracy 0.975, test loss 0.0884; staleness 0.32 on average, 3 at most, 0 restarts",
+        str(tmp_path / "curve.png"),
+        str(tmp_path / "model.keras"),
+    ]
+
+
+def test_summary_of_a_regression_in_one_process(tmp_path, capsys):
+    lines = summary(tmp_path, capsys, test_accuracy=None, num_ps=0, num_workers=1)
+    assert lines[0].startswith("HogWild, one process, 1 worker: ")
+    assert lines[2].startswith("test loss 0.0884; ")
+
+
+def test_summary_of_a_run_that_had_nothing_left_to_do(tmp_path, capsys):
+    lines = summary(tmp_path, capsys, train_seconds=None, samples_per_second=None, staleness_mean=None)
+    assert lines[1] == "no training was left to do; 29.6 s in all"
+    assert lines[2] == "test accuracy 0.975, test loss 0.0884; 0 restarts"
+
+
+def test_summary_of_a_run_that_was_stopped(tmp_path, capsys):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "checkpoint").touch()
+    (line,) = summary(tmp_path, capsys, status=130)
+    assert f"--resume --run_dir={tmp_path}" in line
+
+
+def test_no_checkpoint_is_promised_that_is_not_there(tmp_path, capsys):
+    assert "--resume" not in "".join(summary(tmp_path, capsys, status=130))
+
+
+def test_no_summary_of_a_run_that_failed(tmp_path, capsys):
+    assert summary(tmp_path, capsys, status=1) == []
+
+
+# --- result.json -------------------------------------------------------------------------------------------------------
+
+
+def settings(**changes):
+    defaults = dict(scheme="HogWild", batch_size=32, window=1, steps=None, epochs=60.0, began=0.0)
+    return types.SimpleNamespace(**defaults | changes)
+
+
+def test_last_step():
+    assert training.last_step(settings(), 1438) == math.ceil(60 * 1438 / 32)
+    assert training.last_step(settings(window=10), 1438) == math.ceil(60 * 1438 / 320)
+    assert training.last_step(settings(epochs=1e-6), 1438) == 1
+    assert training.last_step(settings(steps=7), 1438) == 7
+
+
+def report(**figures):
+    """What a worker hands in at its end."""
+    return [figures[name] for name in training.REPORT]
+
+
+FIRST = dict(
+    index=0, first_time=100.0, first_step=0, stop_time=110.0, samples=6400, updates=200, staleness_sum=100, staleness_max=1
+)
+SECOND = dict(
+    index=1, first_time=102.0, first_step=50, stop_time=111.0, samples=4800, updates=150, staleness_sum=75, staleness_max=4
+)
+
+
+def test_result_of_two_workers():
+    """Speed is measured from the first round of the last worker to start, until the last one stops."""
+    task = types.SimpleNamespace(num_ps=3)
+    result = training.summarize(settings(), task, [report(**FIRST), report(**SECOND)], 350)
+    assert result["train_seconds"] == pytest.approx(9)
+    assert result["samples_per_second"] == pytest.approx((350 - 50) * 32 / 9)
+    assert result["samples"] == 11200
+    assert result["staleness_mean"] == pytest.approx(175 / 350)
+    assert result["staleness_max"] == 4
+    assert (result["num_ps"], result["num_workers"], result["global_steps"]) == (3, 2, 350)
+    assert result["wall_seconds"] > 1.7e9  # began at 0
+    json.dumps(result, allow_nan=False)
+
+
+def test_window_counts_in_the_speed():
+    result = training.summarize(settings(window=10), None, [report(**FIRST)], 200)
+    assert result["samples_per_second"] == pytest.approx(200 * 320 / 10)
+    assert result["num_ps"] == 0
+
+
+def test_worker_that_came_too_late_to_train_does_not_count_in_the_speed():
+    late = report(
+        index=1, first_time=109.0, first_step=200, stop_time=109.5, samples=0, updates=0, staleness_sum=0, staleness_max=0
+    )
+    result = training.summarize(settings(), None, [report(**FIRST), late], 200)
+    assert result["train_seconds"] == pytest.approx(10)
+    assert result["samples_per_second"] == pytest.approx(640)
+
+
+def test_result_of_a_run_that_had_nothing_left_to_do():
+    idle = FIRST | dict(first_step=200, samples=0, updates=0, staleness_sum=0, staleness_max=0)
+    result = training.summarize(settings(), None, [report(**idle)], 200)
+    assert (result["train_seconds"], result["samples_per_second"], result["staleness_mean"]) == (None, None, None)
+    assert (result["samples"], result["staleness_max"]) == (0, 0)
