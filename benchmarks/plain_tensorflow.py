@@ -57,6 +57,8 @@ def train(task, settings):
     """Trains as this worker, or in this one process when `task` is None; see `common.training.train`."""
     if (settings.model, settings.data) != ("mlp", "digits"):
         raise UserError("the plain way is written for --model=mlp and --data=digits alone; the schemes take any")
+    if (settings.rounds_per_call or 1) > 1:
+        raise UserError("--rounds_per_call must be 1 here: the plain way needs a feed_dict for every step")
     settings.scheme = "plain TensorFlow"
     # Imported only now: the launcher reads this file too, and is to do without tensorflow.
     from common import training
@@ -132,4 +134,4 @@ def textbook_session(task, target, scaffold, checkpoint_dir, checkpoint_secs, ho
 
 
 if __name__ == "__main__":
-    main(train=train, without=("window", "rounds_per_call"), epochs=60, batch_size=32, learning_rate=0.1)
+    main(train=train, without=("window",), epochs=60, batch_size=32, learning_rate=0.1)
