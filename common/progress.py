@@ -155,6 +155,8 @@ class Display:
 def summary(settings, status):
     """Prints what came of a run, from its `result.json`."""
     run_dir = Path(settings.run_dir)
+    if run_dir.is_relative_to(Path.cwd()):
+        run_dir = run_dir.relative_to(Path.cwd())  # as a user would type it
     if status == 130 and (run_dir / "checkpoints" / "checkpoint").exists():
         print(f"stopped; a checkpoint is saved: --resume --run_dir={run_dir} goes on from there")
     if status != 0:
