@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from common import progress
@@ -171,7 +171,6 @@ class Task:
     restarts: int = 0
     process: subprocess.Popen | None = None
     status: int | None = None
-    environment: dict = field(default_factory=dict)
 
     @property
     def name(self):

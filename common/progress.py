@@ -35,7 +35,6 @@ class Progress:
     def __init__(self, run_dir, workers):
         self._tails = {i: _Tail(Path(run_dir, "metrics", f"worker-{i}.jsonl")) for i in workers}
         self.newest: dict[int, dict] = {i: {} for i in workers}
-        self.target = None
 
     def poll(self):
         """Reads what is new; returns whether there was anything."""
