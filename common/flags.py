@@ -7,6 +7,8 @@ import types
 
 from absl import flags
 
+LOCAL_OPTIMIZERS = ("sgd", "momentum", "adagrad", "adam")  # see common.parameters.local_optimizer
+
 
 class UserError(Exception):
     """What the user asked for cannot be done. Its text is one line: what was wrong, what was expected, what to do."""
@@ -41,13 +43,24 @@ def define_integer(name, default, help, least=None, most=None, flag_values=flags
     flags.DEFINE(_Number(name, int, least, None, most), name, default, help, flag_values)
 
 
-def define_number(name, default, help, least=None, above=None, flag_values=flags.FLAGS):
-    """Defines a flag for a real number of at least `least`, greater than `above`."""
-    flags.DEFINE(_Number(name, float, least, above), name, default, help, flag_values)
+def define_number(name, default, help, least=None, above=None, most=None, flag_values=flags.FLAGS):
+    """Defines a flag for a real number of at least `least`, greater than `above` and at most `most`."""
+    flags.DEFINE(_Number(name, float, least, above, most), name, default, help, flag_values)
+
+
+_aliases: dict[str, str] = {}
+
+
+def define_alias(name, original):
+    """Defines a flag that is another name of `original`, a flag that every scheme has."""
+    _aliases[name] = original  # which is defined later
 
 
 def define(defaults):
     """Defines the flags that every scheme has. `defaults` are a scheme's own, by flag name.
+
+    Some have a further flag only if they give a default for it: `local_optimizer`, if a scheme leaves open what its local
+    steps are made with, and `beta` of elastic averaging.
 
     Returns the `flags.FlagValues` that hold them and those that the scheme's script defined before.
     """
@@ -66,6 +79,13 @@ def define(defaults):
     define_integer("batch_size", own("batch_size"), "samples a step and worker", least=1)
     define_number("learning_rate", own("learning_rate"), "step size", above=0)
     define_integer("window", own("window", 1), "local steps between pull and push", least=1)
+    if "beta" in defaults:
+        define_number("beta", own("beta"), "elastic force of all workers together; of each it is beta / --num_workers", least=0)
+    if "local_optimizer" in defaults:
+        flags.DEFINE_enum("local_optimizer", own("local_optimizer"), LOCAL_OPTIMIZERS, "optimizer of a worker's local steps")
+        define_number("local_learning_rate", None, "its step size (default: --learning_rate)", above=0)
+        define_number("local_momentum", 0.9, "of --local_optimizer=momentum", least=0)
+    define_integer("warm_start_steps", 0, "global updates that worker 0 makes before the others begin", least=0)
     define_integer("rounds_per_call", own("rounds_per_call"), "most rounds in one session call (default: by model)", least=1)
     # Keras takes 32 bits, and each worker adds its index.
     define_integer("seed", own("seed", 0), "of initial values and of the order of samples", least=0, most=2**31)
@@ -80,6 +100,8 @@ def define(defaults):
     flags.DEFINE_list("ps_hosts", None, "host:port of each ps, separated by commas")
     flags.DEFINE_list("worker_hosts", None, "host:port of each worker, separated by commas")
     flags.DEFINE_bool("help", False, "show this help")
+    while _aliases:
+        flags.DEFINE_alias(*_aliases.popitem())
     return values
 
 

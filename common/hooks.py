@@ -169,3 +169,38 @@ class EvaluationHook(tf.train.SessionRunHook):
     def end(self, session):
         """Stops the thread."""
         self._stop()
+
+
+class WarmStartHook(tf.train.SessionRunHook):
+    """The chief's: lets the other workers begin when there have been `steps` global updates.
+
+    They wait until the variable `gate` is initialized, as they wait for the parameters: it belongs into their
+    `ready_for_local_init_op`. A ps that was restarted has forgotten it, hence the look at the step in every new session.
+
+    Args:
+      gate: a variable on a ps.
+      step: the global step.
+      steps: how many updates.
+    """
+
+    def __init__(self, gate, step, steps):
+        self._gate, self._step, self._steps, self._is_open = gate, step, steps, False
+
+    def after_create_session(self, session, coord):
+        """Opens the gate if it was open before, or this run goes on from a later step."""
+        if self._is_open or session.run(self._step) >= self._steps:
+            self.open(session)
+
+    def before_run(self, run_context):
+        """Asks for the step until the gate is open."""
+        return None if self._is_open else tf.train.SessionRunArgs(self._step)
+
+    def after_run(self, run_context, run_values):
+        """Opens the gate when it is time."""
+        if not self._is_open and run_values.results >= self._steps:
+            self.open(run_context.session)
+
+    def open(self, session):
+        """Lets the others begin."""
+        session.run(self._gate.initializer)
+        self._is_open = True

@@ -65,6 +65,8 @@ def _run(scheme, train, without, script, arguments, defaults):
             raise UserError(
                 f"--{name} is for --launch, which `bash {settings.scheme}/run.sh` gives; without it, one process trains"
             )
+    if not launches:  # what a scheme may ask for
+        settings.num_ps, settings.num_workers = (task.num_ps, task.num_workers) if task else (0, 1)
     if settings.check:
         from common import training
 

@@ -9,9 +9,8 @@ Both are one flat vector: one message a ps and direction instead of one a variab
 it as it stands.
 """
 
+import contextlib
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from common import tf
 from common.data import local_variable
@@ -29,40 +28,52 @@ class GlobalParameters:
 
     def __init__(self, initial_parameters, num_ps=1, device_fn=None):
         self.size = len(initial_parameters)
+        self._device_fn = device_fn
+        feed = tf.placeholder(tf.float32, [self.size], "initial_parameters")
+        # Called for each piece; only partition_info knows where the piece begins.
+        self._num_pieces = min(num_ps, self.size)
+        self.pieces = self._pieces(
+            "parameters", lambda shape, dtype=None, partition_info=None: tf.slice(feed, partition_info.var_offset, shape)
+        )
         with tf.device(device_fn):
-            feed = tf.placeholder(tf.float32, [self.size], "initial_parameters")
-            variable = tf.get_variable(
-                "parameters",
-                [self.size],
-                partitioner=tf.fixed_size_partitioner(min(num_ps, self.size)),
-                # Called for each piece; only partition_info knows where the piece begins.
-                initializer=lambda shape, dtype=None, partition_info=None: tf.slice(feed, partition_info.var_offset, shape),
-                use_resource=True,
-            )
             self.step = tf.train.get_or_create_global_step()
-        self.pieces = list(variable)
         self.init_feed_dict = {feed: initial_parameters}
-        self.previous: list[Any] = []  # the step before the one that is being built, see build_rounds
+        self.previous: list[Any] = []  # operations that a read has to wait for, see build_rounds
         self._optimizers: dict[Any, Any] = {}
-        self.updated: Any = None  # set by push: the global step after this worker's update
+        self._slots: dict[str, list[Any]] = {}
+        self._mutex: Any = None
+        self.updated: Any = None  # set by push and add: the global step after this worker's update
+
+    def _pieces(self, name, initializer):
+        """Returns the pieces of a new global vector `[size]`. Checkpoints hold it whole, so the number of ps may change."""
+        partitioner = tf.fixed_size_partitioner(self._num_pieces)
+        with tf.device(self._device_fn):
+            return list(tf.get_variable(name, [self.size], partitioner=partitioner, initializer=initializer, use_resource=True))
+
+    def slot(self, name):
+        """Returns the pieces of a further global vector `[size]`, zero at first, that lies beside x̃ and is saved with it."""
+        if name not in self._slots:
+            self._slots[name] = self._pieces(name, tf.zeros_initializer())
+        return self._slots[name]
 
     def _after_previous(self, device):
         """Control dependencies of a read on `device`: what went before, there or on a worker.
 
         Not what went before on another ps: that would be a message between ps tasks, for an order that no scheme needs.
         """
-        return tf.control_dependencies([op for op in self.previous if op.device == device or "/job:ps" not in op.device])
+        return tf.control_dependencies([op for op in self.previous if op.device == device or not _is_on_ps(op)])
 
     def read(self):
         """Returns the present x̃ as one tensor `[size]`, and the global step, read on its ps just before. One message a ps."""
-        with tf.control_dependencies(None), self._after_previous(self.step.device):
+        # On its ps, as without a device the value would go to the worker and back.
+        with tf.device(self.step.device), tf.control_dependencies(None), self._after_previous(self.step.device):
             step = self.step.read_value()
         values = []
         for piece in self.pieces:
             before = [step] if piece.device == self.step.device else []
             with tf.control_dependencies(None), self._after_previous(piece.device), tf.control_dependencies(before):
                 values.append(piece.read_value())
-        return tf.concat(values, axis=0) if len(values) > 1 else values[0], step
+        return _joined(values), step
 
     def push(self, optimizer, gradient):
         """x̃ ← optimizer(x̃, gradient) on the ps; counts one update. One message to each ps.
@@ -75,85 +86,240 @@ class GlobalParameters:
           gradient: tensor `[size]`.
         """
         optimizer = _same_as_before(optimizer, self._optimizers)
-        sizes = [int(piece.shape[0]) for piece in self.pieces]
-        parts = tf.split(gradient, sizes) if len(sizes) > 1 else [tf.identity(gradient)]
-        applied = []
+        return self._update(gradient, lambda piece, part: optimizer.apply_gradients([(part, piece)]))
+
+    def add(self, difference):
+        """x̃ ← x̃ + difference on the ps, a tensor `[size]`; counts one update. One message to each ps; indivisible as a push."""
+        return self._update(difference, lambda piece, part: piece.assign_add(part, read_value=False))
+
+    def _update(self, vector, apply):
+        """Calls `apply(piece, part)` for each piece of x̃ and the part of `vector` that has arrived there; counts one update."""
+        parts, applied = self._split(vector), []
         with tf.control_dependencies(None):  # what went before reaches the ps with its part
             for piece, part in zip(self.pieces, parts, strict=True):
                 with tf.device(piece.device):  # the learning rate too, or it would be a message of its own
-                    applied.append(optimizer.apply_gradients([(part, piece)]))
-            on_step_ps = [op for op in applied if op.device == self.step.device]
-            with tf.device(self.step.device), tf.control_dependencies(on_step_ps):
-                # Adds one and returns the old value, as one indivisible operation; assign_add is one and a read is another.
-                count = tf.raw_ops.ResourceCountUpTo(resource=self.step.handle, limit=tf.int64.max, T=tf.int64)
-                self.updated = count + 1
-        return [*applied, count.op]
+                    applied.append(apply(piece, part))
+            count = self._count([op for op in applied if op.device == self.step.device])
+        return [*[part.op for part in parts], *applied, count]
+
+    def push_exactly(self, optimizer, gradient, change, memory):
+        """x̃ ← optimizer(x̃, change(gradient)) as one indivisible action over all ps tasks; counts one update.
+
+        `change` works where x̃ is, and at the moment of the update: a lock on ps 0 keeps out every other such push and every
+        pull that is remembered. It is taken when the gradient has arrived on all ps, so nobody waits for a worker; with
+        several ps it is held for one exchange of empty messages between them.
+
+        Args:
+          optimizer: a `tf.train.Optimizer` that works element by element.
+          gradient: tensor `[size]`.
+          change: function of a piece of the gradient and what is `There`; returns what the optimizer gets instead.
+          memory: this worker's `LocalParameters.memory`, after a pull that is remembered.
+        """
+        optimizer = _same_as_before(optimizer, self._optimizers)
+        parts, arrived = self._split(gradient), []
+        with tf.control_dependencies(None):  # what went before reaches the ps with its part
+            for piece, part in zip(self.pieces, parts, strict=True):
+                with tf.device(piece.device):
+                    arrived.append(tf.identity(part))
+            with self._locked([part.op for part in arrived]) as done:
+                staleness = None
+                if memory.step is not None:
+                    with tf.device(self.step.device):
+                        staleness = tf.cast(self.step.read_value() - memory.step.read_value(), tf.float32)
+                for i, (piece, part) in enumerate(zip(self.pieces, arrived, strict=True)):
+                    with tf.device(piece.device):
+                        pulled = memory.pieces and memory.pieces[i].read_value()
+                        there = There(piece.read_value(), pulled, staleness, lambda name, i=i: self.slot(name)[i])
+                        done.append(optimizer.apply_gradients([(change(part, there), piece)]))
+                done.append(self._count([] if staleness is None else [staleness.op]))
+        return [*[part.op for part in parts], *done]
+
+    def memory(self, name, remember):
+        """Returns a new `Memory` of the worker of this name: variables on the ps, of the worker's session as its local ones."""
+        with tf.control_dependencies(None), tf.variable_scope(name):
+            if remember == "step":
+                with tf.device(self.step.device):
+                    return Memory(step=local_variable("pulled_step", tf.zeros([], tf.int64)))
+            pieces = []
+            for i, piece in enumerate(self.pieces):
+                with tf.device(piece.device):
+                    pieces.append(local_variable(f"pulled_value_{i}", tf.zeros(piece.shape)))
+            return Memory(pieces=pieces)
+
+    def read_exactly(self, memory):
+        """As `read`, but of one moment over all ps tasks, and remembered there: see `push_exactly`."""
+        with tf.control_dependencies(None):
+            with self._after_previous(self.step.device):
+                before = [tf.no_op()]
+            with self._locked(before) as done:
+                with tf.device(self.step.device):
+                    step = self.step.read_value()
+                    done += [memory.step.assign(step, read_value=False)] if memory.step is not None else [step.op]
+                values = []
+                for i, piece in enumerate(self.pieces):
+                    with tf.device(piece.device):
+                        value = piece.read_value()
+                        done += [memory.pieces[i].assign(value, read_value=False)] if memory.pieces else [value.op]
+                    values.append(value)
+            return _joined(values), step, done
+
+    @contextlib.contextmanager
+    def _locked(self, after):
+        """Operations made in this context run under a lock, taken when those of `after` have ended.
+
+        It is given back when those ended that the caller has put into the list that this yields; it gets the release added.
+        A lock belongs to one run of the graph: it is given back, too, when that fails, or the worker dies.
+        """
+        if self._mutex is None:
+            with tf.device(self.step.device):
+                self._mutex = tf.raw_ops.MutexV2(container="", shared_name="parameters")
+        with tf.device(self.step.device), tf.control_dependencies(after):
+            lock = tf.raw_ops.MutexLock(mutex=self._mutex)
+        done: list[Any] = []
+        with tf.control_dependencies([lock.op]):
+            yield done
+        with tf.device(self.step.device), tf.control_dependencies(done):
+            done.append(tf.raw_ops.ConsumeMutexLock(mutex_lock=lock))
+
+    def _split(self, vector):
+        sizes = [int(piece.shape[0]) for piece in self.pieces]
+        return tf.split(vector, sizes) if len(sizes) > 1 else [tf.identity(vector)]
+
+    def _count(self, after):
+        """Counts one update after these operations, and returns the operation."""
+        with tf.device(self.step.device), tf.control_dependencies(after):
+            # Adds one and returns the old value, as one indivisible operation; assign_add is one and a read is another.
+            count = tf.raw_ops.ResourceCountUpTo(resource=self.step.handle, limit=tf.int64.max, T=tf.int64)
+            self.updated = count + 1
+        return count.op
+
+
+class There(NamedTuple):
+    """What `GlobalParameters.push_exactly` finds on a ps, at the moment of the update, for one piece of x̃."""
+
+    value: Any  # this piece of x̃
+    pulled: Any  # the same as this worker has pulled it, if its pull remembers the "value"
+    staleness: Any  # scalar: updates by others since this worker's pull, if that remembers the "step"
+    slot: Any  # function of a name: this piece of a further global vector, see GlobalParameters.slot
+
+
+class Memory(NamedTuple):
+    """What the ps tasks remember of a worker's last pull, in variables there."""
+
+    step: Any = None  # the global step
+    pieces: Any = None  # x̃
 
 
 class LocalParameters:
     """x: a worker's own copy of the parameters, and what its model needs to compute gradients there.
 
+    It begins as a copy of x̃, so the global variables have to be initialized before the local ones.
+
     Args:
+      center: the `GlobalParameters`.
       model: a `common.models.Model`.
       batches: gives the next samples, see `common.data.Batches`.
-      name: variable scope; two workers in one process need two names.
+      name: variable scope; different for each worker, since the ps know what they remember of it by this name.
     """
 
-    def __init__(self, model, batches, name="local"):
-        self.model, self.batches = model, batches
+    def __init__(self, center, model, batches, name="local"):
+        self.model, self.batches, self.name = model, batches, name
         self.init_feed_dict = dict(batches.init_feed_dict)
         with tf.variable_scope(name):
-            self.value = local_variable("x", tf.zeros([model.size]))
-            self.gradient = local_variable("gradient", tf.zeros([model.size]))
+            self.value = local_variable("x", center.read()[0])
             self.state = []
             for i, value in enumerate(model.initial_state):
                 feed = tf.placeholder(value.dtype, value.shape)
                 self.init_feed_dict[feed] = value
                 self.state.append(local_variable(f"state_{i}", feed))
+        self.memory = Memory()  # set by a pull that is remembered
+        self._vectors: dict[str, Any] = {}
         self._optimizers: dict[Any, Any] = {}
-        self.pulled: Any = None  # set by pull: the global step at which x̃ was read
+        self.gradient = self.vector("gradient")
+        self.difference: Any = None  # set by compare
+        self.pulled: Any = None  # set by pull and compare: the global step at which x̃ was read
         self.loss: Any = None  # set by train: mean loss over the window
+        self.windows = 0  # how many calls of train there were
+
+    def vector(self, name):
+        """Returns a vector `[size]` of this worker's own, a variable, zero at first; the same one for the same name."""
+        if name not in self._vectors:
+            with tf.control_dependencies(None), tf.variable_scope(self.name):
+                self._vectors[name] = local_variable(name, tf.zeros([self.model.size]))
+        return self._vectors[name]
 
     def pull(self, center):
         """x ← x̃. One message from each ps."""
         value, self.pulled = center.read()
         return [self.value.assign(value, read_value=False)]
 
-    def train(self, window, optimizer):
-        """`window` local steps in one call: g ← gradient at x of the next batch's mean loss; x ← optimizer(x, g).
+    def pull_exactly(self, center, remember):
+        """x ← x̃ as one indivisible action over all ps tasks, which remember what `center.push_exactly` is to know.
+
+        Args:
+          center: the `GlobalParameters`.
+          remember: "step", the number of updates in it, or "value", x̃ itself.
+        """
+        if self.memory == Memory():
+            self.memory = center.memory(self.name, remember)
+        value, self.pulled, done = center.read_exactly(self.memory)
+        return [self.value.assign(value, read_value=False), *done]
+
+    def compare(self, center):
+        """d ← x − x̃, which is in `difference` afterwards. One message from each ps."""
+        value, self.pulled = center.read()
+        self.difference = self.vector("difference")
+        return [self.difference.assign(self.value - value, read_value=False)]
+
+    def train(self, window, optimizer, at=None, accumulate=False):
+        """`window` local steps in one call: g ← gradient of the next batch's mean loss; x ← optimizer(x, g).
 
         The sum of the g, each taken where the walk then stood, is in `gradient` afterwards; the mean loss is `loss`.
+
+        Args:
+          window: number of steps.
+          optimizer: a `tf.train.Optimizer`, whose slots stay on this worker; or a function of g `[size]` that returns the
+            operation which changes x.
+          at: function of x that gives the point at which the gradient is taken; x itself by default.
+          accumulate: adds the g to what is in `gradient`, instead of to zero.
         """
+        self.windows += 1
         indices = self.batches.next(window)
-        optimizer = _same_as_before(optimizer, self._optimizers)
+        x, before = self.value, self.gradient.read_value() if accumulate else tf.zeros([self.model.size])
+        if isinstance(optimizer, tf.train.Optimizer):
+            optimizer = _same_as_before(optimizer, self._optimizers)
 
-        def apply(g):
+        def change(g):
+            if not isinstance(optimizer, tf.train.Optimizer):
+                return optimizer(g)
             with tf.variable_creator_scope(_make_local):  # its slots
-                return optimizer.apply_gradients([(g, self.value)])
+                return optimizer.apply_gradients([(g, x)])
 
-        def step(t, total, loss):
-            step_loss, g = self._loss_and_gradient(*self.batches.samples(indices[t]))
+        def step(t):
+            present = x.read_value()
+            loss, g = self._loss_and_gradient(at(present) if at else present, *self.batches.samples(indices[t]))
             with tf.control_dependencies([g]):  # x is read before it is written
-                applied = apply(g)
-            with tf.control_dependencies([applied]):
+                return loss, g, change(g)
+
+        def next_step(t, total, loss):
+            step_loss, g, changed = step(t)
+            with tf.control_dependencies([changed]):
                 return t + 1, total + g, loss + step_loss
 
         if window == 1:
-            loss, total = self._loss_and_gradient(*self.batches.samples(indices[0]))
-            with tf.control_dependencies([total]):
-                applied = [apply(total)]
+            loss, total, changed = step(0)
+            total = before + total if accumulate else total
         else:
             # An unrolled window would cost tens of seconds of graph optimization. An optimizer's slots cannot be
             # created inside the loop, hence the call beforehand, whose operation is never run.
-            zeros = tf.zeros([self.model.size])
-            apply(zeros)
-            _, total, loss = tf.while_loop(lambda t, *_: t < window, step, (0, zeros, 0.0), parallel_iterations=1)
-            loss, applied = loss / window, []
+            change(before)
+            changed, total, loss = tf.while_loop(lambda t, *_: t < window, next_step, (0, before, 0.0), parallel_iterations=1)
+            loss /= window
         self.loss = tf.identity(loss)
-        return [self.gradient.assign(total, read_value=False), self.loss.op, *applied]
+        return [self.gradient.assign(total, read_value=False), self.loss.op, changed]
 
-    def _loss_and_gradient(self, x, y):
-        variables = self.model.split(self.value.read_value())
+    def _loss_and_gradient(self, parameters, x, y):
+        variables = self.model.split(parameters)
         loss, state = self.model.loss(variables, [v.read_value() for v in self.state], x, y)
         gradients = [
             tf.reshape(g, [-1]) if g is not None else tf.zeros([size])
@@ -161,6 +327,15 @@ class LocalParameters:
         ]
         with tf.control_dependencies([v.assign(s, read_value=False) for v, s in zip(self.state, state, strict=True)]):
             return tf.identity(loss), tf.concat(gradients, axis=0)
+
+
+def local_optimizer(hp):
+    """Returns the optimizer of a worker's local steps that `--local_optimizer` names."""
+    rate = hp.local_learning_rate or hp.learning_rate
+    if hp.local_optimizer == "momentum":
+        return tf.train.MomentumOptimizer(rate, hp.local_momentum)
+    kinds = {"sgd": tf.train.GradientDescentOptimizer, "adagrad": tf.train.AdagradOptimizer, "adam": tf.train.AdamOptimizer}
+    return kinds[hp.local_optimizer](rate)
 
 
 def _same_as_before(optimizer, known):
@@ -176,12 +351,20 @@ def _make_local(next_creator, **arguments):
     return next_creator(**{**arguments, "collections": [tf.GraphKeys.LOCAL_VARIABLES]})
 
 
+def _is_on_ps(operation):
+    return "/job:ps" in operation.device
+
+
+def _joined(values):
+    return tf.concat(values, axis=0) if len(values) > 1 else values[0]
+
+
 class Rounds(NamedTuple):
     """Some rounds of a scheme as one call of a session: what to fetch."""
 
     operations: Any
-    loss: Any  # mean over the rounds
-    steps: Any  # int64 [rounds, 2]: the global step at the pull, and after this worker's update
+    loss: Any  # mean over the calls of `LocalParameters.train`
+    steps: Any  # int64 [updates, 2]: the newest update by others that the worker knew, and its own update, as global steps
 
 
 def build_steps(scheme, center, local, hp):
@@ -192,22 +375,37 @@ def build_steps(scheme, center, local, hp):
 def build_rounds(scheme, center, local, hp, rounds=1):
     """Returns `Rounds` that run the scheme's steps one after the other, `rounds` times over, in one call.
 
+    One after the other on the worker, and on each ps; but a worker whose push has left does not wait until the ps says that
+    it is applied, unless it reads what it pushed to.
+
     A call costs as much as a message or two, so the fewer the better; its graph grows with the rounds.
     """
-    losses, steps = [], []
-    operations: list[Any] = []
+    losses: list[Any] = []
+    steps: list[Any] = []
+    own_updates = 0  # since the pull
+    here: list[Any] = []  # the worker's operations of the step before
+    there: list[Any] = []  # operations on the ps since the last read
     for _ in range(rounds):
         generator = scheme(center, local, hp)
         while True:
-            with tf.control_dependencies(operations):
-                center.previous = operations
+            loss, pulled, updated = local.loss, local.pulled, center.updated
+            with tf.control_dependencies(here):
                 step = next(generator, None)
             if step is None:
                 break
-            operations = step
-        losses.append(local.loss)
-        steps += [local.pulled, center.updated]
+            if local.loss is not loss:
+                losses.append(local.loss)
+            if local.pulled is not pulled:
+                own_updates, there = 0, []
+            if center.updated is not updated:
+                with tf.device(center.step.device):
+                    steps += [local.pulled + own_updates, center.updated]
+                own_updates += 1
+            here = [op for op in step if not _is_on_ps(op)]
+            there += [op for op in step if _is_on_ps(op)]
+            # What the ps did with a push began after it had left the worker: no need to tell the ps again.
+            center.previous = there if len(here) < len(step) else here + there
     center.previous = []  # a read that is built later belongs to no round
     with tf.device(center.step.device):
-        steps = tf.reshape(tf.stack(steps), [rounds, 2])  # there, to be one message
-    return Rounds(operations, tf.add_n(losses) / np.float32(rounds), steps)
+        steps = tf.reshape(tf.stack(steps), [-1, 2])  # there, to be one message
+    return Rounds(here + there, tf.add_n(losses) / float(len(losses)), steps)

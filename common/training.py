@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common import cluster, data, models, plots, tf
-from common.hooks import EvaluationHook, MetricsHook, MetricsLog
+from common.hooks import EvaluationHook, MetricsHook, MetricsLog, WarmStartHook
 from common.launch import INTERRUPTING_SIGNALS, write_json
 from common.parameters import GlobalParameters, LocalParameters, build_rounds
 from common.session import monitored_session
@@ -41,7 +41,9 @@ def train(scheme, task, settings):
     with tf.Graph().as_default():
         center = GlobalParameters(model.initial_parameters, task.num_ps if task else 1, task and task.device_fn())
         with tf.device(task and task.device):
-            local = LocalParameters(model, data.Batches(x, y, settings.batch_size, settings.seed + index))
+            local = LocalParameters(
+                center, model, data.Batches(x, y, settings.batch_size, settings.seed + index), f"worker_{index}"
+            )
             next_call = build_calls(scheme, center, local, settings, last, num_workers)
             local_init_feed_dict, evaluation, final = local.init_feed_dict, None, None
             if index == 0:
@@ -50,14 +52,20 @@ def train(scheme, task, settings):
                 x_test, y_test, feed_dict = fed_test_set(dataset)
                 local_init_feed_dict.update(feed_dict)
                 evaluation = step, *model.evaluate(*final, x_test, y_test)
+            gate = None
+            if task and settings.warm_start_steps:
+                with tf.device(center.step.device):
+                    gate = tf.get_variable("gate", initializer=True, trainable=False, collections=[])
+            awaited = tf.global_variables() + ([gate] if gate is not None and index > 0 else [])
             scaffold = tf.train.Scaffold(
                 # Not sharded: the chief alone writes, so the ps tasks need no folder in common with it.
                 saver=tf.train.Saver(sharded=False, save_relative_paths=True),
                 init_feed_dict=center.init_feed_dict,
+                ready_for_local_init_op=tf.report_uninitialized_variables(awaited),
                 local_init_op=tf.local_variables_initializer(),
                 local_init_feed_dict=local_init_feed_dict,
             )
-        plan = Plan(last, center.step, next_call, evaluation, final, scaffold)
+        plan = Plan(last, center.step, next_call, evaluation, final, scaffold, gate)
         outcome = work(plan, task, settings, server, interruption, monitored_session)
     if outcome.final:
         model.save(*outcome.final, Path(settings.run_dir, "model.keras"))
@@ -67,21 +75,23 @@ def train(scheme, task, settings):
 
 def build_calls(scheme, center, local, settings, last, num_workers):
     """Builds some rounds for one call, and one round, and returns a function that chooses, see `Plan.next_call`."""
-    most = min(settings.rounds_per_call or rounds_worth_a_call(local.model, settings), max(1, last // num_workers))
     one = many = build_rounds(scheme, center, local, settings)
+    updates, windows = int(one.steps.shape[0]), local.windows  # of one round
+    most = settings.rounds_per_call or rounds_worth_a_call(local.model, windows, updates * settings.window)
+    most = min(most, max(1, last // (updates * num_workers)))
     if most > 1:
         many = build_rounds(scheme, center, local, settings, most)
     # Towards the end one round a call, so that the last step is overshot as little as can be without a lock.
-    return lambda present: (many if present + num_workers * most <= last else one,)
+    return lambda present: (many if present + num_workers * most * updates <= last else one,)
 
 
-def rounds_worth_a_call(model, settings):
-    """Returns how many rounds to run in one call, when the user does not say.
+def rounds_worth_a_call(model, windows, local_steps):
+    """Returns how many rounds of so many windows, or local steps in all, to run in one call, when the user does not say.
 
-    A call costs about as much as a round of a small model; a larger model or a window makes that little beside the round,
-    while each further round makes the graph larger.
+    A call costs about as much as a round of a small model. A larger model, or many local steps, make that little beside the
+    round, while each further window makes the graph larger and takes time to prepare.
     """
-    return max(1, 10 // settings.window) if model.size < 1_000_000 else 1
+    return max(1, min(10 // windows, 100 // local_steps)) if model.size < 1_000_000 else 1
 
 
 class Plan(NamedTuple):
@@ -93,6 +103,7 @@ class Plan(NamedTuple):
     evaluation: Any  # the chief's: scalar tensors step, loss and accuracy on the test set
     final: Any  # the chief's: tensors to fetch at the very end
     scaffold: Any  # a `tf.train.Scaffold`
+    gate: Any = None  # a variable that the other workers wait for, see `common.hooks.WarmStartHook`
 
 
 class Outcome(NamedTuple):
@@ -125,6 +136,10 @@ def work(plan, task, settings, server, interruption, open_session):
     if index == 0:
         evaluation = EvaluationHook(log, *plan.evaluation)
         hooks.append(evaluation)
+    warm_start = None
+    if index == 0 and plan.gate is not None:
+        warm_start = WarmStartHook(plan.gate, plan.step, settings.warm_start_steps)
+        hooks.append(warm_start)
     rendezvous: Any = cluster.Rendezvous(task, len(REPORT)) if task else None
     with tf.device(plan.step.device):
         clock = tf.timestamp()  # one clock for all workers
@@ -149,6 +164,8 @@ def work(plan, task, settings, server, interruption, open_session):
             # Waiting for the others may take long, if one of them is not even started: save before.
             path = os.path.join(checkpoints, "model.ckpt")
             session.run_step_fn(lambda step_context: plan.scaffold.saver.save(step_context.session, path, plan.step))
+            if warm_start:  # or those would never come that still wait
+                session.run_step_fn(lambda step_context: warm_start.open(step_context.session))
             reports = rendezvous.gather(session, report) if task else [report]
             outcome = Outcome(0, session.run(plan.final), reports, evaluation.evaluate(session))
             if task:

@@ -72,7 +72,8 @@ def initialized():
             feeds = {feed: value for each in fed for feed, value in each.init_feed_dict.items()}
             session = tf.Session()
             stack.callback(session.close)
-            session.run([tf.global_variables_initializer(), tf.local_variables_initializer()], feeds)
+            session.run(tf.global_variables_initializer(), feeds)
+            session.run(tf.local_variables_initializer(), feeds)  # later, since x begins as a copy of the global parameters
             return session
 
         yield initialized

@@ -100,7 +100,7 @@ def walk(model, graph, hogwild, hyperparameters, initialized, known_batches, bat
 
     def walk(order, window=1, num_ps=1):
         center = GlobalParameters(model.initial_parameters, num_ps)
-        workers = [LocalParameters(model, known_batches(*(b[i] for b in batches), f"b{i}"), f"w{i}") for i in range(2)]
+        workers = [LocalParameters(center, model, known_batches(*(b[i] for b in batches), f"b{i}"), f"w{i}") for i in range(2)]
         operations, numbers = {}, {}
         for i, local in enumerate(workers):
             steps = build_steps(hogwild, center, local, hyperparameters(learning_rate=RATE, window=window))
@@ -156,7 +156,7 @@ def test_stale_pushes_lead_elsewhere(walk):
 def test_rounds_in_one_call(model, graph, hogwild, hyperparameters, initialized, known_batches, batches, num_ps):
     """As a worker process runs them: twenty rounds in two calls of ten."""
     center = GlobalParameters(model.initial_parameters, num_ps)
-    local = LocalParameters(model, known_batches(*(b[0] for b in batches)))
+    local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
     built = build_rounds(hogwild, center, local, hyperparameters(learning_rate=RATE, window=2), 10)
     session = initialized(center, local)
     steps = np.concatenate([session.run(built).steps, session.run(built).steps])

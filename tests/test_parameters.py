@@ -53,7 +53,9 @@ def make(model, graph, batches_of, known_batches):
 
     def make(num_ps=1, num_workers=1):
         center = GlobalParameters(model.initial_parameters, num_ps)
-        return center, *(LocalParameters(model, known_batches(*batches_of, f"b{i}"), f"w{i}") for i in range(num_workers))
+        return center, *(
+            LocalParameters(center, model, known_batches(*batches_of, f"b{i}"), f"w{i}") for i in range(num_workers)
+        )
 
     return make
 
@@ -104,7 +106,8 @@ def test_pull(make, initialized, num_ps):
     center, local = make(num_ps)
     pull = local.pull(center)
     session = initialized(center, local)
-    np.testing.assert_array_equal(session.run(local.value), np.zeros(4))
+    np.testing.assert_array_equal(session.run(local.value), local.model.initial_parameters)  # x begins as a copy
+    session.run(local.value.assign(tf.zeros([4])))
     session.run(pull)
     np.testing.assert_array_equal(session.run(local.value), local.model.initial_parameters)
 
@@ -335,7 +338,8 @@ def test_two_workers_have_values_of_their_own(make, initialized):
 
 def trained(initialized, model, batches, window):
     """Returns local parameters after one window, and a session to look at them with."""
-    center, local = GlobalParameters(model.initial_parameters), LocalParameters(model, batches)
+    center = GlobalParameters(model.initial_parameters)
+    local = LocalParameters(center, model, batches)
     pull, train = local.pull(center), local.train(window, sgd())
     session = initialized(center, local)
     session.run(pull)

@@ -1,0 +1,28 @@
+"""AEAMSGD: elastic averaging with Nesterov's momentum (Zhang, Choromanska, LeCun 2015, https://arxiv.org/abs/1412.6651)."""
+
+from common.flags import define_number
+from common.main import main
+
+
+def aeamsgd(center, local, hp):
+    """T local steps v ← δ v − η g(x + δ v), x ← x + v;  then e = α (x − x̃), x ← x − e, x̃ ← x̃ + e.
+
+    The gradient is taken ahead, where the velocity v alone would lead. The elastic force moves x, not v: v goes on through
+    the exchange, and the force has to hold it.
+
+    T is `hp.window`; α = β/n with β = `hp.beta` and n workers; δ is `hp.momentum`, in the paper 0.99; η is `hp.learning_rate`.
+    """
+    v = local.vector("velocity")  # zero at first
+
+    def nesterov(g):
+        return local.value.assign_add(v.assign(hp.momentum * v - hp.learning_rate * g))
+
+    yield local.train(hp.window, nesterov, at=lambda x: x + hp.momentum * v)  # v ← δ v − η g(x + δ v);  x ← x + v
+    yield local.compare(center)  # reads x̃, for x − x̃
+    e = hp.beta / hp.num_workers * local.difference
+    yield [*center.add(e), local.value.assign_sub(e)]  # x̃ ← x̃ + e;  x ← x − e
+
+
+if __name__ == "__main__":
+    define_number("momentum", 0.99, "δ of the local steps", least=0)
+    main(aeamsgd, epochs=60, batch_size=32, learning_rate=0.001, window=10, beta=0.9)

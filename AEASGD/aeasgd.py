@@ -1,0 +1,24 @@
+"""AEASGD: asynchronous elastic averaging SGD (Zhang, Choromanska, LeCun 2015, https://arxiv.org/abs/1412.6651)."""
+
+from common.main import main
+from common.parameters import local_optimizer
+
+
+def aeasgd(center, local, hp):
+    """T local steps x ← x − η g(x);  then e = α (x − x̃), x ← x − e, x̃ ← x̃ + e.
+
+    Nothing is pulled: x goes on from where it is. An elastic force draws it and the center x̃ to each other; e is computed
+    once, from the old values of both. The replicas stay apart, each explores on its own, and the center, which is what is
+    evaluated, follows their mean.
+
+    T is `hp.window`; α = β/n with β = `hp.beta` and n workers, as in the paper; η is `hp.learning_rate`, and the local steps
+    are of SGD or of another optimizer (`hp.local_optimizer`).
+    """
+    yield local.train(hp.window, local_optimizer(hp))  # x ← x − η g(x), T times
+    yield local.compare(center)  # reads x̃, for x − x̃
+    e = hp.beta / hp.num_workers * local.difference
+    yield [*center.add(e), local.value.assign_sub(e)]  # x̃ ← x̃ + e;  x ← x − e
+
+
+if __name__ == "__main__":
+    main(aeasgd, epochs=60, batch_size=32, learning_rate=0.1, window=10, beta=0.9, local_optimizer="sgd")

@@ -1,0 +1,24 @@
+"""AGN: accumulated gradient normalization (Hermans, Spanakis, Möckel 2017, https://arxiv.org/abs/1710.02368)."""
+
+from common import tf
+from common.main import main
+from common.parameters import local_optimizer
+
+
+def agn(center, local, hp):
+    """x ← x̃;  T local steps x ← x − η g(x);  x̃ ← x̃ − (η/T) Σ g(x_t).
+
+    The push has the direction of T local steps, each gradient g taken where the local walk x_t then stood, and the size of
+    one: the division by T is all that sets it apart from pushing the sum, which is T times as large and, times the number
+    of workers that push it, soon too large.
+
+    T is `hp.window`, η `hp.learning_rate`; the local steps are of SGD or of another optimizer (`hp.local_optimizer`).
+    """
+    yield local.pull(center)  # x ← x̃
+    yield local.train(hp.window, local_optimizer(hp))  # x ← x − η g(x), T times
+    sgd = tf.train.GradientDescentOptimizer(hp.learning_rate)
+    yield center.push(sgd, local.gradient / hp.window)  # x̃ ← x̃ − η (1/T) Σ g
+
+
+if __name__ == "__main__":
+    main(agn, epochs=60, batch_size=32, learning_rate=0.1, window=5, local_optimizer="sgd")

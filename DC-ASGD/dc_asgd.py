@@ -1,0 +1,38 @@
+"""DC-ASGD: asynchronous SGD with delay compensation (Zheng et al. 2017, https://arxiv.org/abs/1609.08326)."""
+
+from absl import flags
+
+from common import tf
+from common.flags import define_number
+from common.main import main
+
+
+def dc_asgd(center, local, hp):
+    """x ← x̃;  x̃ ← x̃ − η (g + λ g⊙g⊙(x̃ − x)).
+
+    g = g(x) was taken at x, which this worker pulled; by the time it is applied others have moved x̃ away from there. The
+    term with λ estimates, to first order, how the gradient changed on the way: g⊙g stands for the diagonal of the Hessian.
+    The ps keeps for each worker the x that it pulled, and computes the term with the x̃ that it finds.
+
+    Constant λ: λ = λ₀. Adaptive: λ = λ₀/√(m + ε), where m ← 0.95 m + 0.05 g⊙g is kept on the ps. η is `hp.learning_rate`,
+    and λ₀ `hp.lambda0`, by default the paper's 0.04 and 2.
+    """
+
+    def compensated(g, there):
+        strength = hp.lambda0 if hp.lambda0 is not None else 2.0 if hp.adaptive else 0.04
+        if hp.adaptive:
+            m, decay = there.slot("mean_square"), hp.mean_square_decay
+            strength /= tf.sqrt(m.assign(decay * m + (1 - decay) * g * g) + 1e-7)
+        return g + strength * g * g * (there.value - there.pulled)  # on the ps
+
+    sgd = tf.train.GradientDescentOptimizer(hp.learning_rate)
+    yield local.pull_exactly(center, remember="value")  # x ← x̃
+    yield local.train(hp.window, sgd)  # g(x)
+    yield center.push_exactly(sgd, local.gradient, compensated, local.memory)  # x̃ ← x̃ − η (g + λ g⊙g⊙(x̃ − x))
+
+
+if __name__ == "__main__":
+    flags.DEFINE_bool("adaptive", False, "adapt λ to the size of the gradients, element by element")
+    define_number("lambda0", None, "strength of the compensation (default: 0.04; 2 with --adaptive)", least=0)
+    define_number("mean_square_decay", 0.95, "with --adaptive: of the mean square of the gradients", least=0, most=1)
+    main(dc_asgd, epochs=60, batch_size=32, learning_rate=0.1)

@@ -1,0 +1,23 @@
+"""DOWNPOUR SGD, plain SGD on the worker and Adagrad on the ps (Dean et al. 2012, NIPS, appendix 7.1)."""
+
+from common import tf
+from common.main import main
+
+
+def downpour_easy(center, local, hp):
+    """x ← x̃;  T times a ← a + g(x), x ← x − η g(x);  x̃ ← Adagrad(x̃, a).
+
+    A worker walks T local steps of SGD and pushes the sum a of their gradients: T times fewer messages a sample. The ps
+    applies it with Adagrad, element by element:  s ← s + a²;  x̃ ← x̃ − η a/√s.  What many workers push often, or pushes
+    of many gradients, makes s large and the steps small; that is what tames the summed and stale gradients. The slots s
+    live on the ps beside x̃, shared by all workers.
+
+    T is `hp.window`, the paper's n_push = n_fetch; η is `hp.learning_rate`.
+    """
+    yield local.pull(center)  # x ← x̃
+    yield local.train(hp.window, tf.train.GradientDescentOptimizer(hp.learning_rate))  # a = Σ g
+    yield center.push(tf.train.AdagradOptimizer(hp.learning_rate), local.gradient)  # x̃ ← Adagrad(x̃, a)
+
+
+if __name__ == "__main__":
+    main(downpour_easy, epochs=60, batch_size=32, learning_rate=0.1, window=5)

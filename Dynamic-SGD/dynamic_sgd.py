@@ -1,0 +1,28 @@
+"""Dynamic SGD: a push counts the less, the staler it is (Jiang, Cui, Zhang, Yu 2017, SIGMOD, "DynSGD")."""
+
+from common import tf
+from common.main import main
+from common.parameters import local_optimizer
+
+
+def dynamic_sgd(center, local, hp):
+    """x ← x̃;  T local steps x ← x − η g(x), u = η Σ g;  x̃ ← x̃ − u/(τ + 1).
+
+    τ, the staleness of a push, is the number of updates by others since this worker's pull. The ps counts it: it remembers
+    at which update each worker pulled. Counting, scaling and applying are one indivisible action, over all ps tasks, and so
+    is the pull; τ is exactly what came in between.
+
+    T is `hp.window`, η `hp.learning_rate`; the local steps are of SGD or of another optimizer (`hp.local_optimizer`).
+    """
+
+    def scaled(gradient, there):
+        return gradient / (there.staleness + 1)  # on the ps
+
+    yield local.pull_exactly(center, remember="step")  # x ← x̃
+    yield local.train(hp.window, local_optimizer(hp))  # x ← x − η g(x), T times
+    sgd = tf.train.GradientDescentOptimizer(hp.learning_rate)
+    yield center.push_exactly(sgd, local.gradient, scaled, local.memory)  # x̃ ← x̃ − η (Σ g)/(τ + 1)
+
+
+if __name__ == "__main__":
+    main(dynamic_sgd, epochs=60, batch_size=32, learning_rate=0.1, local_optimizer="sgd")

@@ -1,0 +1,130 @@
+"""Several workers of a scheme in one process, whose steps run when one says so: for notebooks and tests.
+
+The operations are those that worker processes run; only who runs when is the caller's choice, not the machine's. So it can
+be repeated, and shows what would need more cores than a laptop has.
+"""
+
+import heapq
+from typing import NamedTuple
+
+import numpy as np
+
+from common import tf
+from common.parameters import GlobalParameters, LocalParameters
+
+
+class Update(NamedTuple):
+    """One update of the global parameters."""
+
+    worker: int
+    pulled: int  # global step of the parameters that it was computed from
+    updated: int  # global step after it
+    staleness: int  # updates by others in between
+
+
+class _Step(NamedTuple):
+    operations: list
+    pulled: object  # tensors, or None if the step is not one of that kind
+    loss: object
+    updated: object
+
+
+class Replay:
+    """Workers whose steps run one at a time, in any order.
+
+    Args:
+      scheme: generator function, see `common.parameters`.
+      hp: the hyperparameters that it asks for, as a namespace.
+      model: a `common.models.Model`.
+      make_batches: function of a worker's index that returns its batches, see `common.data.Batches`.
+      num_workers: how many.
+      num_ps: pieces of the global parameters.
+
+    Attributes:
+      updates: list of `Update`, in their order.
+      losses: list of (worker, mean loss of its window), in their order.
+    """
+
+    def __init__(self, scheme, hp, model, make_batches, num_workers=2, num_ps=1):
+        self.updates: list[Update] = []
+        self.losses: list[tuple[int, float]] = []
+        self._model, self._graph = model, tf.Graph()
+        with self._graph.as_default():
+            self._center = GlobalParameters(model.initial_parameters, num_ps)
+            workers = [LocalParameters(self._center, model, make_batches(i), f"worker_{i}") for i in range(num_workers)]
+            self._workers, self._steps = workers, [_steps_of(scheme, self._center, worker, hp) for worker in workers]
+            self._value = self._center.read()[0]
+            feeds = dict(self._center.init_feed_dict)
+            for worker in workers:
+                feeds.update(worker.init_feed_dict)
+            self._session = tf.Session()
+            self._session.run(tf.global_variables_initializer(), feeds)
+            self._session.run(tf.local_variables_initializer(), feeds)
+        self._evaluation: tuple = ()
+        self._next, self._known = [0] * num_workers, [0] * num_workers
+        self._clocks = [(0.0, i) for i in range(num_workers)]
+
+    def step(self, worker):
+        """Runs the next step of this worker's round; returns whether it was one of local training."""
+        step = self._steps[worker][self._next[worker]]
+        self._next[worker] = (self._next[worker] + 1) % len(self._steps[worker])
+        fetches = {name: tensor for name, tensor in step._asdict().items() if tensor is not None}
+        values = self._session.run(fetches)
+        if "pulled" in values:
+            self._known[worker] = int(values["pulled"])
+        if "loss" in values:
+            self.losses.append((worker, float(values["loss"])))
+        if "updated" in values:
+            # A worker that pushes again without a pull knows its own last update.
+            own = sum(u.worker == worker and u.updated > self._known[worker] for u in self.updates)
+            updated = int(values["updated"])
+            self.updates.append(Update(worker, self._known[worker], updated, updated - 1 - self._known[worker] - own))
+        return "loss" in values
+
+    def run(self, updates, duration=lambda worker: 1.0):
+        """Lets all workers run at their own pace until there are so many more updates.
+
+        Args:
+          updates: number of updates, of all workers together.
+          duration: function of the worker that returns how long its next local training takes; the rest takes no time.
+        """
+        last = len(self.updates) + updates
+        while len(self.updates) < last:
+            time, worker = heapq.heappop(self._clocks)
+            while not self.step(worker):
+                pass
+            heapq.heappush(self._clocks, (time + duration(worker), worker))
+
+    @property
+    def center(self):
+        """x̃, an array `[size]`."""
+        return self._session.run(self._value)
+
+    @property
+    def replicas(self):
+        """x of all workers, an array `[num_workers, size]`."""
+        return np.array(self._session.run([worker.value for worker in self._workers]))
+
+    def evaluate(self, x, y):
+        """Returns loss and accuracy (NaN for a regression) of x̃ on samples x `[n, ...]`, y `[n, ...]`."""
+        if not self._evaluation:
+            with self._graph.as_default():
+                feeds = [tf.placeholder(array.dtype, array.shape) for array in (x, y)]
+                state = [v.read_value() for v in self._workers[0].state]
+                self._evaluation = feeds, self._model.evaluate(self._value, state, *feeds)
+        feeds, results = self._evaluation
+        return tuple(float(value) for value in self._session.run(results, dict(zip(feeds, (x, y), strict=True))))
+
+    def close(self):
+        """Closes the session."""
+        self._session.close()
+
+
+def _steps_of(scheme, center, local, hp):
+    steps = []
+    before = local.pulled, local.loss, center.updated
+    for operations in scheme(center, local, hp):
+        now = local.pulled, local.loss, center.updated
+        steps.append(_Step(operations, *(new if new is not old else None for new, old in zip(now, before, strict=True))))
+        before = now
+    return steps
