@@ -1,7 +1,6 @@
 """AEASGD: asynchronous elastic averaging SGD (Zhang, Choromanska, LeCun 2015, https://arxiv.org/abs/1412.6651)."""
 
 from common.main import main
-from common.parameters import local_optimizer
 
 
 def aeasgd(center, local, hp):
@@ -14,7 +13,7 @@ def aeasgd(center, local, hp):
     T is `hp.window`; α = β/n with β = `hp.beta` and n workers, as in the paper; η is `hp.learning_rate`, and the local steps
     are of SGD or of another optimizer (`hp.local_optimizer`).
     """
-    yield local.train(hp.window, local_optimizer(hp))  # x ← x − η g(x), T times
+    yield local.train(hp.window, local.optimizer(hp))  # x ← x − η g(x), T times
     yield local.compare(center)  # reads x̃, for x − x̃
     e = hp.beta / hp.num_workers * local.difference
     yield [*center.add(e), local.value.assign_sub(e)]  # x̃ ← x̃ + e;  x ← x − e

@@ -2,7 +2,6 @@
 
 from common import tf
 from common.main import main
-from common.parameters import local_optimizer
 
 
 def dynamic_sgd(center, local, hp):
@@ -19,7 +18,7 @@ def dynamic_sgd(center, local, hp):
         return gradient / (there.staleness + 1)  # on the ps
 
     yield local.pull_exactly(center, remember="step")  # x ← x̃
-    yield local.train(hp.window, local_optimizer(hp))  # x ← x − η g(x), T times
+    yield local.train(hp.window, local.optimizer(hp))  # x ← x − η g(x), T times
     sgd = tf.train.GradientDescentOptimizer(hp.learning_rate)
     yield center.push_exactly(sgd, local.gradient, scaled, local.memory)  # x̃ ← x̃ − η (Σ g)/(τ + 1)
 

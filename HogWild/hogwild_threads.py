@@ -77,10 +77,11 @@ def train(task, settings):
             local_init_feed_dict=local_init_feed_dict,
         )
         checkpoints = str(Path(settings.run_dir, "checkpoints"))
-        with monitored_session(None, "", scaffold, checkpoints, settings.checkpoint_secs, [evaluation]) as session:
+        with monitored_session(
+            None, "", scaffold, checkpoints, settings.checkpoint_secs, [interruption, evaluation]
+        ) as session:
             # Hooks are not made for several threads: these run on the plain session inside, and this one calls the hooks.
             shared = session.run_step_fn(lambda step_context: step_context.session)
-            interruption.training_begins()
             deadline = time.monotonic() + (settings.seconds or math.inf)
             failed = threading.Event()
 

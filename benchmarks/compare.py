@@ -1,14 +1,16 @@
 """Runs scripts in turn on this machine and compares their samples per second.
 
     python benchmarks/compare.py HogWild/hogwild.py benchmarks/plain_tensorflow.py --rounds=3 -- --num_ps=2
+    python benchmarks/compare.py "AGN/agn.py --window=10" benchmarks/plain_tensorflow.py -- --seconds=8 --epochs=1000000
 
-Flags after `--` go to every script. The rates of two runs of the very same command differ by up to 2 on a busy machine:
+A script may be given with flags of its own, in quotes; those after `--` go to every script. The rates of two runs of the very same command differ by up to 2 on a busy machine:
 only medians of runs in turn say anything.
 """
 
 import argparse
 import io
 import json
+import shlex
 import statistics
 import subprocess
 import sys
@@ -19,25 +21,25 @@ from pathlib import Path
 import h5py
 
 SAME_WORK = ["--data=digits", "--model=mlp", "--batch_size=32", "--learning_rate=0.1", "--epochs=120"]
-MUST_BE_EQUAL = ("num_ps", "num_workers", "batch_size", "window", "parameters")
+MUST_BE_EQUAL = ("num_ps", "num_workers", "batch_size", "parameters")
 
 
 def main():
     """Prints the samples per second of each run, their medians and the ratio to the last script's."""
     arguments = sys.argv[1:]
     split = arguments.index("--") if "--" in arguments else len(arguments)
-    parser = argparse.ArgumentParser(usage="%(prog)s SCRIPT [SCRIPT ...] [--rounds=N] [-- flags of the scripts]")
-    parser.add_argument("scripts", nargs="+", type=Path, help="the last one is what the others are measured against")
+    parser = argparse.ArgumentParser(usage='%(prog)s "SCRIPT [flags]" ["SCRIPT [flags]" ...] [--rounds=N] [-- flags of all]')
+    parser.add_argument("scripts", nargs="+", help="the last one is what the others are measured against")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each script (default: 3)")
     options = parser.parse_args(arguments[:split])
     flags = [*SAME_WORK, *arguments[split + 1 :]]  # of two equal flags the later one counts
     for script in options.scripts:
-        if not script.is_file():
-            parser.error(f"there is no script {script}")
+        if not Path(shlex.split(script)[0]).is_file():
+            parser.error(f"there is no script {shlex.split(script)[0]}")
     if options.rounds < 1:
         parser.error(f"--rounds must be at least 1, not {options.rounds}")
 
-    results: dict[Path, list[dict]] = {script: [] for script in options.scripts}
+    results: dict[str, list[dict]] = {script: [] for script in options.scripts}
     for _ in range(options.rounds):
         for script in options.scripts:
             results[script].append(run(script, flags))
@@ -63,7 +65,8 @@ def main():
 def run(script, flags):
     """Runs one script to its end and returns its `result.json`, and the number of parameters it trained."""
     with tempfile.TemporaryDirectory() as run_dir:
-        command = [sys.executable, str(script), "--launch", f"--run_dir={run_dir}", *flags]
+        words = shlex.split(script)
+        command = [sys.executable, words[0], "--launch", f"--run_dir={run_dir}", *flags, *words[1:]]
         process = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if process.returncode:
             sys.exit(f"{script} ended with exit status {process.returncode}:\n{process.stdout}")

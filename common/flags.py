@@ -7,7 +7,7 @@ import types
 
 from absl import flags
 
-LOCAL_OPTIMIZERS = ("sgd", "momentum", "adagrad", "adam")  # see common.parameters.local_optimizer
+LOCAL_OPTIMIZERS = ("sgd", "momentum", "adagrad", "adam")  # see LocalParameters.optimizer
 
 
 class UserError(Exception):

@@ -318,6 +318,14 @@ class LocalParameters:
         self.loss = tf.identity(loss)
         return [self.gradient.assign(total, read_value=False), self.loss.op, changed]
 
+    def optimizer(self, hp):
+        """Returns the optimizer that `--local_optimizer` names, for `train`."""
+        rate = hp.local_learning_rate or hp.learning_rate
+        if hp.local_optimizer == "momentum":
+            return tf.train.MomentumOptimizer(rate, hp.local_momentum)
+        kinds = {"sgd": tf.train.GradientDescentOptimizer, "adagrad": tf.train.AdagradOptimizer, "adam": tf.train.AdamOptimizer}
+        return kinds[hp.local_optimizer](rate)
+
     def _loss_and_gradient(self, parameters, x, y):
         variables = self.model.split(parameters)
         loss, state = self.model.loss(variables, [v.read_value() for v in self.state], x, y)
@@ -327,15 +335,6 @@ class LocalParameters:
         ]
         with tf.control_dependencies([v.assign(s, read_value=False) for v, s in zip(self.state, state, strict=True)]):
             return tf.identity(loss), tf.concat(gradients, axis=0)
-
-
-def local_optimizer(hp):
-    """Returns the optimizer of a worker's local steps that `--local_optimizer` names."""
-    rate = hp.local_learning_rate or hp.learning_rate
-    if hp.local_optimizer == "momentum":
-        return tf.train.MomentumOptimizer(rate, hp.local_momentum)
-    kinds = {"sgd": tf.train.GradientDescentOptimizer, "adagrad": tf.train.AdagradOptimizer, "adam": tf.train.AdamOptimizer}
-    return kinds[hp.local_optimizer](rate)
 
 
 def _same_as_before(optimizer, known):

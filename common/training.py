@@ -132,7 +132,7 @@ def work(plan, task, settings, server, interruption, open_session):
     index = task.index if task else 0
     log = MetricsLog(settings.run_dir, index, plan.last)
     metrics = MetricsHook(log, settings.batch_size * settings.window)
-    hooks: list = [metrics]
+    hooks: list = [interruption, metrics]
     if index == 0:
         evaluation = EvaluationHook(log, *plan.evaluation)
         hooks.append(evaluation)
@@ -145,7 +145,6 @@ def work(plan, task, settings, server, interruption, open_session):
         clock = tf.timestamp()  # one clock for all workers
     target, checkpoints = server.target if server else "", str(Path(settings.run_dir, "checkpoints"))
     with open_session(task, target, plan.scaffold, checkpoints, settings.checkpoint_secs, hooks) as session:
-        interruption.training_begins()
         first_time, first_step = session.run([clock, plan.step])
         deadline = time.monotonic() + (settings.seconds or math.inf)
         present = first_step
@@ -235,23 +234,32 @@ def fed_test_set(dataset):
     return *variables, feeds
 
 
-class Interruption:
+class Interruption(tf.train.SessionRunHook):
     """Ctrl-C or SIGTERM: while there is something to save, a request to stop after the present call; otherwise the end.
 
     A thread waits for the signals. Python's own handlers run in the main thread, which may be in C++ code, waiting for a ps
     that is not there, and would never call them. To be made in the main thread; `common.main` blocks the signals before
-    tensorflow starts threads of its own, which would be interrupted instead.
+    tensorflow starts threads of its own, which would be interrupted instead. A thread that is older, as numpy's are in a
+    script that imports it, may still be the one to get the signal; the pipe then tells ours.
+
+    As the first hook of a session it knows when there is one. Another worker may train long before the chief has called all
+    of its hooks, of which one writes the first checkpoint.
     """
 
     def __init__(self):
         self.requested = False
-        self._is_training = False
+        self._is_training = self._has_ended = False
         signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTING_SIGNALS)
+        for number in INTERRUPTING_SIGNALS:
+            signal.signal(number, lambda *_: None)  # in place of the one that would raise KeyboardInterrupt
+        self._arrivals, write = os.pipe()
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)  # a byte for each signal, whichever thread gets it
         threading.Thread(target=self._wait, daemon=True).start()
 
     def _wait(self):
-        while True:
-            signal.sigwait(INTERRUPTING_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTING_SIGNALS)
+        while os.read(self._arrivals, 1):
             if not self._is_training or self.requested:
                 if sys.stdout.isatty():
                     os.write(1, b"\x1b[?25h")  # the cursor, which the table of progress hides
@@ -260,11 +268,15 @@ class Interruption:
 
     def training_begins(self):
         """From now on there is something to save."""
-        self._is_training = True
+        self._is_training = not self._has_ended
+
+    def after_create_session(self, session, coord):
+        """As the first hook of a session."""
+        self.training_begins()
 
     def training_ends(self):
         """From now on all is saved, and there may be a long wait for others, which a signal is to end at once."""
-        self._is_training = False
+        self._is_training, self._has_ended = False, True
 
 
 def check(settings):

@@ -80,13 +80,23 @@ def initialized():
 
 
 @pytest.fixture
-def hogwild():
+def load_scheme():
+    """A function that takes the update rule `name` from FOLDER/name.py."""
+
+    def load_scheme(folder, name):
+        spec = importlib.util.spec_from_file_location(name, CHECKOUT / folder / f"{name}.py")
+        assert spec and spec.loader
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return getattr(module, name)
+
+    return load_scheme
+
+
+@pytest.fixture
+def hogwild(load_scheme):
     """The update rule of HogWild/hogwild.py."""
-    spec = importlib.util.spec_from_file_location("hogwild", CHECKOUT / "HogWild" / "hogwild.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.hogwild
+    return load_scheme("HogWild", "hogwild")
 
 
 class KnownBatches:

@@ -18,6 +18,10 @@ pytestmark = pytest.mark.cluster
 
 ROOT = Path(__file__).parent.parent
 HOGWILD = ROOT / "HogWild" / "hogwild.py"
+DOWNPOUR = ROOT / "DOWNPOUR" / "downpour.py"
+DYNAMIC_SGD = ROOT / "Dynamic-SGD" / "dynamic_sgd.py"
+DC_ASGD = ROOT / "DC-ASGD" / "dc_asgd.py"
+AEASGD = ROOT / "AEASGD" / "aeasgd.py"
 SECONDS = 240  # no run here takes a quarter of it; a run that hangs is to fail, not to stall the tests
 
 MODEL = """
@@ -44,6 +48,19 @@ def load():
     x = rng.normal(0, 0.3, (800, 8, 8, 1))
     x[np.arange(800), 2 * y + 1] += 1
     return (x[:600], y[:600]), (x[600:], y[600:])
+"""
+
+OWN_SCRIPT = """
+import sys
+
+import numpy
+
+sys.path.append({folder!r})
+from hogwild import hogwild
+
+from common.main import main
+
+main(hogwild, epochs=60, batch_size=32, learning_rate=0.1)
 """
 
 
@@ -105,9 +122,9 @@ def finish(process, status=0):
     return output
 
 
-def run(run_dir, *arguments, status=0):
+def run(run_dir, *arguments, status=0, script=HOGWILD):
     """A launched run from start to end: its output."""
-    return finish(start(run_dir, "--launch", *arguments), status)
+    return finish(start(run_dir, "--launch", *arguments, script=script), status)
 
 
 def read_until(process, is_it):
@@ -244,8 +261,11 @@ def test_twenty_million_parameters(run_dir, tmp_path):
     assert max(path.stat().st_size for path in run_dir.glob("checkpoints/events*")) < 10e6  # the graph holds no values
 
 
-def test_ctrl_c_saves_and_resume_goes_on_with_another_number_of_ps(run_dir):
-    process = start(run_dir, "--launch", "--epochs=1000000", "--checkpoint_secs=1000")
+def test_ctrl_c_saves_and_resume_goes_on_with_another_number_of_ps(run_dir, tmp_path):
+    """Also in a script of one's own that imports numpy, whose threads are older than tensorflow's."""
+    script = tmp_path / "mine.py"
+    script.write_text(OWN_SCRIPT.format(folder=str(HOGWILD.parent)))
+    process = start(run_dir, "--launch", "--epochs=1000000", "--checkpoint_secs=1000", script=script)
     read_until(process, is_training)
     process.send_signal(signal.SIGINT)
     output = finish(process, status=130)
@@ -254,7 +274,7 @@ def test_ctrl_c_saves_and_resume_goes_on_with_another_number_of_ps(run_dir):
     # the step in the file's name is read before the values are: the other worker may have pushed in between
     saved = int(tf.train.load_variable(tf.train.latest_checkpoint(run_dir / "checkpoints"), "global_step"))
     assert saved > 0
-    run(run_dir, f"--steps={saved + 100}", "--resume", "--num_ps=2", "--num_workers=3")
+    run(run_dir, f"--steps={saved + 100}", "--resume", "--num_ps=2", "--num_workers=3", script=script)
     result = result_of(run_dir)
     assert saved + 100 <= result["global_steps"] < saved + 100 + 3 * 10
     assert result["samples"] == (result["global_steps"] - saved) * 32
@@ -300,3 +320,88 @@ def test_a_task_that_may_not_be_restarted_ends_the_run(run_dir):
     output = finish(process, status=1)
     assert "worker 1 was killed by SIGKILL after 0 restarts" in output and "worker-1.log" in output
     assert processes(run_dir) == []
+
+
+@pytest.mark.parametrize("folder", ["DOWNPOUR-Easy", "DOWNPOUR", "AGN", "Dynamic-SGD", "DC-ASGD", "AEASGD", "AEAMSGD"])
+def test_every_scheme_learns_the_digits_with_its_defaults(run_dir, folder):
+    command = ["bash", str(ROOT / folder / "run.sh"), f"--run_dir={run_dir}"]
+    output = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=SECONDS)
+    assert output.returncode == 0, output.stdout
+    result = result_of(run_dir)
+    assert result["scheme"] == folder
+    assert result["test_accuracy"] >= 0.95
+    assert updates_in_metrics(run_dir) == result["global_steps"] == result["samples"] / 32 / result["window"]
+    assert processes(run_dir) == []
+
+
+def slots_of(run_dir):
+    """The sums of squares that Adagrad keeps on the ps, from the newest checkpoint; nothing of another optimizer."""
+    checkpoint = tf.train.latest_checkpoint(run_dir / "checkpoints")
+    names = [name for name, _ in tf.train.list_variables(checkpoint) if name.endswith("/Adagrad")]
+    return [tf.train.load_variable(checkpoint, name) for name in names]
+
+
+@pytest.mark.parametrize(
+    "script, flags",
+    [(DOWNPOUR, []), (DYNAMIC_SGD, ["--local_optimizer=momentum", "--local_learning_rate=0.01"]), (AEASGD, [])],
+)
+def test_interrupted_and_resumed_is_as_good_as_unbroken(run_dir, script, flags):
+    """Ctrl-C in the middle, then on with another number of ps and workers."""
+    flags = ["--epochs=600", "--checkpoint_secs=1000", *flags]
+    process = start(run_dir, "--launch", *flags, script=script)
+    read_until(process, is_training)
+    process.send_signal(signal.SIGINT)
+    finish(process, status=130)
+    slots = slots_of(run_dir)
+    run(run_dir, "--resume", "--num_ps=2", "--num_workers=3", *flags, script=script)
+    result = result_of(run_dir)
+    assert result["test_accuracy"] >= 0.95
+    assert 0 < result["samples"] / 32 / result["window"] < result["global_steps"]  # it did not begin anew
+    assert len(slots) == (script == DOWNPOUR)
+    for before, after in zip(slots, slots_of(run_dir), strict=True):
+        assert (after >= before).all() and (after > before).any()  # nor did Adagrad
+
+
+def test_a_worker_killed_amid_indivisible_pushes_locks_nobody_out(run_dir):
+    flags = ["--num_ps=2", "--num_workers=3", "--seconds=20", "--epochs=1000000", "--checkpoint_secs=1"]
+    process = start(run_dir, "--launch", *flags, script=DYNAMIC_SGD)
+    read_until(process, is_training)
+    (victim,) = processes(run_dir, "--job_name=worker", "--task_index=1")
+    os.kill(victim, signal.SIGKILL)
+    read_until(process, lambda line: line.startswith("worker 1"))
+    finish(process)
+    assert result_of(run_dir)["test_accuracy"] >= 0.95
+
+
+def test_elastic_averaging_of_an_own_model(run_dir, tmp_path):
+    (tmp_path / "m.py").write_text(MODEL)
+    (tmp_path / "d.py").write_text(DATA)
+    own = [f"--model={tmp_path / 'm.py'}:cnn", f"--data={tmp_path / 'd.py'}:load", "--epochs=120"]
+    run(run_dir, "--num_ps=2", "--num_workers=4", *own, script=AEASGD)
+    assert result_of(run_dir)["test_accuracy"] >= 0.9
+
+
+def test_adaptive_delay_compensation_on_two_ps(run_dir):
+    run(run_dir, "--adaptive", "--num_ps=2", "--num_workers=3", "--epochs=120", script=DC_ASGD)
+    assert result_of(run_dir)["test_accuracy"] >= 0.95
+
+
+def test_intervals_of_downpour(run_dir):
+    run(run_dir, "--n_push=4", "--n_fetch=6", script=DOWNPOUR)
+    result = result_of(run_dir)
+    assert result["window"] == 4
+    assert result["test_accuracy"] >= 0.95
+    assert updates_in_metrics(run_dir) == result["global_steps"] == result["samples"] / 32 / 4
+
+
+def test_warm_start(run_dir):
+    """The first 4,000 of 6,000 updates are worker 0's alone."""
+    run(run_dir, "--warm_start_steps=4000", "--steps=6000", script=DOWNPOUR)
+    lines = [json.loads(line) for line in (run_dir / "metrics" / "worker-1.jsonl").read_text().splitlines()]
+    total = result_of(run_dir)["global_steps"]
+    assert 0 < sum(sum(line["staleness"].values()) for line in lines) <= total - 4000
+
+
+def test_end_before_the_end_of_the_warm_start(run_dir):
+    run(run_dir, "--warm_start_steps=1000000", "--steps=100", script=DOWNPOUR)
+    assert result_of(run_dir)["staleness_max"] == 0

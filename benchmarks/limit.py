@@ -1,0 +1,51 @@
+"""The limit: as many processes as a run has workers, each training alone, none of them sharing anything with the others.
+
+    python benchmarks/limit.py --launch --window=100 --num_workers=2 --seconds=8 --epochs=1000000 --run_dir=runs/limit
+
+Each is `HogWild/hogwild.py` without a cluster, on as many threads as a worker of a cluster has. What a scheme lacks of their
+speed is the price of training one model together. A window makes a call of the session longer; nothing else differs.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[1] / "HogWild" / "hogwild.py"
+
+
+def main():
+    """Runs the processes and writes `result.json`, with the sum of their samples per second."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--run_dir", type=Path, required=True)
+    parser.add_argument("--num_workers", type=int, default=2, help="processes (default: 2)")
+    parser.add_argument("--num_ps", type=int, default=1, help="means nothing; there is none")
+    parser.add_argument("--launch", action="store_true", help="means nothing; they are always started")
+    options, flags = parser.parse_known_args()
+    threads = str(max(1, (os.cpu_count() or 1) // options.num_workers))
+    environ = {"TF_NUM_INTRAOP_THREADS": threads, "TF_NUM_INTEROP_THREADS": threads, **os.environ}
+    folders = [options.run_dir / f"process-{i}" for i in range(options.num_workers)]
+    processes = [
+        subprocess.Popen([sys.executable, str(SCRIPT), f"--run_dir={folder}", f"--seed={i}", *flags], env=environ)
+        for i, folder in enumerate(folders)
+    ]
+    if any([process.wait() for process in processes]):
+        sys.exit("a process failed")
+    results = [json.loads((folder / "result.json").read_text()) for folder in folders]
+    together = {
+        **results[0],
+        "scheme": "nothing shared",
+        "num_ps": options.num_ps,
+        "num_workers": options.num_workers,
+        "samples": sum(result["samples"] for result in results),
+        "samples_per_second": sum(result["samples_per_second"] for result in results),
+    }
+    shutil.copy(folders[0] / "model.keras", options.run_dir / "model.keras")
+    (options.run_dir / "result.json").write_text(json.dumps(together, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,419 @@
+"""Every scheme against NumPy, written again from its formula: two workers, step by step, in orders that make pushes stale.
+
+Whoever adds a scheme adds it to `SCHEMES`.
+"""
+
+import random
+import types
+from typing import NamedTuple
+
+import keras
+import numpy as np
+import pytest
+
+from common import models
+from common.parameters import GlobalParameters, LocalParameters, build_rounds
+from common.replay import Replay
+
+RATE, ROUNDS = 0.05, 20
+
+
+class Problem:
+    """A linear regression, y = w x + b with three w; x̃ and what the ps knows. Workers are functions of it, see below.
+
+    Each worker has seven batches of its own; when it has seen them all it begins anew.
+    """
+
+    def __init__(self, start, batches, hp):
+        self.start = self.center = start.astype(float)
+        self.batches, self.hp = batches, hp
+        self.version, self.log = 0, []  # number of updates; of each its worker, its staleness and the version after it
+        self.own = [0, 0]  # updates by each worker since its pull
+        self.slots = np.full(4, 0.1)  # of Adagrad, which begins there in TensorFlow
+        self.mean_square = np.zeros(4)
+        self._used = [0, 0]
+
+    def gradient(self, worker, parameters):
+        """The gradient of the mean squared error of this worker's next batch."""
+        x, y = (part[worker, self._used[worker] % 7].astype(float) for part in self.batches)
+        self._used[worker] += 1
+        residual = x @ parameters[:3, None] + parameters[3] - y
+        return 2 * np.append(x.T @ residual, residual.sum()) / len(x)
+
+    def pull(self, worker):
+        """Returns x̃ and its version."""
+        self.own[worker] = 0
+        return self.center, self.version
+
+    def update(self, worker, pulled, change):
+        """x̃ ← x̃ + change."""
+        self.center, self.version = self.center + change, self.version + 1
+        self.log.append((worker, self.version - 1 - pulled - self.own[worker], self.version))
+        self.own[worker] += 1
+
+
+# Each is the life of a worker i of problem p; at a yield another worker may do its steps.
+
+
+def hogwild(p, i):
+    while True:
+        x, pulled = p.pull(i)
+        yield
+        total = np.zeros(4)
+        for _ in range(p.hp.window):
+            g = p.gradient(i, x)
+            x, total = x - RATE * g, total + g
+        yield
+        p.update(i, pulled, -RATE * total)
+        yield
+
+
+def adagrad(x, slots, g):
+    """Returns what Adagrad makes of x and its slots."""
+    slots = slots + g**2
+    return x - RATE * g / np.sqrt(slots), slots
+
+
+def downpour_easy(p, i):
+    while True:
+        x, pulled = p.pull(i)
+        yield
+        a = np.zeros(4)
+        for _ in range(p.hp.window):
+            g = p.gradient(i, x)
+            a, x = a + g, x - RATE * g
+        yield
+        new, p.slots = adagrad(p.center, p.slots, a)
+        p.update(i, pulled, new - p.center)
+        yield
+
+
+def downpour(p, i):
+    n_push, n_fetch = p.hp.window, p.hp.n_fetch or p.hp.window
+    a, slots, step = np.zeros(4), np.full(4, 0.1), 0
+    while True:
+        if step % n_fetch == 0:
+            x, pulled = p.pull(i)
+            yield
+        g = p.gradient(i, x)
+        a = a + g
+        x, slots = adagrad(x, slots, g)
+        step += 1
+        if step % n_push == 0 or step % n_fetch == 0:
+            yield
+        if step % n_push == 0:
+            new, p.slots = adagrad(p.center, p.slots, a)
+            p.update(i, pulled, new - p.center)
+            a = np.zeros(4)
+            yield
+
+
+def agn(p, i):
+    while True:
+        x, pulled = p.pull(i)
+        yield
+        gradients = []
+        for _ in range(p.hp.window):
+            gradients.append(p.gradient(i, x))
+            x = x - RATE * gradients[-1]
+        yield
+        p.update(i, pulled, -RATE * np.mean(gradients, axis=0))
+        yield
+
+
+def dynamic_sgd(p, i):
+    while True:
+        x, pulled = p.pull(i)
+        yield
+        u = np.zeros(4)
+        for _ in range(p.hp.window):
+            g = p.gradient(i, x)
+            u, x = u + RATE * g, x - RATE * g
+        yield
+        tau = p.version - pulled
+        p.update(i, pulled, -u / (tau + 1))
+        yield
+
+
+def dc_asgd(p, i):
+    while True:
+        x, pulled = p.pull(i)
+        backup = x
+        yield
+        g = np.zeros(4)
+        for _ in range(p.hp.window):
+            step = p.gradient(i, x)
+            g, x = g + step, x - RATE * step
+        yield
+        if p.hp.adaptive:
+            p.mean_square = 0.95 * p.mean_square + 0.05 * g**2
+            strength = p.hp.lambda0 / np.sqrt(p.mean_square + 1e-7)
+        else:
+            strength = p.hp.lambda0
+        p.update(i, pulled, -RATE * (g + strength * g * g * (p.center - backup)))
+        yield
+
+
+def aeasgd(p, i):
+    x, alpha = p.start, p.hp.beta / 2
+    while True:
+        for _ in range(p.hp.window):
+            x = x - RATE * p.gradient(i, x)
+        yield
+        center, read = p.pull(i)
+        e = alpha * (x - center)
+        yield
+        x = x - e
+        p.update(i, read, e)
+        yield
+
+
+def aeamsgd(p, i):
+    x, v, alpha = p.start, np.zeros(4), p.hp.beta / 2
+    while True:
+        for _ in range(p.hp.window):
+            v = p.hp.momentum * v - RATE * p.gradient(i, x + p.hp.momentum * v)
+            x = x + v
+        yield
+        center, read = p.pull(i)
+        e = alpha * (x - center)
+        yield
+        x = x - e
+        p.update(i, read, e)
+        yield
+
+
+class Scheme(NamedTuple):
+    """A folder, its function, the same in NumPy, how many steps a round has, and hyperparameters."""
+
+    folder: str
+    name: str
+    life: object
+    steps: int = 3
+    hp: dict = {}
+
+    def hyperparameters(self, window):
+        """All that any of the schemes asks for."""
+        others = {"window": window, "learning_rate": RATE, "num_workers": 2, "local_optimizer": "sgd"}
+        return types.SimpleNamespace(**{**others, "local_learning_rate": None, **self.hp})
+
+
+SCHEMES = {
+    "HogWild": Scheme("HogWild", "hogwild", hogwild),
+    "DOWNPOUR-Easy": Scheme("DOWNPOUR-Easy", "downpour_easy", downpour_easy),
+    "DOWNPOUR": Scheme("DOWNPOUR", "downpour", downpour, hp={"n_fetch": None}),
+    "AGN": Scheme("AGN", "agn", agn),
+    "Dynamic-SGD": Scheme("Dynamic-SGD", "dynamic_sgd", dynamic_sgd),
+    "DC-ASGD": Scheme("DC-ASGD", "dc_asgd", dc_asgd, hp={"adaptive": False, "lambda0": 0.1}),
+    "DC-ASGD, adaptive": Scheme(
+        "DC-ASGD", "dc_asgd", dc_asgd, hp={"adaptive": True, "lambda0": 0.5, "mean_square_decay": 0.95}
+    ),
+    "AEASGD": Scheme("AEASGD", "aeasgd", aeasgd, hp={"beta": 0.9}),
+    "AEAMSGD": Scheme("AEAMSGD", "aeamsgd", aeamsgd, hp={"beta": 0.9, "momentum": 0.5}),
+}
+# DOWNPOUR whose intervals differ has rounds of several pulls or pushes.
+INTERVALS = {
+    "fetches seldom": (2, Scheme("DOWNPOUR", "downpour", downpour, steps=5, hp={"n_fetch": 4})),
+    "pushes seldom": (4, Scheme("DOWNPOUR", "downpour", downpour, steps=5, hp={"n_fetch": 2})),
+    "neither divides the other": (2, Scheme("DOWNPOUR", "downpour", downpour, steps=9, hp={"n_fetch": 3})),
+}
+
+
+def in_turn(steps):
+    """The workers whose steps come one after the other: whole rounds in turn."""
+    return ([0] * steps + [1] * steps) * (ROUNDS // 2)
+
+
+def at_once(steps):
+    """Both do each step of a round before either does the next: both pull, then both push."""
+    return [0, 1] * steps * (ROUNDS // 2)
+
+
+def overtaken(steps):
+    """One begins its round, the other does two, and only then the first goes on; then the other way round."""
+    order = []
+    for holder in [0, 1] * 3:
+        order += [holder, *[1 - holder] * 2 * steps, *[holder] * (steps - 1)]
+    return order + [0] * steps + [1] * steps
+
+
+def shuffled(steps):
+    """Ten rounds of each, interleaved at random."""
+    order = [0, 1] * steps * (ROUNDS // 2)
+    random.Random(0).shuffle(order)
+    return order
+
+
+ORDERS = [in_turn, at_once, overtaken, shuffled]
+
+
+class Walk(NamedTuple):
+    """What came of twenty rounds: x̃, and of each update its worker, its staleness and the global step after it."""
+
+    center: np.ndarray
+    log: list
+
+
+@pytest.fixture(scope="module")
+def batches():
+    """x [2 workers, 7, 4, 3] and y [2, 7, 4, 1]."""
+    rng = np.random.default_rng(5)
+    x = rng.normal(size=[2, 7, 4, 3]).astype(np.float32)
+    return x, (x @ [[1.0], [-2], [3]] + 0.5 + rng.normal(0, 0.3, [2, 7, 4, 1])).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """y = w x + b with three w."""
+    keras.utils.set_random_seed(0)
+    return models.Model(keras.Sequential([keras.Input([3]), keras.layers.Dense(1)]), is_classification=False)
+
+
+@pytest.fixture
+def walk(model, batches, known_batches, load_scheme):
+    """A function that takes the steps of a scheme in this order of workers."""
+
+    def walk(scheme, order, window=3, num_ps=1):
+        def make_batches(i):
+            return known_batches(*(b[i] for b in batches), f"batches_{i}")
+
+        hp = scheme.hyperparameters(window)
+        replay = Replay(load_scheme(scheme.folder, scheme.name), hp, model, make_batches, num_ps=num_ps)
+        for worker in order:
+            replay.step(worker)
+        walked = Walk(replay.center, [(u.worker, u.staleness, u.updated) for u in replay.updates])
+        replay.close()
+        return walked
+
+    return walk
+
+
+def written_again(scheme, order, start, batches, window=3):
+    """The same by NumPy."""
+    problem = Problem(start, batches, scheme.hyperparameters(window))
+    workers = [scheme.life(problem, i) for i in range(2)]
+    for worker in order:
+        next(workers[worker])
+    return Walk(problem.center, problem.log)
+
+
+def close(ours, expected, start):
+    """That x̃ is what NumPy gives, and went somewhere."""
+    assert np.abs(expected.center - start).max() > 0.1
+    assert np.abs(ours.center - expected.center).max() < 1e-5 * np.abs(expected.center).max()
+
+
+@pytest.mark.parametrize(("window", "num_ps"), [(1, 1), (3, 2)])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+def test_exact(model, walk, batches, scheme, order, window, num_ps):
+    """x̃ after twenty rounds, and the staleness of each update."""
+    steps = order(scheme.steps)
+    ours = walk(scheme, steps, window, num_ps)
+    expected = written_again(scheme, steps, model.initial_parameters, batches, window)
+    assert len(expected.log) == ROUNDS
+    close(ours, expected, model.initial_parameters)
+    assert ours.log == expected.log
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("window", "scheme"), INTERVALS.values(), ids=INTERVALS)
+def test_downpour_with_two_intervals(model, walk, batches, scheme, order, window):
+    steps = order(scheme.steps)
+    ours = walk(scheme, steps, window)
+    expected = written_again(scheme, steps, model.initial_parameters, batches, window)
+    close(ours, expected, model.initial_parameters)
+    assert ours.log == expected.log
+
+
+def test_staleness_of_the_orders(model, batches):
+    """The orders differ in what they are named after: how many updates of others came between pull and push."""
+    staleness = {}
+    for order in ORDERS:
+        log = written_again(SCHEMES["HogWild"], order(3), model.initial_parameters, batches).log
+        staleness[order] = [tau for _, tau, _ in log]
+    assert staleness[in_turn] == [0] * 20
+    assert staleness[at_once] == [0, 1] * 10
+    assert staleness[overtaken] == [0, 0, 2] * 6 + [0, 0]
+    assert max(staleness[shuffled]) > 1
+
+
+def test_own_updates_are_not_staleness(model, walk):
+    """A worker that pushes twice since its pull is not made stale by itself."""
+    window, scheme = INTERVALS["fetches seldom"]
+    assert [tau for _, tau, _ in walk(scheme, in_turn(5), window).log] == [0] * 40
+    assert [tau for _, tau, _ in walk(scheme, at_once(5), window).log] == [0, 1, 1, 2] * 10
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+def test_stale_updates_lead_elsewhere(walk, scheme):
+    """The same batches and the same start: staleness is all that differs, and nothing prevents it, as a lock would."""
+    fresh, stale = (walk(scheme, order(scheme.steps)).center for order in (in_turn, at_once))
+    assert np.abs(fresh - stale).max() > 1e-3
+
+
+def test_each_scheme_is_another(walk):
+    """None is a copy of a neighbour under another name."""
+    centers = {name: walk(scheme, at_once(scheme.steps)).center for name, scheme in SCHEMES.items()}
+    names = list(centers)
+    for i, one in enumerate(names):
+        for other in names[:i]:
+            assert np.abs(centers[one] - centers[other]).max() > 1e-3, f"{one} and {other} do the same"
+
+
+def test_where_schemes_agree(walk):
+    """And where formulas say that two are the same, they are."""
+
+    def center(name, order=in_turn, window=3, **hp):
+        scheme = SCHEMES[name]
+        return walk(scheme._replace(hp={**scheme.hp, **hp}), order(scheme.steps), window).center
+
+    def same(one, other):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+
+    same(center("AGN", window=1), center("HogWild", window=1))
+    same(center("Dynamic-SGD"), center("HogWild"))  # nothing is stale in turn
+    same(center("DC-ASGD"), center("HogWild"))
+    same(center("DC-ASGD", at_once, lambda0=0.0), center("HogWild", at_once))
+    same(center("AEAMSGD", at_once, momentum=0.0), center("AEASGD", at_once))
+    same(center("DOWNPOUR", at_once, window=1), center("DOWNPOUR-Easy", at_once, window=1))
+
+
+@pytest.mark.parametrize("name", ["AEASGD", "AEAMSGD"])
+def test_replicas_stay_apart(model, known_batches, batches, load_scheme, name):
+    """They are not made equal to the center, and an exchange moves both sides by as much."""
+    scheme = SCHEMES[name]
+    make = load_scheme(scheme.folder, scheme.name)
+    replay = Replay(make, scheme.hyperparameters(3), model, lambda i: known_batches(*(b[i] for b in batches), f"batches_{i}"))
+    for worker in [0, 1] * 3 * 5:
+        replay.step(worker)
+    replicas, center = replay.replicas, replay.center
+    assert np.abs(replicas[0] - replicas[1]).max() > 1e-3
+    assert np.abs(replicas - center).max(axis=1).min() > 1e-3
+    for worker in [0, 1]:
+        replay.step(worker)  # the local steps
+    before = replay.replicas.sum(axis=0) + replay.center
+    for worker in [0, 1, 1, 0]:
+        replay.step(worker)  # the exchange
+    assert np.abs(replay.replicas - replicas).max() > 1e-3
+    np.testing.assert_allclose(replay.replicas.sum(axis=0) + replay.center, before, rtol=1e-5, atol=1e-5)
+    replay.close()
+
+
+@pytest.mark.parametrize("num_ps", [1, 2])
+@pytest.mark.parametrize(
+    ("window", "scheme"),
+    [*[(2, scheme) for scheme in SCHEMES.values()], *INTERVALS.values()],
+    ids=[*SCHEMES, *INTERVALS],
+)
+def test_rounds_in_one_call(model, graph, load_scheme, initialized, known_batches, batches, scheme, window, num_ps):
+    """As a worker process runs them: ten rounds in two calls of five."""
+    center = GlobalParameters(model.initial_parameters, num_ps)
+    local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
+    hp = scheme.hyperparameters(window)
+    built = build_rounds(load_scheme(scheme.folder, scheme.name), center, local, hp, 5)
+    session = initialized(center, local)
+    steps = np.concatenate([session.run(built).steps, session.run(built).steps])
+    expected = written_again(scheme, [0] * scheme.steps * 10, model.initial_parameters, batches, window)
+    close(Walk(session.run(center.read()[0]), []), expected, model.initial_parameters)
+    assert [(0, after - before - 1, after) for before, after in steps.tolist()] == expected.log
