@@ -26,7 +26,9 @@ def _import_tensorflow():
     hidden: dict[str, Any] = {package: None for package in ("sklearn", "matplotlib") if package not in sys.modules}
     sys.modules.update(hidden)
     try:
-        return importlib.import_module("tensorflow.compat.v1")
+        module = importlib.import_module("tensorflow.compat.v1")
+        module.logging.set_verbosity(module.logging.ERROR)  # it warns that it is deprecated, in most of its parts
+        return module
     finally:
         for package in hidden:
             del sys.modules[package]

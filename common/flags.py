@@ -148,4 +148,4 @@ def print_help(values, program, without):
     for name in sorted(_own_names(values) - {"check", *without}):
         flag = values[name]
         default = "" if flag.default is None else f" (default: {flag.default_as_str.strip(chr(39))})"
-        print(f"  --{name:<18} {flag.help}{default}")
+        print(f"  --{name:<20} {flag.help}{default}")

@@ -1,6 +1,9 @@
 """The monitored session of a task: created anew when a ps dies and comes back, restored from the newest checkpoint."""
 
+import re
+
 from common import tf
+from common.flags import UserError
 
 
 class _Creator(tf.train.SessionCreator):
@@ -23,14 +26,24 @@ class _Creator(tf.train.SessionCreator):
         config = self._task.config() if self._task else None
         if self._task and not self._task.is_master():
             return manager.wait_for_session(self._target, config=config)
-        return manager.prepare_session(
-            self._target,
-            config=config,
-            saver=scaffold.saver,
-            checkpoint_dir=self._checkpoint_dir,
-            init_op=scaffold.init_op,
-            init_feed_dict=scaffold.init_feed_dict,
-        )
+        try:
+            return manager.prepare_session(
+                self._target,
+                config=config,
+                saver=scaffold.saver,
+                checkpoint_dir=self._checkpoint_dir,
+                init_op=scaffold.init_op,
+                init_feed_dict=scaffold.init_feed_dict,
+            )
+        except (tf.errors.NotFoundError, tf.errors.InvalidArgumentError) as error:
+            if "Restoring from checkpoint failed" not in str(error):  # as the saver says of either
+                raise
+            missing = re.search(r"Key (\S+) not found", str(error))
+            what = f"it has no {missing[1]!r}" if missing else "its parameters are as many as another model has"
+            raise UserError(
+                f"the checkpoint in {self._checkpoint_dir} is not of this scheme and model: {what}; give the flags that the "
+                "run was begun with, or another --run_dir"
+            ) from None
 
 
 def monitored_session(task, target, scaffold, checkpoint_dir, checkpoint_secs, hooks=()):

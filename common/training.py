@@ -52,16 +52,17 @@ def train(scheme, task, settings):
                 x_test, y_test, feed_dict = fed_test_set(dataset)
                 local_init_feed_dict.update(feed_dict)
                 evaluation = step, *model.evaluate(*final, x_test, y_test)
-            gate = None
+            gate = ready = None
             if task and settings.warm_start_steps:
                 with tf.device(center.step.device):
                     gate = tf.get_variable("gate", initializer=True, trainable=False, collections=[])
-            awaited = tf.global_variables() + ([gate] if gate is not None and index > 0 else [])
+                if index > 0:
+                    ready = tf.report_uninitialized_variables([*tf.global_variables(), gate])
             scaffold = tf.train.Scaffold(
                 # Not sharded: the chief alone writes, so the ps tasks need no folder in common with it.
                 saver=tf.train.Saver(sharded=False, save_relative_paths=True),
                 init_feed_dict=center.init_feed_dict,
-                ready_for_local_init_op=tf.report_uninitialized_variables(awaited),
+                ready_for_local_init_op=ready,
                 local_init_op=tf.local_variables_initializer(),
                 local_init_feed_dict=local_init_feed_dict,
             )

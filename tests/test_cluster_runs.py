@@ -405,3 +405,15 @@ def test_warm_start(run_dir):
 def test_end_before_the_end_of_the_warm_start(run_dir):
     run(run_dir, "--warm_start_steps=1000000", "--steps=100", script=DOWNPOUR)
     assert result_of(run_dir)["staleness_max"] == 0
+
+
+def test_resuming_what_another_scheme_has_left(run_dir):
+    """One line says what is missing, and nothing is lost."""
+    run(run_dir, "--steps=20", script=AEASGD)
+    before = {path: path.read_bytes() for path in run_dir.glob("checkpoints/model*")}
+    output = run(run_dir, "--resume", status=2, script=DOWNPOUR)
+    last = output.splitlines()[-1]
+    assert last.startswith("downpour.py: the checkpoint in") and "'parameters/Adagrad'" in last
+    output = run(run_dir, "--resume", "--model=linear", status=2, script=AEASGD)
+    assert "another model" in output.splitlines()[-1]
+    assert {path: path.read_bytes() for path in run_dir.glob("checkpoints/model*")} == before

@@ -57,6 +57,30 @@ def test_flags_that_the_script_defines(parse, user_error):
         parse("--alpha=0", script_flags=script_flags)
 
 
+def test_another_name_of_a_flag(parse, user_error):
+    """What one is set to, the other is; the alias belongs to that script alone."""
+
+    def script_flags():
+        flags.define_alias("n_push", "window")
+
+    assert parse("--n_push=3", script_flags=script_flags).window == 3
+    assert parse("--window=4", script_flags=script_flags).n_push == 4
+    with user_error("--window must be at least 1, not 0"):
+        parse("--n_push=0", script_flags=script_flags)
+    with user_error("unknown flag --n_push"):
+        parse("--n_push=3")
+
+
+def test_flags_that_only_some_schemes_have(parse, user_error):
+    settings = parse("--local_optimizer=adam", local_optimizer="sgd", beta=0.9)
+    assert (settings.local_optimizer, settings.local_learning_rate, settings.beta) == ("adam", None, 0.9)
+    with user_error("--local_optimizer=lion", "<sgd|momentum|adagrad|adam>"):
+        parse("--local_optimizer=lion", local_optimizer="sgd")
+    for flag in "local_optimizer", "local_learning_rate", "local_momentum", "beta":
+        with user_error(f"unknown flag --{flag}"):
+            parse(f"--{flag}=1")
+
+
 AT_LEAST = {
     "num_ps": 1,
     "num_workers": 1,

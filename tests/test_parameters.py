@@ -158,6 +158,100 @@ def test_local_optimizer_keeps_its_slots(make, initialized, batches_of, window):
     close(session.run(local.value), x)
 
 
+@pytest.mark.parametrize("window", [1, 4])
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adagrad", "adam"])
+def test_optimizer_of_local_steps(make, initialized, hyperparameters, batches_of, name, window):
+    """As `--local_optimizer` says; three windows are as many single steps, and the slots are this worker's own."""
+    center, local = make()
+    before = set(tf.global_variables())
+    hp = hyperparameters(local_optimizer=name, learning_rate=9, local_learning_rate=RATE, local_momentum=0.5)
+    train = local.train(window, local.optimizer(hp))
+    assert set(tf.global_variables()) == before
+    session = initialized(center, local)
+    x, m, v, s = local.model.initial_parameters.astype(float), np.zeros(4), np.zeros(4), np.full(4, 0.1)
+    for t in range(3 * window):
+        g = numpy_gradient(x, *(b[t % 10] for b in batches_of))[1]
+        if name == "sgd":
+            x = x - RATE * g
+        elif name == "momentum":
+            m = 0.5 * m + g
+            x = x - RATE * m
+        elif name == "adagrad":
+            s = s + g**2
+            x = x - RATE * g / np.sqrt(s)
+        else:
+            m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+            x = x - RATE * np.sqrt(1 - 0.999 ** (t + 1)) / (1 - 0.9 ** (t + 1)) * m / (np.sqrt(v) + 1e-8)
+    for _ in range(3):
+        session.run(train)
+    close(session.run(local.value), x)
+
+
+def test_optimizer_of_local_steps_has_the_learning_rate_of_the_scheme(make, hyperparameters):
+    _, local = make()
+    hp = hyperparameters(local_optimizer="sgd", learning_rate=9, local_learning_rate=None)
+    assert vars(local.optimizer(hp))["_learning_rate"] == 9
+
+
+@pytest.mark.parametrize("num_ps", [1, 3])
+def test_add(make, initialized, num_ps):
+    center, _ = make(num_ps)
+    difference = np.array([1.0, -2, 3, 4], np.float32)
+    add = center.add(tf.constant(difference))
+    session = initialized(center)
+    before = session.run(center.read()[0])
+    assert [session.run([center.updated, *add])[0] for _ in range(2)] == [1, 2]
+    close(session.run(center.read()[0]), before + 2 * difference)
+
+
+@pytest.mark.parametrize("num_ps", [1, 3])
+@pytest.mark.parametrize("remember", ["step", "value"])
+def test_exact_push_knows_what_came_since_the_pull(make, initialized, num_ps, remember):
+    """Each of two workers has its own memory; what else the ps keeps by name is one vector for both."""
+    center, one, other = make(num_ps, num_workers=2)
+
+    def change(g, there):
+        total = there.slot("total")
+        with tf.control_dependencies([total.assign_add(g)]):
+            return there.staleness + 0 * g if remember == "step" else there.value - there.pulled
+
+    sgd_of_one = tf.train.GradientDescentOptimizer(1.0)
+    steps = {}
+    for local in one, other:
+        pull = local.pull_exactly(center, remember)
+        steps[local] = pull, center.push_exactly(sgd_of_one, tf.ones([4]), change, local.memory)
+    plain = center.add(tf.fill([4], 10.0))
+    total = tf.concat([piece.read_value() for piece in center.slot("total")], axis=0)
+    session = initialized(center, one, other)
+    start = local.model.initial_parameters
+    for local in one, other:
+        session.run(steps[local][0])
+    session.run(plain)
+    session.run(steps[one][1])  # one update came in between, of + 10
+    expected = start + 10 - (1 if remember == "step" else 10)
+    close(session.run(center.read()[0]), expected)
+    session.run(steps[other][1])  # two: that one and this
+    close(session.run(center.read()[0]), expected - (2 if remember == "step" else expected - start))
+    assert session.run(center.step) == 3
+    np.testing.assert_array_equal(session.run(total), np.full(4, 2.0))
+    assert [v.name for v in tf.global_variables() if "total" in v.name] == [v.name for v in center.slot("total")]
+
+
+def test_slots_of_the_center_restore_on_another_number_of_ps(initialized, tmp_path):
+    path = str(tmp_path / "model.ckpt")
+    for num_ps in 2, 3:
+        with tf.Graph().as_default():
+            center = GlobalParameters(np.zeros(4, np.float32), num_ps)
+            pieces = center.slot("mean_square")
+            session, saver = initialized(center), tf.train.Saver()
+            if num_ps == 2:
+                session.run([piece.assign(tf.range(2.0) + 2 * i) for i, piece in enumerate(pieces)])
+                saver.save(session, path)
+            else:
+                saver.restore(session, path)
+                np.testing.assert_array_equal(np.concatenate(session.run(pieces)), np.arange(4))
+
+
 def numpy_rounds(parameters, batches, rounds, window):
     """Returns x̃ and the losses after so many rounds of pulling, training a window and pushing."""
     losses: list[float] = []

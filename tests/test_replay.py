@@ -1,0 +1,74 @@
+"""common/replay.py: workers of a scheme in one process, each at its own pace."""
+
+import types
+
+import numpy as np
+import pytest
+
+from common import data, models, tf
+from common.replay import Replay
+
+
+def hogwild_like(center, local, hp):
+    """Pull, train, push."""
+    sgd = tf.train.GradientDescentOptimizer(hp.learning_rate)
+    yield local.pull(center)
+    yield local.train(1, sgd)
+    yield center.push(sgd, local.gradient)
+
+
+@pytest.fixture
+def make(regression):
+    """A function that makes a replay of a linear regression."""
+    replays = []
+
+    def make(scheme=hogwild_like, num_workers=2, **hp):
+        model = models.build("linear", regression)
+        replay = Replay(
+            scheme,
+            types.SimpleNamespace(learning_rate=0.01, **hp),
+            model,
+            lambda i: data.Batches(*data.shard(regression, i, num_workers), 4, seed=i, name=f"batches_{i}"),
+            num_workers,
+        )
+        replays.append(replay)
+        return replay
+
+    yield make
+    for replay in replays:
+        replay.close()
+
+
+def test_workers_of_one_pace_take_turns(make):
+    replay = make(num_workers=3)
+    replay.run(9)
+    assert [update.worker for update in replay.updates] == [0, 1, 2] * 3
+    assert [update.staleness for update in replay.updates] == [0, 1, 2] + [2] * 6
+    assert [update.updated for update in replay.updates] == list(range(1, 10))
+
+
+def test_a_slow_worker_is_stale_and_makes_nobody_wait(make):
+    replay = make(num_workers=2)
+    replay.run(22, lambda worker: 10.0 if worker else 1.0)
+    slow = [update for update in replay.updates if update.worker == 1]
+    assert [update.staleness for update in slow] == [10, 10]
+    assert {update.staleness for update in replay.updates if update.worker == 0} == {0, 1}
+
+
+def test_it_learns(make, regression):
+    replay = make()
+    before, accuracy = replay.evaluate(regression.x_test, regression.y_test)
+    replay.run(300)
+    after, _ = replay.evaluate(regression.x_test, regression.y_test)
+    assert after < before / 10
+    assert np.isnan(accuracy)
+    assert len(replay.losses) >= 300 and replay.losses[-1][1] < replay.losses[0][1]
+
+
+def test_it_goes_on_where_it_was(make):
+    one, two = make(), make()
+    one.run(10)
+    two.run(4)
+    two.run(6)
+    np.testing.assert_array_equal(one.center, two.center)
+    np.testing.assert_array_equal(one.replicas, two.replicas)
