@@ -13,9 +13,9 @@ def agn(center, local, hp):
 
     T is `hp.window`, η `hp.learning_rate`; the local steps are of SGD or of another optimizer (`hp.local_optimizer`).
     """
+    sgd = tf.train.GradientDescentOptimizer(hp.learning_rate)
     yield local.pull(center)  # x ← x̃
     yield local.train(hp.window, local.optimizer(hp))  # x ← x − η g(x), T times
-    sgd = tf.train.GradientDescentOptimizer(hp.learning_rate)
     yield center.push(sgd, local.gradient / hp.window)  # x̃ ← x̃ − η (1/T) Σ g
 
 

@@ -14,9 +14,10 @@ def downpour_easy(center, local, hp):
 
     T is `hp.window`, the paper's n_push = n_fetch; η is `hp.learning_rate`.
     """
+    sgd, adagrad = tf.train.GradientDescentOptimizer(hp.learning_rate), tf.train.AdagradOptimizer(hp.learning_rate)
     yield local.pull(center)  # x ← x̃
-    yield local.train(hp.window, tf.train.GradientDescentOptimizer(hp.learning_rate))  # a = Σ g
-    yield center.push(tf.train.AdagradOptimizer(hp.learning_rate), local.gradient)  # x̃ ← Adagrad(x̃, a)
+    yield local.train(hp.window, sgd)  # x ← x − η g(x), T times;  a = Σ g
+    yield center.push(adagrad, local.gradient)  # x̃ ← Adagrad(x̃, a)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ def dynamic_sgd(center, local, hp):
     def scaled(gradient, there):
         return gradient / (there.staleness + 1)  # on the ps
 
+    sgd = tf.train.GradientDescentOptimizer(hp.learning_rate)
     yield local.pull_exactly(center, remember="step")  # x ← x̃
     yield local.train(hp.window, local.optimizer(hp))  # x ← x − η g(x), T times
-    sgd = tf.train.GradientDescentOptimizer(hp.learning_rate)
     yield center.push_exactly(sgd, local.gradient, scaled, local.memory)  # x̃ ← x̃ − η (Σ g)/(τ + 1)
 
 

@@ -22,15 +22,13 @@ def make(regression):
     """A function that makes a replay of a linear regression."""
     replays = []
 
-    def make(scheme=hogwild_like, num_workers=2, **hp):
-        model = models.build("linear", regression)
-        replay = Replay(
-            scheme,
-            types.SimpleNamespace(learning_rate=0.01, **hp),
-            model,
-            lambda i: data.Batches(*data.shard(regression, i, num_workers), 4, seed=i, name=f"batches_{i}"),
-            num_workers,
-        )
+    def make(num_workers=2):
+        def make_batches(i):
+            x, y = data.shard(regression, i, num_workers)
+            return data.Batches(x, y, 4, seed=i, name=f"batches_{i}")
+
+        hp = types.SimpleNamespace(learning_rate=0.01)
+        replay = Replay(hogwild_like, hp, models.build("linear", regression), make_batches, num_workers)
         replays.append(replay)
         return replay
 
@@ -62,6 +60,7 @@ def test_it_learns(make, regression):
     after, _ = replay.evaluate(regression.x_test, regression.y_test)
     assert after < before / 10
     assert np.isnan(accuracy)
+    assert replay.evaluate(regression.x_train, regression.y_train)[0] < 1  # another number of samples
     assert len(replay.losses) >= 300 and replay.losses[-1][1] < replay.losses[0][1]
 
 

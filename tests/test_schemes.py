@@ -40,6 +40,14 @@ class Problem:
         residual = x @ parameters[:3, None] + parameters[3] - y
         return 2 * np.append(x.T @ residual, residual.sum()) / len(x)
 
+    def descend(self, worker, x):
+        """T steps of SGD from x: returns their gradients."""
+        gradients = []
+        for _ in range(self.hp.window):
+            gradients.append(self.gradient(worker, x))
+            x = x - RATE * gradients[-1]
+        return gradients
+
     def pull(self, worker):
         """Returns x̃ and its version."""
         self.own[worker] = 0
@@ -59,12 +67,9 @@ def hogwild(p, i):
     while True:
         x, pulled = p.pull(i)
         yield
-        total = np.zeros(4)
-        for _ in range(p.hp.window):
-            g = p.gradient(i, x)
-            x, total = x - RATE * g, total + g
+        gradients = p.descend(i, x)
         yield
-        p.update(i, pulled, -RATE * total)
+        p.update(i, pulled, -RATE * sum(gradients))
         yield
 
 
@@ -78,10 +83,7 @@ def downpour_easy(p, i):
     while True:
         x, pulled = p.pull(i)
         yield
-        a = np.zeros(4)
-        for _ in range(p.hp.window):
-            g = p.gradient(i, x)
-            a, x = a + g, x - RATE * g
+        a = sum(p.descend(i, x))
         yield
         new, p.slots = adagrad(p.center, p.slots, a)
         p.update(i, pulled, new - p.center)
@@ -112,10 +114,7 @@ def agn(p, i):
     while True:
         x, pulled = p.pull(i)
         yield
-        gradients = []
-        for _ in range(p.hp.window):
-            gradients.append(p.gradient(i, x))
-            x = x - RATE * gradients[-1]
+        gradients = p.descend(i, x)
         yield
         p.update(i, pulled, -RATE * np.mean(gradients, axis=0))
         yield
@@ -125,10 +124,7 @@ def dynamic_sgd(p, i):
     while True:
         x, pulled = p.pull(i)
         yield
-        u = np.zeros(4)
-        for _ in range(p.hp.window):
-            g = p.gradient(i, x)
-            u, x = u + RATE * g, x - RATE * g
+        u = RATE * sum(p.descend(i, x))
         yield
         tau = p.version - pulled
         p.update(i, pulled, -u / (tau + 1))
@@ -138,19 +134,14 @@ def dynamic_sgd(p, i):
 def dc_asgd(p, i):
     while True:
         x, pulled = p.pull(i)
-        backup = x
         yield
-        g = np.zeros(4)
-        for _ in range(p.hp.window):
-            step = p.gradient(i, x)
-            g, x = g + step, x - RATE * step
+        g = sum(p.descend(i, x))
         yield
+        strength = p.hp.lambda0
         if p.hp.adaptive:
             p.mean_square = 0.95 * p.mean_square + 0.05 * g**2
-            strength = p.hp.lambda0 / np.sqrt(p.mean_square + 1e-7)
-        else:
-            strength = p.hp.lambda0
-        p.update(i, pulled, -RATE * (g + strength * g * g * (p.center - backup)))
+            strength = strength / np.sqrt(p.mean_square + 1e-7)
+        p.update(i, pulled, -RATE * (g + strength * g * g * (p.center - x)))
         yield
 
 
