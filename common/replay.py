@@ -43,13 +43,14 @@ class Replay:
     Attributes:
       updates: list of `Update`, in their order.
       losses: list of (worker, mean loss of its window), in their order.
+      graph, session: what it runs in, to look at other variables.
     """
 
     def __init__(self, scheme, hp, model, make_batches, num_workers=2, num_ps=1):
         self.updates: list[Update] = []
         self.losses: list[tuple[int, float]] = []
-        self._model, self._graph = model, tf.Graph()
-        with self._graph.as_default():
+        self._model, self.graph = model, tf.Graph()
+        with self.graph.as_default():
             self._center = GlobalParameters(model.initial_parameters, num_ps)
             workers = [LocalParameters(self._center, model, make_batches(i), f"worker_{i}") for i in range(num_workers)]
             self._workers, self._steps = workers, [_steps_of(scheme, self._center, worker, hp) for worker in workers]
@@ -57,9 +58,9 @@ class Replay:
             feeds = dict(self._center.init_feed_dict)
             for worker in workers:
                 feeds.update(worker.init_feed_dict)
-            self._session = tf.Session()
-            self._session.run(tf.global_variables_initializer(), feeds)
-            self._session.run(tf.local_variables_initializer(), feeds)
+            self.session = tf.Session()
+            self.session.run(tf.global_variables_initializer(), feeds)
+            self.session.run(tf.local_variables_initializer(), feeds)
         self._evaluations: dict[Any, Any] = {}  # by the shapes of x and y
         self._next, self._known = [0] * num_workers, [0] * num_workers
         self._clocks = [(0.0, i) for i in range(num_workers)]
@@ -69,7 +70,7 @@ class Replay:
         step = self._steps[worker][self._next[worker]]
         self._next[worker] = (self._next[worker] + 1) % len(self._steps[worker])
         fetches = {name: tensor for name, tensor in step._asdict().items() if tensor is not None}
-        values = self._session.run(fetches)
+        values = self.session.run(fetches)
         if "pulled" in values:
             self._known[worker] = int(values["pulled"])
         if "loss" in values:
@@ -98,27 +99,27 @@ class Replay:
     @property
     def center(self):
         """x̃, an array `[size]`."""
-        return self._session.run(self._value)
+        return self.session.run(self._value)
 
     @property
     def replicas(self):
         """x of all workers, an array `[num_workers, size]`."""
-        return np.array(self._session.run([worker.value for worker in self._workers]))
+        return np.array(self.session.run([worker.value for worker in self._workers]))
 
     def evaluate(self, x, y):
         """Returns loss and accuracy (NaN for a regression) of x̃ on samples x `[n, ...]`, y `[n, ...]`."""
         shapes = x.shape, y.shape
         if shapes not in self._evaluations:
-            with self._graph.as_default():
+            with self.graph.as_default():
                 feeds = [tf.placeholder(array.dtype, array.shape) for array in (x, y)]
                 state = [v.read_value() for v in self._workers[0].state]
                 self._evaluations[shapes] = feeds, self._model.evaluate(self._value, state, *feeds)
         feeds, results = self._evaluations[shapes]
-        return tuple(float(value) for value in self._session.run(results, dict(zip(feeds, (x, y), strict=True))))
+        return tuple(float(value) for value in self.session.run(results, dict(zip(feeds, (x, y), strict=True))))
 
     def close(self):
         """Closes the session."""
-        self._session.close()
+        self.session.close()
 
 
 def _steps_of(scheme, center, local, hp):
