@@ -8,7 +8,7 @@ def aeamsgd(center, local, hp):
     """T local steps v ← δ v − η g(x + δ v), x ← x + v;  then e = α (x − x̃), x ← x − e, x̃ ← x̃ + e.
 
     The gradient is taken ahead, where the velocity v alone would lead. The elastic force moves x, not v: v goes on through
-    the exchange, and the force has to hold it.
+    the exchange.
 
     T is `hp.window`; α = β/n with β = `hp.beta` and n workers; δ is `hp.momentum`, in the paper 0.99; η is `hp.learning_rate`.
     """

@@ -78,7 +78,7 @@ def define(defaults):
     flags.DEFINE_string("model", own("model", "mlp"), "linear, mlp, cnn, or FILE.py:FUNCTION")
     define_integer("batch_size", own("batch_size"), "samples a step and worker", least=1)
     define_number("learning_rate", own("learning_rate"), "step size", above=0)
-    define_integer("window", own("window", 1), "local steps between pull and push", least=1)
+    define_integer("window", own("window", 1), "local steps from one exchange with the ps to the next", least=1)
     if "beta" in defaults:
         define_number("beta", own("beta"), "elastic force of all workers together; of each it is beta / --num_workers", least=0)
     if "local_optimizer" in defaults:
