@@ -20,9 +20,9 @@ def aeamsgd(center, local, hp):
     yield local.train(hp.window, nesterov, at=lambda x: x + hp.momentum * v)  # v ← δ v − η g(x + δ v);  x ← x + v
     yield local.compare(center)  # reads x̃, for x − x̃
     e = hp.beta / hp.num_workers * local.difference
-    yield [*center.add(e), local.value.assign_sub(e)]  # x̃ ← x̃ + e;  x ← x − e
+    yield [*center.add(e), local.value.assign_sub(e, read_value=False)]  # x̃ ← x̃ + e;  x ← x − e
 
 
 if __name__ == "__main__":
-    define_number("momentum", 0.99, "δ of the local steps", least=0)
+    define_number("momentum", 0.99, "δ of the local steps", least=0, below=1)
     main(aeamsgd, epochs=60, batch_size=32, learning_rate=0.001, window=10, beta=0.9)

@@ -14,8 +14,9 @@ def dc_asgd(center, local, hp):
     term with λ estimates, to first order, how the gradient changed on the way: g⊙g stands for the diagonal of the Hessian.
     The ps keeps for each worker the x that it pulled, and computes the term with the x̃ that it finds.
 
-    Constant λ: λ = λ₀. Adaptive: λ = λ₀/√(m + ε), where m ← 0.95 m + 0.05 g⊙g is kept on the ps. η is `hp.learning_rate`,
-    and λ₀ `hp.lambda0`, by default the paper's 0.04 and 2.
+    Constant λ: λ = λ₀. Adaptive: λ = λ₀/√(m + ε), where m ← ρ m + (1 − ρ) g⊙g is kept on the ps. η is `hp.learning_rate`,
+    λ₀ `hp.lambda0`, by default the paper's 0.04 and 2, ρ `hp.mean_square_decay`. With `hp.window` T > 1, g is the sum of
+    the gradients along T local steps of SGD.
     """
 
     def compensated(g, there):
@@ -34,5 +35,5 @@ def dc_asgd(center, local, hp):
 if __name__ == "__main__":
     flags.DEFINE_bool("adaptive", False, "adapt λ to the size of the gradients, element by element")
     define_number("lambda0", None, "strength of the compensation (default: 0.04; 2 with --adaptive)", least=0)
-    define_number("mean_square_decay", 0.95, "with --adaptive: of the mean square of the gradients", least=0, most=1)
+    define_number("mean_square_decay", 0.95, "with --adaptive: of the mean square of the gradients", least=0, below=1)
     main(dc_asgd, epochs=60, batch_size=32, learning_rate=0.1)

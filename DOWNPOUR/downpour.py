@@ -3,7 +3,7 @@
 import math
 
 from common import tf
-from common.flags import define_alias, define_integer
+from common.flags import UserError, define_alias, define_integer
 from common.main import main
 
 
@@ -17,9 +17,14 @@ def downpour(center, local, hp):
     A round is the least number of steps after which both intervals begin anew.
     """
     n_push, n_fetch = hp.window, hp.n_fetch or hp.window
+    steps = math.lcm(n_push, n_fetch)
+    if steps // n_push + steps // n_fetch > 100:
+        raise UserError(
+            f"--n_push={n_push} and --n_fetch={n_fetch} make rounds of {steps} steps; choose one to divide the other"
+        )
     adagrad = tf.train.AdagradOptimizer(hp.learning_rate)
     step = 0
-    while step < math.lcm(n_push, n_fetch):
+    while step < steps:
         if step % n_fetch == 0:
             yield local.pull(center)  # x ← x̃
         few = min(n_fetch - step % n_fetch, n_push - step % n_push)  # steps until there is something to fetch or to push

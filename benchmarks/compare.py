@@ -34,8 +34,8 @@ def main():
     options = parser.parse_args(arguments[:split])
     flags = [*SAME_WORK, *arguments[split + 1 :]]  # of two equal flags the later one counts
     for script in options.scripts:
-        if not Path(shlex.split(script)[0]).is_file():
-            parser.error(f"there is no script {shlex.split(script)[0]}")
+        if not Path(script.split(" ")[0]).is_file():
+            parser.error(f"there is no script {script.split(' ')[0]}")
     if options.rounds < 1:
         parser.error(f"--rounds must be at least 1, not {options.rounds}")
 

@@ -1,4 +1,4 @@
-"""Session hooks, usable in any monitored session: metrics and evaluation while training."""
+"""Session hooks, usable in any monitored session: metrics and evaluation while training, a warm start."""
 
 import collections
 import json
@@ -178,13 +178,14 @@ class WarmStartHook(tf.train.SessionRunHook):
     `ready_for_local_init_op`. A ps that was restarted has forgotten it, hence the look at the step in every new session.
 
     Args:
-      gate: a variable on a ps.
+      gate: a boolean variable on a ps, with the initial value True: whether there is something to do.
       step: the global step.
       steps: how many updates.
     """
 
     def __init__(self, gate, step, steps):
         self._gate, self._step, self._steps, self._is_open = gate, step, steps, False
+        self._end = gate.assign(False, read_value=False)
 
     def after_create_session(self, session, coord):
         """Opens the gate if it was open before, or this run goes on from a later step."""
@@ -204,3 +205,9 @@ class WarmStartHook(tf.train.SessionRunHook):
         """Lets the others begin."""
         session.run(self._gate.initializer)
         self._is_open = True
+
+    def close(self, session):
+        """Lets those who still wait know that training has ended."""
+        if not self._is_open:
+            session.run(self._end)
+            self._is_open = True

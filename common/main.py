@@ -56,6 +56,8 @@ def _run(scheme, train, without, script, arguments, defaults):
     if launcher:
         launch.die_with_parent(int(launcher))
     values = flags.define(defaults)
+    if train:
+        without = (*without, "warm_start_steps")  # which is of `training.train`
     settings = flags.parse(values, arguments, script.name, without)
     settings.scheme, settings.began = script.parent.name, time.time()
     task = cluster.task_from(settings) if "job_name" not in without else None
@@ -67,6 +69,11 @@ def _run(scheme, train, without, script, arguments, defaults):
             )
     if not launches:  # what a scheme may ask for
         settings.num_ps, settings.num_workers = (task.num_ps, task.num_workers) if task else (0, 1)
+    if "beta" in defaults and settings.beta > settings.num_workers:
+        raise UserError(
+            f"--beta must be at most the number of workers, {settings.num_workers}, not {settings.beta:g}: a worker would be "
+            "thrown past the center"
+        )
     if settings.check:
         from common import training
 

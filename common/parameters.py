@@ -28,12 +28,13 @@ class GlobalParameters:
 
     def __init__(self, initial_parameters, num_ps=1, device_fn=None):
         self.size = len(initial_parameters)
-        self._device_fn = device_fn
         feed = tf.placeholder(tf.float32, [self.size], "initial_parameters")
         # Called for each piece; only partition_info knows where the piece begins.
         self._num_pieces = min(num_ps, self.size)
         self.pieces = self._pieces(
-            "parameters", lambda shape, dtype=None, partition_info=None: tf.slice(feed, partition_info.var_offset, shape)
+            "parameters",
+            lambda shape, dtype=None, partition_info=None: tf.slice(feed, partition_info.var_offset, shape),
+            device_fn,
         )
         with tf.device(device_fn):
             self.step = tf.train.get_or_create_global_step()
@@ -44,16 +45,18 @@ class GlobalParameters:
         self._mutex: Any = None
         self.updated: Any = None  # set by push and add: the global step after this worker's update
 
-    def _pieces(self, name, initializer):
+    def _pieces(self, name, initializer, device_fn):
         """Returns the pieces of a new global vector `[size]`. Checkpoints hold it whole, so the number of ps may change."""
         partitioner = tf.fixed_size_partitioner(self._num_pieces)
-        with tf.device(self._device_fn):
+        with tf.device(device_fn):
             return list(tf.get_variable(name, [self.size], partitioner=partitioner, initializer=initializer, use_resource=True))
 
     def slot(self, name):
         """Returns the pieces of a further global vector `[size]`, zero at first, that lies beside x̃ and is saved with it."""
         if name not in self._slots:
-            self._slots[name] = self._pieces(name, tf.zeros_initializer())
+            devices = iter([piece.device for piece in self.pieces])
+            beside = lambda op: next(devices) if op.type == "VarHandleOp" else ""  # noqa: E731
+            self._slots[name] = self._pieces(name, tf.zeros_initializer(), beside)
         return self._slots[name]
 
     def _after_previous(self, device):
@@ -95,9 +98,11 @@ class GlobalParameters:
     def _update(self, vector, apply):
         """Calls `apply(piece, part)` for each piece of x̃ and the part of `vector` that has arrived there; counts one update."""
         parts, applied = self._split(vector), []
-        with tf.control_dependencies(None):  # what went before reaches the ps with its part
+        with tf.control_dependencies(None):  # what went before on the worker reaches the ps with its part
             for piece, part in zip(self.pieces, parts, strict=True):
-                with tf.device(piece.device):  # the learning rate too, or it would be a message of its own
+                # What went before on that ps: an earlier push. On it the learning rate, too, or it would be a message.
+                earlier = [op for op in self.previous if _is_on_ps(op) and op.device == piece.device]
+                with tf.device(piece.device), tf.control_dependencies(earlier):
                     applied.append(apply(piece, part))
             count = self._count([op for op in applied if op.device == self.step.device])
         return [*[part.op for part in parts], *applied, count]
@@ -107,7 +112,7 @@ class GlobalParameters:
 
         `change` works where x̃ is, and at the moment of the update: a lock on ps 0 keeps out every other such push and every
         pull that is remembered. It is taken when the gradient has arrived on all ps, so nobody waits for a worker; with
-        several ps it is held for one exchange of empty messages between them.
+        several ps it is held for one exchange of small messages between them.
 
         Args:
           optimizer: a `tf.train.Optimizer` that works element by element.
@@ -125,7 +130,9 @@ class GlobalParameters:
                 staleness = None
                 if memory.step is not None:
                     with tf.device(self.step.device):
-                        staleness = tf.cast(self.step.read_value() - memory.step.read_value(), tf.float32)
+                        # A ps that was restarted may have lost updates which this worker has seen.
+                        staleness = tf.maximum(self.step.read_value() - memory.step.read_value(), 0)
+                        staleness = tf.cast(staleness, tf.float32)
                 for i, (piece, part) in enumerate(zip(self.pieces, arrived, strict=True)):
                     with tf.device(piece.device):
                         pulled = memory.pieces and memory.pieces[i].read_value()
@@ -149,7 +156,7 @@ class GlobalParameters:
     def read_exactly(self, memory):
         """As `read`, but of one moment over all ps tasks, and remembered there: see `push_exactly`."""
         with tf.control_dependencies(None):
-            with self._after_previous(self.step.device):
+            with tf.device(self.step.device), self._after_previous(self.step.device):
                 before = [tf.no_op()]
             with self._locked(before) as done:
                 with tf.device(self.step.device):
@@ -197,17 +204,17 @@ class GlobalParameters:
 class There(NamedTuple):
     """What `GlobalParameters.push_exactly` finds on a ps, at the moment of the update, for one piece of x̃."""
 
-    value: Any  # this piece of x̃
+    value: Any  # this piece of x̃, a tensor `[size of the piece]`
     pulled: Any  # the same as this worker has pulled it, if its pull remembers the "value"
-    staleness: Any  # scalar: updates by others since this worker's pull, if that remembers the "step"
-    slot: Any  # function of a name: this piece of a further global vector, see GlobalParameters.slot
+    staleness: Any  # float32 scalar: updates by others since this worker's pull, if that remembers the "step"
+    slot: Any  # function of a name: this piece of a further global vector, a variable, see GlobalParameters.slot
 
 
 class Memory(NamedTuple):
     """What the ps tasks remember of a worker's last pull, in variables there."""
 
-    step: Any = None  # the global step
-    pieces: Any = None  # x̃
+    step: Any = None  # the global step, an int64 scalar on its ps
+    pieces: Any = None  # x̃, as a list of pieces, each on the ps of its piece
 
 
 class LocalParameters:
@@ -266,7 +273,7 @@ class LocalParameters:
         return [self.value.assign(value, read_value=False), *done]
 
     def compare(self, center):
-        """d ← x − x̃, which is in `difference` afterwards. One message from each ps."""
+        """d ← x − x̃, which is in `difference` `[size]` afterwards. One message from each ps."""
         value, self.pulled = center.read()
         self.difference = self.vector("difference")
         return [self.difference.assign(self.value - value, read_value=False)]

@@ -63,6 +63,7 @@ class Replay:
             self.session.run(tf.local_variables_initializer(), feeds)
         self._evaluations: dict[Any, Any] = {}  # by the shapes of x and y
         self._next, self._known = [0] * num_workers, [0] * num_workers
+        self._own = [0] * num_workers  # updates since the pull
         self._clocks = [(0.0, i) for i in range(num_workers)]
 
     def step(self, worker):
@@ -72,14 +73,13 @@ class Replay:
         fetches = {name: tensor for name, tensor in step._asdict().items() if tensor is not None}
         values = self.session.run(fetches)
         if "pulled" in values:
-            self._known[worker] = int(values["pulled"])
+            self._known[worker], self._own[worker] = int(values["pulled"]), 0
         if "loss" in values:
             self.losses.append((worker, float(values["loss"])))
         if "updated" in values:
-            # A worker that pushes again without a pull knows its own last update.
-            own = sum(u.worker == worker and u.updated > self._known[worker] for u in self.updates)
-            updated = int(values["updated"])
-            self.updates.append(Update(worker, self._known[worker], updated, updated - 1 - self._known[worker] - own))
+            updated, known = int(values["updated"]), self._known[worker]
+            self.updates.append(Update(worker, known, updated, updated - 1 - known - self._own[worker]))
+            self._own[worker] += 1
         return "loss" in values
 
     def run(self, updates, duration=lambda worker: 1.0):

@@ -36,9 +36,11 @@ class _Creator(tf.train.SessionCreator):
                 init_feed_dict=scaffold.init_feed_dict,
             )
         except (tf.errors.NotFoundError, tf.errors.InvalidArgumentError) as error:
-            if "Restoring from checkpoint failed" not in str(error):  # as the saver says of either
-                raise
             missing = re.search(r"Key (\S+) not found", str(error))
+            # The saver says that restoring failed; if nothing is missing, the shapes differ.
+            is_of_another = missing or isinstance(error, tf.errors.InvalidArgumentError)
+            if "Restoring from checkpoint failed" not in str(error) or not is_of_another:
+                raise
             what = f"it has no {missing[1]!r}" if missing else "its parameters are as many as another model has"
             raise UserError(
                 f"the checkpoint in {self._checkpoint_dir} is not of this scheme and model: {what}; give the flags that the "

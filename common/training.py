@@ -149,6 +149,8 @@ def work(plan, task, settings, server, interruption, open_session):
         first_time, first_step = session.run([clock, plan.step])
         deadline = time.monotonic() + (settings.seconds or math.inf)
         present = first_step
+        if index > 0 and plan.gate is not None and not session.run(plan.gate):
+            present = plan.last  # the chief has ended before there was anything to do for others
         while present < plan.last and time.monotonic() < deadline and not interruption.requested:
             present = session.run(*plan.next_call(present)).steps[-1, 1]
         if interruption.requested:
@@ -165,7 +167,7 @@ def work(plan, task, settings, server, interruption, open_session):
             path = os.path.join(checkpoints, "model.ckpt")
             session.run_step_fn(lambda step_context: plan.scaffold.saver.save(step_context.session, path, plan.step))
             if warm_start:  # or those would never come that still wait
-                session.run_step_fn(lambda step_context: warm_start.open(step_context.session))
+                session.run_step_fn(lambda step_context: warm_start.close(step_context.session))
             reports = rendezvous.gather(session, report) if task else [report]
             outcome = Outcome(0, session.run(plan.final), reports, evaluation.evaluate(session))
             if task:
@@ -260,7 +262,9 @@ class Interruption(tf.train.SessionRunHook):
 
     def _wait(self):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTING_SIGNALS)
-        while os.read(self._arrivals, 1):
+        while True:
+            if os.read(self._arrivals, 1)[0] not in INTERRUPTING_SIGNALS:
+                continue
             if not self._is_training or self.requested:
                 if sys.stdout.isatty():
                     os.write(1, b"\x1b[?25h")  # the cursor, which the table of progress hides
