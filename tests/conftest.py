@@ -5,6 +5,7 @@ import importlib.util
 import os
 import types
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # before the first import of tensorflo
 
 from absl.testing import flagsaver  # noqa: E402
 
-from common import data, flags, tf  # noqa: E402
+from common import cluster, data, flags, launch, tf  # noqa: E402
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 
@@ -64,19 +65,38 @@ def graph():
 def initialized():
     """A function that opens a session of the present graph in which all variables are initialized.
 
-    Its arguments are what has an `init_feed_dict`: global and local parameters, batches.
+    Its arguments are what has an `init_feed_dict`: global and local parameters, batches; and the target of a server.
     """
     with contextlib.ExitStack() as stack:
 
-        def initialized(*fed):
+        def initialized(*fed, target=""):
             feeds = {feed: value for each in fed for feed, value in each.init_feed_dict.items()}
-            session = tf.Session()
+            session = tf.Session(target)
             stack.callback(session.close)
             session.run(tf.global_variables_initializer(), feeds)
             session.run(tf.local_variables_initializer(), feeds)  # later, since x begins as a copy of the global parameters
             return session
 
         yield initialized
+
+
+@pytest.fixture(scope="session")
+def servers():
+    """A function that gives a worker (its task, its server) of a cluster with so many ps tasks, all in this process."""
+    with contextlib.ExitStack() as stack:
+        known: dict[int, Any] = {}
+
+        def servers(num_ps):
+            if num_ps not in known:
+                os.environ["TF_GRPC_REUSE_PORT"] = "true"
+                ports = [stack.enter_context(launch.reserved_port()).getsockname()[1] for _ in range(num_ps + 1)]
+                hosts = [f"localhost:{port}" for port in ports]
+                tasks = [cluster.TaskSpecDef("ps", i, tuple(hosts[1:]), (hosts[0],)) for i in range(num_ps)]
+                worker = cluster.TaskSpecDef("worker", 0, tuple(hosts[1:]), (hosts[0],))
+                known[num_ps] = worker, worker.create_server(), [task.create_server() for task in tasks]
+            return known[num_ps][:2]
+
+        yield servers
 
 
 @pytest.fixture

@@ -80,11 +80,11 @@ RUN_SH = ["bash", str(CHECKOUT / "HogWild" / "run.sh")]
 SCRIPT = [sys.executable, str(CHECKOUT / "HogWild" / "hogwild.py")]
 
 
-def refused(ended, *texts):
+def refused(ended, *texts, script="hogwild.py"):
     """Asserts that the command ended as bad input should."""
     lines = ended.err.splitlines()
     assert len(lines) == 1, ended.err
-    assert lines[0].startswith("hogwild.py: ")
+    assert lines[0].startswith(f"{script}: ")
     for text in texts:
         assert text in lines[0]
     assert ended.status == 2
@@ -125,6 +125,28 @@ AT_ONCE = [
 @pytest.mark.parametrize("arguments, environ, texts", AT_ONCE, ids=lambda value: " ".join(value)[:40])
 def test_noticed_at_once(run, command, arguments, environ, texts):
     refused(run(*command, *arguments, **environ), *texts)
+
+
+# Of a scheme's own flags
+OWN = [
+    ("AEASGD/aeasgd.py", "--beta=2.5", "--beta must be at most the number of workers, 2, not 2.5"),
+    ("AEASGD/aeasgd.py", "--local_optimizer=lion", "<sgd|momentum|adagrad|adam>"),
+    ("AEAMSGD/aeamsgd.py", "--momentum=1", "--momentum must be less than 1, not 1"),
+    ("DC-ASGD/dc_asgd.py", "--mean_square_decay=1", "--mean_square_decay must be less than 1, not 1"),
+    ("DOWNPOUR/downpour.py", "--n_fetch=0", "--n_fetch must be at least 1, not 0"),
+    ("DOWNPOUR/downpour.py", "--n_fetsch=2", "unknown flag --n_fetsch; did you mean --n_fetch?"),
+    ("AGN/agn.py", "--local_momentum=-1", "--local_momentum must be at least 0, not -1"),
+]
+
+
+@pytest.mark.parametrize("script, argument, text", OWN, ids=[argument for _, argument, _ in OWN])
+def test_own_flags_of_a_scheme(run, script, argument, text):
+    refused(run(sys.executable, str(CHECKOUT / script), "--launch", argument), text, script=Path(script).name)
+
+
+def test_a_warm_start_is_for_clusters(run):
+    command = sys.executable, str(CHECKOUT / "HogWild" / "hogwild_threads.py"), "--warm_start_steps=5"
+    refused(run(*command), "--warm_start_steps means nothing to hogwild_threads.py", script="hogwild_threads.py")
 
 
 def test_number_of_workers_of_one_process(run):

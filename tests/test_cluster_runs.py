@@ -395,16 +395,25 @@ def test_intervals_of_downpour(run_dir):
 
 
 def test_warm_start(run_dir):
-    """The first 4,000 of 6,000 updates are worker 0's alone."""
-    run(run_dir, "--warm_start_steps=4000", "--steps=6000", script=DOWNPOUR)
+    """The first 4,000 of 12,000 updates are worker 0's alone."""
+    run(run_dir, "--warm_start_steps=4000", "--steps=12000", script=DOWNPOUR)
+    alone = [
+        line["staleness"]
+        for line in map(json.loads, (run_dir / "metrics" / "worker-0.jsonl").read_text().splitlines())
+        if "staleness" in line and line["global_step"] <= 4000
+    ]
+    assert alone and all(list(staleness) == ["0"] for staleness in alone)
     lines = [json.loads(line) for line in (run_dir / "metrics" / "worker-1.jsonl").read_text().splitlines()]
     total = result_of(run_dir)["global_steps"]
     assert 0 < sum(sum(line["staleness"].values()) for line in lines) <= total - 4000
 
 
-def test_end_before_the_end_of_the_warm_start(run_dir):
-    run(run_dir, "--warm_start_steps=1000000", "--steps=100", script=DOWNPOUR)
+@pytest.mark.parametrize("end", [["--steps=100"], ["--seconds=2", "--epochs=1000000"]])
+def test_end_before_the_end_of_the_warm_start(run_dir, end):
+    """The others do nothing, and wait for nothing."""
+    run(run_dir, "--warm_start_steps=1000000", *end, script=DOWNPOUR)
     assert result_of(run_dir)["staleness_max"] == 0
+    assert "staleness" not in (run_dir / "metrics" / "worker-1.jsonl").read_text()
 
 
 def test_resuming_what_another_scheme_has_left(run_dir):

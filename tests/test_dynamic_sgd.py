@@ -52,7 +52,7 @@ def test_no_update_is_lost_or_counted_twice(num_ps, tmp_path):
         between = [other for update, _, other in log[before : after - 1]]
         assert worker not in between
         scales[after] = 1 / (len(between) + 1)
-    assert scales[1:].mean() < 0.8  # they did get in each other's way
+    assert (scales[1:] < 1).sum() > 10  # they did get in each other's way
 
     # What every worker saw of x̃, in all of its pieces, is what the updates up to that step add up to.
     x = -np.cumsum(scales)

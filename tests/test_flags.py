@@ -57,6 +57,17 @@ def test_flags_that_the_script_defines(parse, user_error):
         parse("--alpha=0", script_flags=script_flags)
 
 
+def test_bounds_of_a_number(parse, user_error):
+    def script_flags():
+        flags.define_number("momentum", 0.9, "of the past", least=0, below=1)
+
+    assert parse("--momentum=0.99", script_flags=script_flags).momentum == 0.99
+    with user_error("--momentum must be less than 1, not 1"):
+        parse("--momentum=1", script_flags=script_flags)
+    with user_error("--momentum must be at least 0, not -0.1"):
+        parse("--momentum=-0.1", script_flags=script_flags)
+
+
 def test_another_name_of_a_flag(parse, user_error):
     """What one is set to, the other is; the alias belongs to that script alone."""
 

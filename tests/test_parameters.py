@@ -1,10 +1,16 @@
 """common/parameters.py: pull, push, windows and rounds give what NumPy gives, on one piece or on several."""
 
+import contextlib
+import os
+import subprocess
+import sys
+
 import keras
 import numpy as np
 import pytest
 
-from common import models, tf
+from common import launch, models, tf
+from common.cluster import TaskSpecDef
 from common.parameters import GlobalParameters, LocalParameters, build_rounds, build_steps
 
 RATE = 0.05
@@ -487,3 +493,74 @@ def test_gradient_of_an_embedding(initialized, known_batches):
     with tf.Graph().as_default():
         local, session = trained(initialized, model, known_batches(x, y), 3)
         assert (session.run(local.gradient)[:5] != 0).tolist() == [False, True, False, True, False]
+
+
+@pytest.mark.parametrize("num_ps", [1, 2, 3])
+def test_further_vectors_lie_beside_their_piece(graph, num_ps):
+    """Memory and slots, too: nothing of a push goes from one ps to another."""
+    task = TaskSpecDef("worker", 0, tuple(f"host:{i + 1}" for i in range(num_ps)), ("host:100",))
+    center = GlobalParameters(np.zeros(7, np.float32), num_ps, task.device_fn())
+    devices = [piece.device for piece in center.pieces]
+    assert len(set(devices)) == num_ps
+    for pieces in center.slot("one"), center.slot("other"), center.memory("worker_0", "value").pieces:
+        assert [piece.device for piece in pieces] == devices
+    assert center.memory("worker_1", "step").step.device == center.step.device
+
+
+def test_staleness_is_not_negative(make, initialized):
+    """As it would be after a ps was restarted, and went back to a checkpoint from before the pull."""
+    center, local = make()
+    pull = local.pull_exactly(center, "step")
+    push = center.push_exactly(sgd(), tf.ones([4]), lambda g, there: g / (there.staleness + 1), local.memory)
+    back = center.step.assign(3)
+    session = initialized(center, local)
+    session.run(center.step.assign(4))
+    session.run(pull)
+    session.run(back)
+    session.run(push)
+    close(session.run(center.read()[0]), local.model.initial_parameters - RATE)
+
+
+LOCKS_AND_WAITS = """
+import sys
+import numpy as np
+from common import tf
+from common.cluster import TaskSpecDef
+from common.parameters import GlobalParameters
+
+task = TaskSpecDef("worker", 0, (sys.argv[1],), tuple(sys.argv[2].split(",")))
+server = task.create_server()
+tf.disable_eager_execution()
+center = GlobalParameters(np.zeros(4, np.float32), 1, task.device_fn())
+with tf.device("/job:ps/task:0"):
+    has_lock, never = (tf.queue.FIFOQueue(1, tf.bool, shared_name=name) for name in ("has_lock", "never"))
+    with center._locked([]) as done:
+        done += [has_lock.enqueue(True), never.dequeue().op]
+with tf.Session(server.target, config=task.config()) as session:
+    session.run(done)
+"""
+
+
+def test_who_is_killed_holds_no_lock(graph, tmp_path):
+    """The lock belongs to a run of the graph, and a run ends with its worker."""
+    with contextlib.ExitStack() as stack:
+        ports = [stack.enter_context(launch.reserved_port()).getsockname()[1] for _ in range(3)]
+        ps, killed, other = (f"localhost:{port}" for port in ports)
+        os.environ["TF_GRPC_REUSE_PORT"] = "true"
+        ps_server = TaskSpecDef("ps", 0, (ps,), (killed, other)).create_server()
+        task = TaskSpecDef("worker", 1, (ps,), (killed, other))
+        server = task.create_server()
+        victim = stack.enter_context(subprocess.Popen([sys.executable, "-c", LOCKS_AND_WAITS, ps, f"{killed},{other}"]))
+        stack.callback(victim.kill)
+        center = GlobalParameters(np.zeros(4, np.float32), 1, task.device_fn())
+        with tf.device("/job:ps/task:0"):
+            waits = tf.queue.FIFOQueue(1, tf.bool, shared_name="has_lock").dequeue()
+            with center._locked([]) as done:
+                pass
+        session = stack.enter_context(tf.Session(server.target, config=task.config()))
+        session.run(waits, options=tf.RunOptions(timeout_in_ms=60_000))
+        with pytest.raises(tf.errors.DeadlineExceededError):
+            session.run(done, options=tf.RunOptions(timeout_in_ms=500))
+        victim.kill()
+        session.run(done, options=tf.RunOptions(timeout_in_ms=60_000))
+        del ps_server

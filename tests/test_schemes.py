@@ -11,8 +11,8 @@ import keras
 import numpy as np
 import pytest
 
-from common import models
-from common.parameters import GlobalParameters, LocalParameters, build_rounds
+from common import models, tf
+from common.parameters import GlobalParameters, LocalParameters, build_rounds, build_steps
 from common.replay import Replay
 
 RATE, ROUNDS = 0.05, 20
@@ -317,6 +317,13 @@ def test_downpour_with_two_intervals(model, walk, batches, scheme, order, window
     assert ours.log == expected.log
 
 
+def test_intervals_that_hardly_ever_meet(load_scheme, user_error):
+    """Their round would take minutes to build."""
+    scheme = INTERVALS["fetches seldom"][1]._replace(hp={"n_fetch": 1009})
+    with user_error("--n_push=997 and --n_fetch=1009 make rounds of 1005973 steps; choose one to divide the other"):
+        build_steps(load_scheme("DOWNPOUR", "downpour"), None, None, scheme.hyperparameters(997))
+
+
 def test_staleness_of_the_orders(model, batches):
     """The orders differ in what they are named after: how many updates of others came between pull and push."""
     staleness = {}
@@ -391,20 +398,48 @@ def test_replicas_stay_apart(model, known_batches, batches, load_scheme, name):
     replay.close()
 
 
-@pytest.mark.parametrize("num_ps", [1, 2])
+@pytest.mark.parametrize("num_ps", [0, 1, 2])
 @pytest.mark.parametrize(
     ("window", "scheme"),
     [*[(2, scheme) for scheme in SCHEMES.values()], *INTERVALS.values()],
     ids=[*SCHEMES, *INTERVALS],
 )
-def test_rounds_in_one_call(model, graph, load_scheme, initialized, known_batches, batches, scheme, window, num_ps):
-    """As a worker process runs them: ten rounds in two calls of five."""
-    center = GlobalParameters(model.initial_parameters, num_ps)
-    local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
-    hp = scheme.hyperparameters(window)
-    built = build_rounds(load_scheme(scheme.folder, scheme.name), center, local, hp, 5)
-    session = initialized(center, local)
+def test_rounds_in_one_call(model, graph, load_scheme, initialized, known_batches, batches, servers, scheme, window, num_ps):
+    """As a worker runs them: ten rounds in two calls of five, on ps tasks or (0) alone; each with the one before in it."""
+    task, server = servers(num_ps) if num_ps else (None, None)
+    center = GlobalParameters(model.initial_parameters, max(1, num_ps), task and task.device_fn())
+    with tf.device(task and task.device):
+        local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
+        hp = scheme.hyperparameters(window)
+        built = build_rounds(load_scheme(scheme.folder, scheme.name), center, local, hp, 5)
+    session = initialized(center, local, target=server.target if server else "")
     steps = np.concatenate([session.run(built).steps, session.run(built).steps])
     expected = written_again(scheme, [0] * scheme.steps * 10, model.initial_parameters, batches, window)
     close(Walk(session.run(center.read()[0]), []), expected, model.initial_parameters)
     assert [(0, after - before - 1, after) for before, after in steps.tolist()] == expected.log
+
+
+def messages(session, fetches):
+    """Returns between which tasks the messages of one call go, as pairs (from, to)."""
+    metadata = tf.RunMetadata()
+    session.run(fetches, options=tf.RunOptions(output_partition_graphs=True), run_metadata=metadata)
+    sends = [node.attr for graph in metadata.partition_graphs for node in graph.node if node.op == "_Send"]
+    ends = [[attr[f"{end}_device"].s.decode().split("/replica")[0] for end in ("send", "recv")] for attr in sends]
+    return [tuple(pair) for pair in ends if pair[0] != pair[1]]
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_messages_of_a_round(model, graph, load_scheme, initialized, known_batches, batches, servers, name):
+    """One each way, none between rounds; and the steps of all rounds together. An elastic exchange asks for x̃ first."""
+    scheme, rounds = SCHEMES[name], 4
+    task, server = servers(1)
+    center = GlobalParameters(model.initial_parameters, 1, task.device_fn())
+    with tf.device(task.device):
+        local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
+        rule = load_scheme(scheme.folder, scheme.name)
+        built = build_rounds(rule, center, local, scheme.hyperparameters(2), rounds)
+    sent = messages(initialized(center, local, target=server.target), built)
+    asks = name.startswith("AE")
+    assert sent.count(("/job:ps", "/job:worker")) == rounds + 1
+    assert sent.count(("/job:worker", "/job:ps")) == rounds * (2 if asks else 1)
+    assert len(sent) == rounds * (3 if asks else 2) + 1
