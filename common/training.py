@@ -92,7 +92,7 @@ def rounds_worth_a_call(model, windows, local_steps):
     A call costs about as much as a round of a small model. A larger model, or many local steps, make that little beside the
     round, while each further window makes the graph larger and takes time to prepare.
     """
-    return max(1, min(10 // windows, 100 // local_steps)) if model.size < 1_000_000 else 1
+    return max(1, min(10 // windows, 400 // local_steps)) if model.size < 1_000_000 else 1
 
 
 class Plan(NamedTuple):
