@@ -90,9 +90,10 @@ def rounds_worth_a_call(model, windows, local_steps):
     """Returns how many rounds of so many windows, or local steps in all, to run in one call, when the user does not say.
 
     A call costs about as much as a round of a small model. A larger model, or many local steps, make that little beside the
-    round, while each further window makes the graph larger and takes time to prepare.
+    round, while each further window makes the graph larger and takes time to prepare, most of all a loop of several steps.
     """
-    return max(1, min(10 // windows, 400 // local_steps)) if model.size < 1_000_000 else 1
+    most = 10 if local_steps == windows else 5
+    return max(1, min(most // windows, 400 // local_steps)) if model.size < 1_000_000 else 1
 
 
 class Plan(NamedTuple):
