@@ -343,7 +343,7 @@ def slots_of(run_dir):
 
 @pytest.mark.parametrize(
     "script, flags",
-    [(DOWNPOUR, []), (DYNAMIC_SGD, ["--local_optimizer=momentum", "--local_learning_rate=0.01"]), (AEASGD, [])],
+    [(DOWNPOUR, []), (DYNAMIC_SGD, ["--local_optimizer=momentum", "--local_learning_rate=0.01", "--epochs=200"]), (AEASGD, [])],
 )
 def test_interrupted_and_resumed_is_as_good_as_unbroken(run_dir, script, flags):
     """Ctrl-C in the middle, then on with another number of ps and workers."""
@@ -363,7 +363,7 @@ def test_interrupted_and_resumed_is_as_good_as_unbroken(run_dir, script, flags):
 
 
 def test_a_worker_killed_amid_indivisible_pushes_locks_nobody_out(run_dir):
-    flags = ["--num_ps=2", "--num_workers=3", "--seconds=20", "--epochs=1000000", "--checkpoint_secs=1"]
+    flags = ["--num_ps=2", "--num_workers=3", "--seconds=12", "--epochs=1000000", "--checkpoint_secs=1"]
     process = start(run_dir, "--launch", *flags, script=DYNAMIC_SGD)
     read_until(process, is_training)
     (victim,) = processes(run_dir, "--job_name=worker", "--task_index=1")
