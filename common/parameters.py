@@ -29,10 +29,10 @@ class GlobalParameters:
     def __init__(self, initial_parameters, num_ps=1, device_fn=None):
         self.size = len(initial_parameters)
         feed = tf.placeholder(tf.float32, [self.size], "initial_parameters")
-        # Called for each piece; only partition_info knows where the piece begins.
         self._num_pieces = min(num_ps, self.size)
         self.pieces = self._pieces(
             "parameters",
+            # Called for each piece; only partition_info knows where the piece begins.
             lambda shape, dtype=None, partition_info=None: tf.slice(feed, partition_info.var_offset, shape),
             device_fn,
         )
