@@ -138,8 +138,8 @@ class Worker:
         self._index, self._center = index, center
         x, y = data.shard(dataset, index, settings.num_threads)
         batches = data.Batches(x, y, settings.batch_size, settings.seed + index, name=f"batches_{index}")
-        self.local = LocalParameters(center, model, batches, name=f"worker_{index}")
-        self._next_call = build_calls(hogwild, center, self.local, settings, last, settings.num_threads)
+        self.local = LocalParameters(center, model, batches, f"worker_{index}", index, settings.num_threads)
+        _, self._next_call = build_calls(hogwild, center, self.local, settings, len(dataset.x_train))
         self.log = MetricsLog(settings.run_dir, index, last)
         self._metrics = MetricsHook(self.log, settings.batch_size * settings.window)
 

@@ -46,7 +46,9 @@ class TaskSpecDef:
 
     def config(self):
         """Session configuration. Without the filter a worker waits for every other worker, and hangs when one ends."""
-        return tf.ConfigProto(device_filters=["/job:ps", self.device], allow_soft_placement=True)
+        config = tf.ConfigProto(device_filters=["/job:ps", self.device], allow_soft_placement=True)
+        config.experimental.collective_group_leader = "/job:worker/replica:0/task:0"
+        return config
 
     def create_server(self):
         """Starts and returns this task's `tf.train.Server`."""

@@ -17,9 +17,10 @@ class UserError(Exception):
 class _Number(flags.ArgumentParser):
     """A number within bounds, or a `UserError` that names the flag."""
 
-    def __init__(self, name, convert, least=None, above=None, most=None, below=None):
+    def __init__(self, name, convert, least=None, above=None, most=None, below=None, finite=True):
         super().__init__()
-        self.name, self.convert, self.least, self.above, self.most, self.below = name, convert, least, above, most, below
+        self.name, self.convert, self.finite = name, convert, finite
+        self.least, self.above, self.most, self.below = least, above, most, below
         self.syntactic_help = "a whole number" if convert is int else "a number"
 
     def parse(self, argument):
@@ -35,7 +36,7 @@ class _Number(flags.ArgumentParser):
             raise UserError(f"--{self.name} must be at most {self.most}, not {argument}")
         if self.below is not None and not value < self.below:
             raise UserError(f"--{self.name} must be less than {self.below}, not {argument}")
-        if value in (float("inf"), float("-inf")):
+        if self.finite and value in (float("inf"), float("-inf")):
             raise UserError(f"--{self.name} must be finite, not {argument}")
         return value
 
@@ -45,9 +46,9 @@ def define_integer(name, default, help, least=None, most=None, flag_values=flags
     flags.DEFINE(_Number(name, int, least, most=most), name, default, help, flag_values)
 
 
-def define_number(name, default, help, least=None, above=None, below=None, flag_values=flags.FLAGS):
+def define_number(name, default, help, least=None, above=None, below=None, finite=True, flag_values=flags.FLAGS):
     """Defines a flag for a real number of at least `least`, greater than `above` and less than `below`."""
-    flags.DEFINE(_Number(name, float, least, above, below=below), name, default, help, flag_values)
+    flags.DEFINE(_Number(name, float, least, above, below=below, finite=finite), name, default, help, flag_values)
 
 
 _aliases: dict[str, str] = {}
@@ -85,9 +86,12 @@ def define(defaults):
         define_number("beta", own("beta"), "elastic force of all workers together; of each it is beta / --num_workers", least=0)
     if "local_optimizer" in defaults:
         flags.DEFINE_enum("local_optimizer", own("local_optimizer"), LOCAL_OPTIMIZERS, "optimizer of a worker's local steps")
-        define_number("local_learning_rate", None, "its step size (default: --learning_rate)", above=0)
+        define_number("local_learning_rate", own("local_learning_rate"), "its step size (default: --learning_rate)", above=0)
         define_number("local_momentum", 0.9, "of --local_optimizer=momentum", least=0, below=1)
     define_integer("warm_start_steps", 0, "global updates that worker 0 makes before the others begin", least=0)
+    flags.DEFINE_list(
+        "delays", None, "milliseconds that each worker's local training takes longer, as 0,0,50: see what that does"
+    )
     define_integer("rounds_per_call", own("rounds_per_call"), "most rounds in one session call (default: by model)", least=1)
     # Keras takes 32 bits, and each worker adds its index.
     define_integer("seed", own("seed", 0), "of initial values and of the order of samples", least=0, most=2**31)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from common import tf
+from common.coordination import Clocks, Lock
 from common.parameters import Rounds
 
 
@@ -67,14 +68,16 @@ class MetricsHook(tf.train.SessionRunHook):
         self._log, self._samples_per_update, self._every_secs = log, samples_per_update, every_secs
         self.staleness: collections.Counter[int] = collections.Counter()  # number of updates by their staleness
         self._new: collections.Counter[int] = collections.Counter()  # the same since the last line
+        self.dropped = self._new_dropped = 0  # gradients that no update was made of
         self._losses: list[float] = []
         self._began, self._step = 0.0, 0
 
     def totals(self):
-        """Returns how many samples and updates this worker has made, and the sum and the maximum of their staleness."""
-        counts = self.staleness + self._new
-        updates = counts.total()
-        return updates * self._samples_per_update, updates, sum(k * n for k, n in counts.items()), max(counts, default=0)
+        """Returns how many samples and updates this worker has made, the sum and the maximum of their staleness, and how many
+        gradients were dropped, which are no updates, but of samples."""
+        counts, dropped = self.staleness + self._new, self.dropped + self._new_dropped
+        updates, staleness = counts.total(), sum(k * n for k, n in counts.items())
+        return (updates + dropped) * self._samples_per_update, updates, staleness, max(counts, default=0), dropped
 
     def before_run(self, run_context):
         """Asks for the loss and the steps of a call that trains."""
@@ -90,7 +93,10 @@ class MetricsHook(tf.train.SessionRunHook):
             return
         loss, steps = run_values.results
         for pulled, updated in steps.tolist():
-            self._new[updated - pulled - 1] += 1
+            if updated > pulled:
+                self._new[updated - pulled - 1] += 1
+            else:
+                self._new_dropped += 1
         self._step = int(steps[-1, 1])
         self._losses.append(float(loss))
         if time.perf_counter() - self._began >= self._every_secs:
@@ -103,18 +109,22 @@ class MetricsHook(tf.train.SessionRunHook):
     def flush(self):
         """Writes a line for the time since the last one, if there was a call."""
         updates = self._new.total()
-        if not updates:
+        gradients = updates + self._new_dropped
+        if not gradients:
             return
         now = time.perf_counter()
         self.staleness.update(self._new)
-        staleness, self._new = self._new, collections.Counter()
+        self.dropped += self._new_dropped
+        dropped = {"gradients_dropped": self._new_dropped} if self._new_dropped else {}
+        staleness, self._new, self._new_dropped = self._new, collections.Counter(), 0
         self._log.write(
             self._step,
             loss=float(np.mean(self._losses)),
             samples=self.totals()[0],
-            samples_per_second=updates * self._samples_per_update / (now - self._began),
-            staleness_mean=sum(k * n for k, n in staleness.items()) / updates,
+            samples_per_second=gradients * self._samples_per_update / (now - self._began),
+            staleness_mean=sum(k * n for k, n in staleness.items()) / updates if updates else None,
             staleness={str(k): n for k, n in sorted(staleness.items())},
+            **dropped,
         )
         self._losses, self._began = [], now
 
@@ -211,3 +221,100 @@ class WarmStartHook(tf.train.SessionRunHook):
         if not self._is_open:
             session.run(self._end)
             self._is_open = True
+
+
+class MeetingHook(tf.train.SessionRunHook):
+    """Takes part in what workers wait for each other for; see `common.parameters.Meeting`, which it gets as `meeting`.
+
+    Args:
+      gate: the chief's: a variable that the others wait for, to be initialized when they may begin.
+    """
+
+    def __init__(self, meeting, gate=None):
+        self._meeting, self._gate = meeting, gate
+        self._session, self._has_left, self._is_released = None, False, False
+
+    def after_create_session(self, session, coord):
+        """Enters, or if it was said before that this worker has left, says so again: a ps that was restarted forgets."""
+        if self._meeting.vote is not None and self._session:
+            raise RuntimeError("the connection to a ps was lost; all workers have to be started again")
+        self._session = session
+        session.run(self._meeting.leave if self._has_left else self._meeting.enter)
+        if self._is_released:
+            session.run(self._meeting.release)
+        if self._gate is not None:
+            session.run(self._gate.initializer)
+
+    def leave(self, session):
+        """The others need not wait for this worker any more."""
+        self._has_left = True
+        session.run(self._meeting.leave)
+
+    def vote(self, session):
+        """Says that this worker is to stop together with the others, and returns whether that is how they stop."""
+        if self._meeting.vote is None:
+            return False
+        session.run(self._meeting.vote)
+        return True
+
+    def release(self):
+        """Lets this worker stop waiting for others. Called from any thread."""
+        self._is_released = True
+        try:
+            if self._session:
+                self._session.run(self._meeting.release)
+        except (tf.errors.OpError, RuntimeError):
+            pass  # there is no session any more in which it could wait
+
+
+class SemiSyncRunHook(tf.train.SessionRunHook):
+    """Holds a worker back that is too far ahead of the slowest: stale synchronous parallel (Ho et al. 2013, NIPS).
+
+    For any monitored session of a cluster with parameter servers; every worker has one:
+
+        hooks = [SemiSyncRunHook(index, worker_count, staleness=10), tf.train.StopAtStepHook(last_step=10000)]
+        with tf.train.MonitoredTrainingSession(server.target, is_chief, hooks=hooks) as session:
+            while not session.should_stop():
+                session.run(train_op)
+
+    A worker's clock ticks with every `run` of the session. One that is more than `staleness` ticks ahead of the slowest waits
+    before its next `run`, on a queue, not looking again and again. The slowest never waits. A worker whose session has ended
+    is not waited for; one that died is, until it comes back, and then it goes on with the clock that it had.
+
+    The clocks lie beside the global step, and are lost when that ps dies: then all begin anew, at the same time.
+
+    Args:
+      index: of this worker.
+      worker_count: how many workers there are.
+      staleness: how many steps a worker may be ahead; 0 keeps all in step, `math.inf` lets each go at its own pace.
+    """
+
+    def __init__(self, index, worker_count, staleness=10):
+        if not 0 <= index < worker_count:
+            raise ValueError(f"index must be from 0 to worker_count - 1 = {worker_count - 1}, not {index}")
+        if not staleness >= 0:
+            raise ValueError(f"staleness must be at least 0, not {staleness}")
+        self._index, self._worker_count, self._staleness = index, worker_count, staleness
+
+    def begin(self):
+        """Makes the clocks in the present graph."""
+        lock = Lock(tf.train.get_or_create_global_step().device, "semi_sync")
+        clocks = Clocks(self._worker_count, lock, self._staleness, name="semi_sync")
+        self._enter, self._leave, self._tick = clocks.enter(self._index), clocks.leave(self._index), clocks.tick(self._index)
+        self._wait = clocks.wait(self._index)
+
+    def after_create_session(self, session, coord):
+        """Takes part from now on."""
+        session.run(self._enter)
+
+    def before_run(self, run_context):
+        """Waits until this worker may begin its next step."""
+        run_context.session.run(self._wait)
+
+    def after_run(self, run_context, run_values):
+        """The step is done."""
+        run_context.session.run(self._tick)
+
+    def end(self, session):
+        """The others need not wait for this worker any more."""
+        session.run(self._leave)

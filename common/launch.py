@@ -256,6 +256,8 @@ class _Run:
         if event is None:
             raise KeyboardInterrupt
         task, process = event
+        if process is not task.process:  # one that was started again since
+            return self._next_end(timeout)
         task.status = process.returncode
         return task
 
@@ -274,12 +276,20 @@ class _Run:
                 raise RunFailed(f"{task.name} {ended} after {task.restarts} restarts: {task.last_words()} (log: {task.log})")
             task.restarts += 1
             self._display.say(f"{task.name} {ended}; restart {task.restarts} of {self._settings.max_restarts}")
-            task.start(self._events, self._environment)
+            self._start_again(self._tasks if self._settings.lockstep else [task])
         deadline = time.monotonic() + PS_SECONDS
         while any(task.status is None for task in self._tasks):
             if self._next_end(max(0, deadline - time.monotonic())) is None:
                 break  # a ps that was restarted at the very end may have missed a worker's word
         return 0
+
+    def _start_again(self, tasks):
+        """Workers that reduce among themselves wait for ever for one that is gone, so all of them begin anew."""
+        for task in tasks:
+            task.signal(signal.SIGKILL)
+        for task in tasks:
+            task.process.wait()
+            task.start(self._events, self._environment)
 
     def _stop_workers(self):
         """Lets the workers end, the chief with a checkpoint, for which it needs the ps. A second Ctrl-C ends the patience."""

@@ -17,7 +17,7 @@ from common import cluster, flags, launch, progress
 from common.flags import UserError
 
 
-def main(scheme=None, train=None, without=(), **defaults):
+def main(scheme=None, train=None, without=(), lockstep=False, **defaults):
     """Runs a scheme's script and exits: 0 trained, 1 failed, 2 bad flags or input, 130 stopped by Ctrl-C.
 
     Args:
@@ -28,7 +28,7 @@ def main(scheme=None, train=None, without=(), **defaults):
     """
     script = Path(sys.argv[0]).resolve()
     try:
-        sys.exit(_run(scheme, train, without, script, sys.argv[1:], defaults))
+        sys.exit(_run(scheme, train, without, lockstep, script, sys.argv[1:], defaults))
     except UserError as error:
         sys.exit(_say(2, f"{script.name}: {error}"))
     except launch.RunFailed as error:
@@ -51,7 +51,7 @@ def _say(status, line):
     return status
 
 
-def _run(scheme, train, without, script, arguments, defaults):
+def _run(scheme, train, without, lockstep, script, arguments, defaults):
     launcher = os.environ.get("LAUNCHER_PID")
     if launcher:
         launch.die_with_parent(int(launcher))
@@ -60,6 +60,7 @@ def _run(scheme, train, without, script, arguments, defaults):
         without = (*without, "warm_start_steps")  # which is of `training.train`
     settings = flags.parse(values, arguments, script.name, without)
     settings.scheme, settings.began = script.parent.name, time.time()
+    settings.gradients_per_update, settings.lockstep = 1, lockstep
     task = cluster.task_from(settings) if "job_name" not in without else None
     launches = task is None and settings.launch
     if task is None and not launches:

@@ -9,10 +9,11 @@ Both are one flat vector: one message a ps and direction instead of one a variab
 it as it stands.
 """
 
-import contextlib
+import time
 from typing import Any, NamedTuple
 
 from common import tf
+from common.coordination import FINISHED, Clocks, Lock, conditionally
 from common.data import local_variable
 
 
@@ -42,8 +43,16 @@ class GlobalParameters:
         self.previous: list[Any] = []  # operations that a read has to wait for, see build_rounds
         self._optimizers: dict[Any, Any] = {}
         self._slots: dict[str, list[Any]] = {}
-        self._mutex: Any = None
+        self.lock = Lock(self.step.device, "parameters")
+        self._clocks: Any = None
+        self._totals: list[Any] = []
+        self._prepared: dict[Any, Any] = {}
+        self._waits: list[Any] = []  # operations that a read on any ps has to wait for
         self.updated: Any = None  # set by push and add: the global step after this worker's update
+        self.known: Any = None  # set by push_together and follow: the global step before it; equal if the gradient was dropped
+        self.over: Any = None  # set by them: whether another worker has ended the training
+        self.gradients_per_update = 1  # of how many workers
+        self.meeting: Any = None  # a `Meeting`, set by whatever makes workers wait for each other
 
     def _pieces(self, name, initializer, device_fn):
         """Returns the pieces of a new global vector `[size]`. Checkpoints hold it whole, so the number of ps may change."""
@@ -62,9 +71,11 @@ class GlobalParameters:
     def _after_previous(self, device):
         """Control dependencies of a read on `device`: what went before, there or on a worker.
 
-        Not what went before on another ps: that would be a message between ps tasks, for an order that no scheme needs.
+        Not what went before on another ps: that would be a message between ps tasks, for an order that no scheme needs. But
+        who had to wait, on one ps, reads from all of them afterwards.
         """
-        return tf.control_dependencies([op for op in self.previous if op.device == device or not _is_on_ps(op)])
+        before = [op for op in self.previous if op.device == device or not _is_on_ps(op) or op in self._waits]
+        return tf.control_dependencies(before)
 
     def read(self):
         """Returns the present x̃ as one tensor `[size]`, and the global step, read on its ps just before. One message a ps."""
@@ -126,7 +137,7 @@ class GlobalParameters:
             for piece, part in zip(self.pieces, parts, strict=True):
                 with tf.device(piece.device):
                     arrived.append(tf.identity(part))
-            with self._locked([part.op for part in arrived]) as done:
+            with self.lock.held([part.op for part in arrived]) as done:
                 staleness = None
                 if memory.step is not None:
                     with tf.device(self.step.device):
@@ -140,6 +151,141 @@ class GlobalParameters:
                         done.append(optimizer.apply_gradients([(change(part, there), piece)]))
                 done.append(self._count([] if staleness is None else [staleness.op]))
         return [*[part.op for part in parts], *done]
+
+    def wait(self, local, staleness=0):
+        """Ends when this worker is at most `staleness` ticks ahead of the slowest; what is read afterwards is newer than that.
+
+        After `push_together`: when the update is made that this worker's gradient was for.
+
+        Args:
+          local: this worker's `LocalParameters`.
+          staleness: number of ticks; infinity is allowed.
+        """
+        clocks = self._clocks_of(local, staleness)
+        if self.meeting is None:
+            self.meeting = Meeting(clocks.enter(local.index), clocks.leave(local.index), clocks.release(local.index))
+        local.may_go_on = clocks.may_go_on(local.index)
+        with tf.control_dependencies(None), self._after_previous(self.step.device):
+            waited = clocks.wait(local.index)
+        self._waits += waited
+        return waited
+
+    def tick(self, local):
+        """c ← c + 1: one more step of this worker, and all that it pushed before, is done."""
+        with tf.control_dependencies(None):
+            return self._clocks_of(local).tick(local.index, self.previous)
+
+    def _clocks_of(self, local, *args):
+        if self._clocks is None:
+            with tf.control_dependencies(None):
+                self._clocks = Clocks(local.num_workers, self.lock, *args)
+        return self._clocks
+
+    def push_together(self, optimizer, gradient, local, backup_workers=0, mean=True):
+        """x̃ ← optimizer(x̃, mean of the gradients of N workers), once N have arrived that were taken at this x̃; one update.
+
+        `wait` ends when that has happened, or when another worker's gradient was faster and this one was dropped.
+
+        N is the number of workers less `backup_workers`. Exactly once: a gradient counts if there was no update since this
+        worker's last `wait`, before it pulled, and it has given none for this update yet. All that happens to it, on all ps
+        tasks, is one indivisible action, under the lock of `push_exactly`. Whoever is the N-th makes the update.
+
+        Args:
+          optimizer: a `tf.train.Optimizer` that works element by element.
+          gradient: tensor `[size]`.
+          local: this worker's `LocalParameters`.
+          backup_workers: how many workers need not be waited for (Chen et al. 2016).
+          mean: if not, the sum of the gradients.
+        """
+        self.gradients_per_update = local.num_workers - backup_workers
+        clocks = self._clocks_of(local, 0, self.gradients_per_update)
+        optimizer = _same_as_before(optimizer, self._optimizers)
+        sums = self._sums("MEAN" if mean else "SUM")
+        if self.meeting is None or self.over is None:
+            self.meeting = self._meet(clocks, local, sums)
+        parts, arrived = self._split(gradient), []
+        with tf.control_dependencies(None):  # what went before reaches the ps with its part
+            for piece, part in zip(self.pieces, parts, strict=True):
+                with tf.device(piece.device):
+                    arrived.append(tf.identity(part))
+                    if (optimizer, piece.name) not in self._prepared:  # slots cannot be made under a condition
+                        self._prepared[optimizer, piece.name] = optimizer.apply_gradients([(arrived[-1], piece)])  # never run
+            with self.lock.held([part.op for part in arrived]) as done:
+                with tf.device(self.step.device):
+                    before = clocks.read()
+                    low, own = clocks.low(before), before[local.index]
+                    self.over = tf.equal(low, FINISHED)
+                    counts = tf.equal(clocks.pulled(local.index), low) & (own <= low) & ~self.over
+                    after = clocks.with_clock(before, local.index, tf.where(counts, low + 1, own))
+                    is_last = clocks.low(after) > low
+                    self.known = self.step.read_value()
+                    self.updated = self.known + tf.cast(counts, tf.int64)
+                applied = [self.known.op]
+                for piece, part, total in zip(self.pieces, arrived, sums, strict=True):
+                    with tf.device(piece.device):
+                        added = conditionally(counts, piece.device, lambda part=part, total=total: total.add(part))
+                        with tf.control_dependencies([added]):
+                            apply = lambda p=piece, t=total: optimizer.apply_gradients([(t.take(), p)])  # noqa: E731
+                            applied.append(conditionally(is_last, piece.device, apply))
+                with tf.device(self.step.device), tf.control_dependencies(applied):
+                    counted = conditionally(is_last, self.step.device, lambda: self.step.assign_add(1, read_value=False))
+                    with tf.control_dependencies([counted]):
+                        done += [counted, *clocks.change(before, after)]
+        return [*[part.op for part in parts], *done]
+
+    def follow(self, local, steps):
+        """x̃ ← x, the chief's, which is that of all workers, `steps` updates after the last time. One message, the chief's."""
+        if local.step is None:
+            with tf.control_dependencies(None), tf.variable_scope(local.name):
+                with tf.device(self.step.device):
+                    newest = self.step.read_value()
+                local.step = local_variable("step", newest)
+                stopping = local_variable("stopping", tf.zeros([]))
+                self.meeting = Meeting([], [], [], vote=stopping.assign(1.0, read_value=False))
+                local.stopping = stopping
+        self.gradients_per_update, self.over = local.num_workers, local.all_reduce(local.stopping.read_value()) > 0
+        updated = local.step.assign_add(steps)
+        self.known = updated - steps + tf.range(steps, dtype=tf.int64)
+        self.updated = self.known + 1
+        if local.index > 0:
+            return [updated.op]
+        followed = [updated.op]
+        for piece, part in zip(self.pieces, self._split(local.value.read_value()), strict=True):
+            with tf.device(piece.device):
+                followed.append(piece.assign(part, read_value=False))
+        with tf.device(self.step.device):
+            return [*followed, self.step.assign(updated, read_value=False)]
+
+    def _sums(self, reduction):
+        if not self._totals:
+            with tf.control_dependencies(None):
+                for i, piece in enumerate(self.pieces):
+                    with tf.device(piece.device):
+                        self._totals.append(_Total(f"gradients_{i}", piece.shape, reduction))
+        return self._totals
+
+    def _meet(self, clocks, local, sums):
+        """Returns the `Meeting` of workers that make every update together: it is over when one of them leaves.
+
+        When the chief enters, x̃ may have gone back to a checkpoint. Then no gradient counts that is on its way.
+        """
+        with tf.control_dependencies(None):
+            with self.lock.held([]) as enter, tf.device(self.step.device):
+                before = clocks.read()
+                low = clocks.low(before)
+                if local.index == 0:
+                    nobody = tf.fill([local.num_workers], tf.constant(FINISHED, tf.int64))
+                    newest = tf.reduce_max(tf.where(tf.equal(before, FINISHED), tf.zeros_like(before), before))
+                    after = tf.where(tf.equal(before, FINISHED), nobody, tf.fill([local.num_workers], newest + 1))
+                    low = clocks.low(after)
+                    enter += clocks.change(before, after)
+                    for piece, total in zip(self.pieces, sums, strict=True):
+                        with tf.device(piece.device):
+                            enter.append(conditionally(total.count() > 0, piece.device, lambda total=total: total.take().op))
+                enter += clocks.begin(local.index, low)
+            with self.lock.held([]) as close, tf.device(self.step.device):
+                close += clocks.change(clocks.read(), tf.fill([local.num_workers], tf.constant(FINISHED, tf.int64)))
+            return Meeting(enter, close, clocks.release(local.index))
 
     def memory(self, name, remember):
         """Returns a new `Memory` of the worker of this name: variables on the ps, of the worker's session as its local ones."""
@@ -158,7 +304,7 @@ class GlobalParameters:
         with tf.control_dependencies(None):
             with tf.device(self.step.device), self._after_previous(self.step.device):
                 before = [tf.no_op()]
-            with self._locked(before) as done:
+            with self.lock.held(before) as done:
                 with tf.device(self.step.device):
                     step = self.step.read_value()
                     done += [memory.step.assign(step, read_value=False)] if memory.step is not None else [step.op]
@@ -169,24 +315,6 @@ class GlobalParameters:
                         done += [memory.pieces[i].assign(value, read_value=False)] if memory.pieces else [value.op]
                     values.append(value)
             return _joined(values), step, done
-
-    @contextlib.contextmanager
-    def _locked(self, after):
-        """Operations made in this context run under a lock, taken when those of `after` have ended.
-
-        It is given back when those ended that the caller has put into the list that this yields; it gets the release added.
-        A lock belongs to one run of the graph: it is given back, too, when that fails, or the worker dies.
-        """
-        if self._mutex is None:
-            with tf.device(self.step.device):
-                self._mutex = tf.raw_ops.MutexV2(container="", shared_name="parameters")
-        with tf.device(self.step.device), tf.control_dependencies(after):
-            lock = tf.raw_ops.MutexLock(mutex=self._mutex)
-        done: list[Any] = []
-        with tf.control_dependencies([lock.op]):
-            yield done
-        with tf.device(self.step.device), tf.control_dependencies(done):
-            done.append(tf.raw_ops.ConsumeMutexLock(mutex_lock=lock))
 
     def _split(self, vector):
         sizes = [int(piece.shape[0]) for piece in self.pieces]
@@ -199,6 +327,37 @@ class GlobalParameters:
             count = tf.raw_ops.ResourceCountUpTo(resource=self.step.handle, limit=tf.int64.max, T=tf.int64)
             self.updated = count + 1
         return count.op
+
+
+class Meeting(NamedTuple):
+    """Operations of a worker that others wait for: each a list."""
+
+    enter: Any  # at the begin of a session
+    leave: Any  # it has finished, and others need not wait for it
+    release: Any  # it is to stop, so let it not wait for others
+    vote: Any = None  # it is to stop, and all others together with it after the call, in which it has to take part
+
+
+class _Total:
+    """A sum of gradients on the present device, empty at first; needs no initialization."""
+
+    def __init__(self, name, shape, reduction):
+        self._handle = tf.raw_ops.ResourceConditionalAccumulator(
+            dtype=tf.float32, shape=shape, shared_name=name, reduction_type=reduction
+        )
+
+    def add(self, gradient):
+        """The operation that adds a gradient."""
+        newest = tf.constant(tf.int64.max, tf.int64)  # it would leave out what is older than it thinks that x̃ is
+        return tf.raw_ops.ResourceAccumulatorApplyGradient(handle=self._handle, local_step=newest, gradient=gradient)
+
+    def count(self):
+        """How many were added since the last one was taken."""
+        return tf.raw_ops.ResourceAccumulatorNumAccumulated(handle=self._handle)
+
+    def take(self):
+        """Returns the mean or the sum, of one gradient at least, and empties it."""
+        return tf.raw_ops.ResourceAccumulatorTakeGradient(handle=self._handle, num_required=1, dtype=tf.float32)
 
 
 class There(NamedTuple):
@@ -227,10 +386,13 @@ class LocalParameters:
       model: a `common.models.Model`.
       batches: gives the next samples, see `common.data.Batches`.
       name: variable scope; different for each worker, since the ps know what they remember of it by this name.
+      index, num_workers: which worker of how many this is.
+      delay: seconds that each call of `train` takes longer, to see what a slow worker does.
     """
 
-    def __init__(self, center, model, batches, name="local"):
+    def __init__(self, center, model, batches, name="local", index=0, num_workers=1, delay=0.0):
         self.model, self.batches, self.name = model, batches, name
+        self.index, self.num_workers, self.delay = index, num_workers, delay
         self.init_feed_dict = dict(batches.init_feed_dict)
         with tf.variable_scope(name):
             self.value = local_variable("x", center.read()[0])
@@ -242,10 +404,15 @@ class LocalParameters:
         self.memory = Memory()  # set by a pull that is remembered
         self._vectors: dict[str, Any] = {}
         self._optimizers: dict[Any, Any] = {}
+        self._counters: dict[str, Any] = {}
+        self._num_reductions = 0
         self.gradient = self.vector("gradient")
         self.difference: Any = None  # set by compare
         self.pulled: Any = None  # set by pull and compare: the global step at which x̃ was read
         self.loss: Any = None  # set by train: mean loss over the window
+        self.step: Any = None  # set by GlobalParameters.follow: as many updates as x has, of all workers together
+        self.stopping: Any = None  # and: 1 if this worker is to stop
+        self.may_go_on: Any = None  # set by GlobalParameters.wait: whether it would end at once
         self.windows = 0  # how many calls of train there were
 
     def vector(self, name):
@@ -291,16 +458,13 @@ class LocalParameters:
           accumulate: adds the g to what is in `gradient`, instead of to zero.
         """
         self.windows += 1
-        indices = self.batches.next(window)
+        slept = [tf.py_func(lambda: time.sleep(self.delay), [], [])] if self.delay else []
+        with tf.control_dependencies(slept):
+            indices = self.batches.next(window)
         x, before = self.value, self.gradient.read_value() if accumulate else tf.zeros([self.model.size])
-        if isinstance(optimizer, tf.train.Optimizer):
-            optimizer = _same_as_before(optimizer, self._optimizers)
 
         def change(g):
-            if not isinstance(optimizer, tf.train.Optimizer):
-                return optimizer(g)
-            with tf.variable_creator_scope(_make_local):  # its slots
-                return optimizer.apply_gradients([(g, x)])
+            return self.apply(optimizer, g) if isinstance(optimizer, tf.train.Optimizer) else optimizer(g)
 
         def step(t):
             present = x.read_value()
@@ -324,6 +488,28 @@ class LocalParameters:
             loss /= window
         self.loss = tf.identity(loss)
         return [self.gradient.assign(total, read_value=False), self.loss.op, changed]
+
+    def apply(self, optimizer, g):
+        """x ← optimizer(x, g), for a function that `train` gets. The optimizer's slots stay on this worker."""
+        optimizer = _same_as_before(optimizer, self._optimizers)
+        with tf.variable_creator_scope(_make_local):  # its slots
+            return optimizer.apply_gradients([(g, self.value)])
+
+    def all_reduce(self, tensor):
+        """Returns the mean over all workers of a tensor, by an all-reduce among them. All have to take part, or none goes on.
+
+        It is TensorFlow's ring, in which a worker sends n-ths of the tensor, 2 (n − 1) in turn. Two workers send their whole
+        tensors to each other instead: as many bytes, but at once.
+        """
+        n = self.num_workers
+        if n == 1:
+            return tensor
+        self._num_reductions += 1  # all workers build the same graph, so it is the same for all
+        ring = {"group_size": n, "group_key": 1, "instance_key": self._num_reductions, "communication_hint": "ring"}
+        if n > 2:
+            return tf.raw_ops.CollectiveReduce(input=tensor, merge_op="Add", final_op="Div", subdiv_offsets=[0], **ring)
+        row = tf.expand_dims(tensor, 0)
+        return tf.reduce_mean(tf.raw_ops.CollectiveGather(input=row, shape=[n, *tensor.shape], **ring), axis=0)
 
     def optimizer(self, hp):
         """Returns the optimizer that `--local_optimizer` names, for `train`."""
@@ -371,6 +557,7 @@ class Rounds(NamedTuple):
     operations: Any
     loss: Any  # mean over the calls of `LocalParameters.train`
     steps: Any  # int64 [updates, 2]: the newest update by others that the worker knew, and its own update, as global steps
+    over: Any = ()  # whether another worker has ended the training, if that can be
 
 
 def build_steps(scheme, center, local, hp):
@@ -404,14 +591,16 @@ def build_rounds(scheme, center, local, hp, rounds=1):
             if local.pulled is not pulled:
                 own_updates, there = 0, []
             if center.updated is not updated:
-                with tf.device(center.step.device):
-                    steps += [local.pulled + own_updates, center.updated]
+                with tf.device(center.updated.device):
+                    known = local.pulled + own_updates if center.known is None else center.known
+                    steps.append(tf.reshape(tf.stack([known, center.updated], axis=-1), [-1, 2]))
                 own_updates += 1
-            here = [op for op in step if not _is_on_ps(op)]
+            here = [op for op in step if not _is_on_ps(op)] or here
             there += [op for op in step if _is_on_ps(op)]
             # What the ps did with a push began after it had left the worker: no need to tell the ps again.
-            center.previous = there if len(here) < len(step) else here + there
+            center.previous = there if any(map(_is_on_ps, step)) else here + there
     center.previous = []  # a read that is built later belongs to no round
-    with tf.device(center.step.device):
-        steps = tf.reshape(tf.stack(steps), [-1, 2])  # there, to be one message
-    return Rounds(here + there, tf.add_n(losses) / float(len(losses)), steps)
+    with tf.device(center.updated.device):
+        steps = tf.concat(steps, axis=0)  # there, to be one message
+    over = () if center.over is None else center.over
+    return Rounds(here + there, tf.add_n(losses) / float(len(losses)), steps, over)

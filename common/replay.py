@@ -26,7 +26,9 @@ class _Step(NamedTuple):
     operations: list
     pulled: object  # tensors, or None if the step is not one of that kind
     loss: object
+    known: object
     updated: object
+    may_go_on: object
 
 
 class Replay:
@@ -41,20 +43,25 @@ class Replay:
       num_ps: pieces of the global parameters.
 
     Attributes:
-      updates: list of `Update`, in their order.
+      updates: list of `Update`, in their order; of a synchronous scheme, of the gradients that each is made of.
+      dropped: list of (worker, global step) of the gradients that came too late for their update.
       losses: list of (worker, mean loss of its window), in their order.
       graph, session: what it runs in, to look at other variables.
     """
 
     def __init__(self, scheme, hp, model, make_batches, num_workers=2, num_ps=1):
         self.updates: list[Update] = []
+        self.dropped: list[tuple[int, int]] = []
         self.losses: list[tuple[int, float]] = []
         self._model, self.graph = model, tf.Graph()
         with self.graph.as_default():
             self._center = GlobalParameters(model.initial_parameters, num_ps)
-            workers = [LocalParameters(self._center, model, make_batches(i), f"worker_{i}") for i in range(num_workers)]
+            workers = [
+                LocalParameters(self._center, model, make_batches(i), f"worker_{i}", i, num_workers) for i in range(num_workers)
+            ]
             self._workers, self._steps = workers, [_steps_of(scheme, self._center, worker, hp) for worker in workers]
             self._value = self._center.read()[0]
+            self._step = self._center.step.read_value()
             feeds = dict(self._center.init_feed_dict)
             for worker in workers:
                 feeds.update(worker.init_feed_dict)
@@ -64,10 +71,23 @@ class Replay:
         self._evaluations: dict[Any, Any] = {}  # by the shapes of x and y
         self._next, self._known = [0] * num_workers, [0] * num_workers
         self._own = [0] * num_workers  # updates since the pull
-        self._clocks = [(0.0, i) for i in range(num_workers)]
+        self._times = [(0.0, i) for i in range(num_workers)]
+        self._waiting: list[int] = []
+        self._global_step = 0
+
+    def has_to_wait(self, worker):
+        """Returns whether the next step of this worker's round waits for other workers."""
+        may_go_on = self._steps[worker][self._next[worker]].may_go_on
+        return may_go_on is not None and not self.session.run(may_go_on)
 
     def step(self, worker):
-        """Runs the next step of this worker's round; returns whether it was one of local training."""
+        """Runs the next step of this worker's round; returns whether it was one of local training.
+
+        Raises:
+          RuntimeError: if it has to wait for other workers.
+        """
+        if self.has_to_wait(worker):
+            raise RuntimeError(f"worker {worker} has to wait for others")
         step = self._steps[worker][self._next[worker]]
         self._next[worker] = (self._next[worker] + 1) % len(self._steps[worker])
         fetches = {name: tensor for name, tensor in step._asdict().items() if tensor is not None}
@@ -78,7 +98,13 @@ class Replay:
             self.losses.append((worker, float(values["loss"])))
         if "updated" in values:
             updated, known = int(values["updated"]), self._known[worker]
-            self.updates.append(Update(worker, known, updated, updated - 1 - known - self._own[worker]))
+            self._global_step = updated if step.known is None else int(self.session.run(self._step))
+            if step.known is None:
+                self.updates.append(Update(worker, known, updated, updated - 1 - known - self._own[worker]))
+            elif updated > values["known"]:
+                self.updates.append(Update(worker, known, updated, updated - 1 - known))
+            else:
+                self.dropped.append((worker, updated))
             self._own[worker] += 1
         return "loss" in values
 
@@ -89,12 +115,19 @@ class Replay:
           updates: number of updates, of all workers together.
           duration: function of the worker that returns how long its next local training takes; the rest takes no time.
         """
-        last = len(self.updates) + updates
-        while len(self.updates) < last:
-            time, worker = heapq.heappop(self._clocks)
-            while not self.step(worker):
-                pass
-            heapq.heappush(self._clocks, (time + duration(worker), worker))
+        last = self._global_step + updates
+        while self._global_step < last:
+            time, worker = heapq.heappop(self._times)
+            trained = False
+            while not trained and not self.has_to_wait(worker):
+                trained = self.step(worker)
+            if trained:
+                heapq.heappush(self._times, (time + duration(worker), worker))
+            else:
+                self._waiting.append(worker)
+            for each in [w for w in self._waiting if not self.has_to_wait(w)]:
+                self._waiting.remove(each)
+                heapq.heappush(self._times, (time, each))
 
     @property
     def center(self):
@@ -124,9 +157,10 @@ class Replay:
 
 def _steps_of(scheme, center, local, hp):
     steps = []
-    before = local.pulled, local.loss, center.updated
+    of_steps = lambda: (local.pulled, local.loss, center.known, center.updated, local.may_go_on)  # noqa: E731
+    before = of_steps()
     for operations in scheme(center, local, hp):
-        now = local.pulled, local.loss, center.updated
+        now = of_steps()
         steps.append(_Step(operations, *(new if new is not old else None for new, old in zip(now, before, strict=True))))
         before = now
     return steps

@@ -6,13 +6,14 @@ import signal
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from common import cluster, data, models, plots, tf
-from common.hooks import EvaluationHook, MetricsHook, MetricsLog, WarmStartHook
+from common.hooks import EvaluationHook, MeetingHook, MetricsHook, MetricsLog, WarmStartHook
 from common.launch import INTERRUPTING_SIGNALS, write_json
 from common.parameters import GlobalParameters, LocalParameters, build_rounds
 from common.session import monitored_session
@@ -36,15 +37,16 @@ def train(scheme, task, settings):
     x, y = data.shard(dataset, index, num_workers)
     # Of the initial values only the chief's count; the seed of Dropout is to differ.
     model = models.build(settings.model, dataset, settings.seed + index)
-    last = last_step(settings, len(dataset.x_train))
 
     with tf.Graph().as_default():
         center = GlobalParameters(model.initial_parameters, task.num_ps if task else 1, task and task.device_fn())
         with tf.device(task and task.device):
+            batches = data.Batches(x, y, settings.batch_size, settings.seed + index)
             local = LocalParameters(
-                center, model, data.Batches(x, y, settings.batch_size, settings.seed + index), f"worker_{index}"
+                center, model, batches, f"worker_{index}", index, num_workers, delay_of(settings.delays, index)
             )
-            next_call = build_calls(scheme, center, local, settings, last, num_workers)
+            last, next_call = build_calls(scheme, center, local, settings, len(dataset.x_train))
+            settings.gradients_per_update = center.gradients_per_update
             local_init_feed_dict, evaluation, final = local.init_feed_dict, None, None
             if index == 0:
                 parameters, step = center.read()
@@ -53,7 +55,7 @@ def train(scheme, task, settings):
                 local_init_feed_dict.update(feed_dict)
                 evaluation = step, *model.evaluate(*final, x_test, y_test)
             gate = ready = None
-            if task and settings.warm_start_steps:
+            if task and (settings.warm_start_steps or center.meeting):
                 with tf.device(center.step.device):
                     gate = tf.get_variable("gate", initializer=True, trainable=False, collections=[])
                 if index > 0:
@@ -66,7 +68,7 @@ def train(scheme, task, settings):
                 local_init_op=tf.local_variables_initializer(),
                 local_init_feed_dict=local_init_feed_dict,
             )
-        plan = Plan(last, center.step, next_call, evaluation, final, scaffold, gate)
+        plan = Plan(last, center.step, next_call, evaluation, final, scaffold, gate, center.meeting)
         outcome = work(plan, task, settings, server, interruption, monitored_session)
     if outcome.final:
         model.save(*outcome.final, Path(settings.run_dir, "model.keras"))
@@ -74,24 +76,37 @@ def train(scheme, task, settings):
     return outcome.status
 
 
-def build_calls(scheme, center, local, settings, last, num_workers):
-    """Builds some rounds for one call, and one round, and returns a function that chooses, see `Plan.next_call`."""
+def build_calls(scheme, center, local, settings, num_samples):
+    """Builds some rounds for one call, and one round.
+
+    Returns:
+      The global step to stop at, and a function that chooses the rounds, see `Plan.next_call`.
+    """
     one = many = build_rounds(scheme, center, local, settings)
+    last = last_step(settings, num_samples, center.gradients_per_update)
     updates, windows = int(one.steps.shape[0]), local.windows  # of one round
-    most = settings.rounds_per_call or rounds_worth_a_call(local.model, windows, updates * settings.window)
-    most = min(most, max(1, last // (updates * num_workers)))
-    if most > 1:
+    # Every worker on its own, or all together, as fast as the slowest.
+    at_once = local.num_workers if center.gradients_per_update == 1 else 1
+    # Workers that average every gradient make as many steps a call as it says; they are one loop.
+    lockstep = center.meeting is not None and center.meeting.vote is not None
+    most = settings.rounds_per_call or rounds_worth_a_call(local.model, windows, updates * settings.window, lockstep)
+    most = min(most, max(1, last // (updates * at_once)))
+    if most > 1 and lockstep:
+        many = build_rounds(scheme, center, local, types.SimpleNamespace(**{**vars(settings), "window": most}))
+    elif most > 1:
         many = build_rounds(scheme, center, local, settings, most)
     # Towards the end one round a call, so that the last step is overshot as little as can be without a lock.
-    return lambda present: (many if present + num_workers * most * updates <= last else one,)
+    return last, lambda present: (many if present + at_once * most * updates <= last else one,)
 
 
-def rounds_worth_a_call(model, windows, local_steps):
+def rounds_worth_a_call(model, windows, local_steps, lockstep=False):
     """Returns how many rounds of so many windows, or local steps in all, to run in one call, when the user does not say.
 
     A call costs about as much as a round of a small model. A larger model, or many local steps, make that little beside the
     round, while each further window makes the graph larger and takes time to prepare, most of all a loop of several steps.
     """
+    if lockstep:
+        return 50 if model.size < 1_000_000 else 10
     most = 10 if local_steps == windows else 5
     return max(1, min(most // windows, 400 // local_steps)) if model.size < 1_000_000 else 1
 
@@ -106,6 +121,7 @@ class Plan(NamedTuple):
     final: Any  # the chief's: tensors to fetch at the very end
     scaffold: Any  # a `tf.train.Scaffold`
     gate: Any = None  # a variable that the other workers wait for, see `common.hooks.WarmStartHook`
+    meeting: Any = None  # a `common.parameters.Meeting`, where workers wait for each other
 
 
 class Outcome(NamedTuple):
@@ -138,8 +154,12 @@ def work(plan, task, settings, server, interruption, open_session):
     if index == 0:
         evaluation = EvaluationHook(log, *plan.evaluation)
         hooks.append(evaluation)
-    warm_start = None
-    if index == 0 and plan.gate is not None:
+    warm_start = meeting = None
+    if plan.meeting:
+        meeting = MeetingHook(plan.meeting, plan.gate if index == 0 else None)
+        interruption.release = meeting.release
+        hooks.insert(1, meeting)
+    elif index == 0 and plan.gate is not None:
         warm_start = WarmStartHook(plan.gate, plan.step, settings.warm_start_steps)
         hooks.append(warm_start)
     rendezvous: Any = cluster.Rendezvous(task, len(REPORT)) if task else None
@@ -150,14 +170,21 @@ def work(plan, task, settings, server, interruption, open_session):
         first_time, first_step = session.run([clock, plan.step])
         deadline = time.monotonic() + (settings.seconds or math.inf)
         present = first_step
-        if index > 0 and plan.gate is not None and not session.run(plan.gate):
+        if index > 0 and plan.gate is not None and not meeting and not session.run(plan.gate):
             present = plan.last  # the chief has ended before there was anything to do for others
-        while present < plan.last and time.monotonic() < deadline and not interruption.requested:
-            present = session.run(*plan.next_call(present)).steps[-1, 1]
+        is_over = False
+        while present < plan.last and not is_over:
+            if time.monotonic() >= deadline or interruption.requested:
+                if meeting is None or not meeting.vote(session):
+                    break
+            rounds = session.run(*plan.next_call(present))
+            present, is_over = rounds.steps[-1, 1], rounds.over
         if interruption.requested:
             return Outcome(130)  # leaving the session saves a checkpoint
         stop_time = session.run(clock)
         interruption.training_ends()
+        if meeting:
+            session.run_step_fn(lambda step_context: meeting.leave(step_context.session))
         metrics.flush()
         report = [index, first_time, first_step, stop_time, *metrics.totals()]
         if index > 0:
@@ -179,13 +206,19 @@ def work(plan, task, settings, server, interruption, open_session):
     return outcome
 
 
-def last_step(settings, num_samples):
+def delay_of(delays, index):
+    """Returns the seconds that `--delays`, milliseconds of some workers, means for this one."""
+    return float(delays[index]) / 1000 if delays and index < len(delays) else 0.0
+
+
+def last_step(settings, num_samples, gradients_per_update=1):
     """Returns the global step to stop at, from `--steps` or else `--epochs`."""
-    return settings.steps or math.ceil(settings.epochs * num_samples / (settings.batch_size * settings.window))
+    samples_per_update = settings.batch_size * settings.window * gradients_per_update
+    return settings.steps or math.ceil(settings.epochs * num_samples / samples_per_update)
 
 
 # What a worker tells the chief at its end, as float64. Times are in seconds on the clock of ps 0.
-REPORT = ("index", "first_time", "first_step", "stop_time", "samples", "updates", "staleness_sum", "staleness_max")
+REPORT = ("index", "first_time", "first_step", "stop_time", "samples", "updates", "staleness_sum", "staleness_max", "dropped")
 
 
 def write_result(settings, task, reports, global_step, test_loss, test_accuracy):
@@ -206,7 +239,8 @@ def summarize(settings, task, reports, global_step):
         latest = np.argmax(np.where(trained, columns["first_time"], -np.inf))
         updates = global_step - columns["first_step"][latest]
         train_seconds = float(columns["stop_time"].max() - columns["first_time"][latest])
-        samples_per_second = updates * settings.batch_size * settings.window / train_seconds
+        samples_per_update = settings.batch_size * settings.window * settings.gradients_per_update
+        samples_per_second = updates * samples_per_update / train_seconds
         staleness = columns["staleness_sum"].sum() / columns["updates"].sum()
     return {
         "scheme": settings.scheme,
@@ -221,6 +255,7 @@ def summarize(settings, task, reports, global_step):
         "samples_per_second": samples_per_second,
         "staleness_mean": staleness,
         "staleness_max": int(columns["staleness_max"].max()),
+        "gradients_dropped": int(columns["dropped"].sum()),
     }
 
 
@@ -252,6 +287,7 @@ class Interruption(tf.train.SessionRunHook):
 
     def __init__(self):
         self.requested = False
+        self.release = lambda: None  # called when it is requested; it may wait for a session
         self._is_training = self._has_ended = False
         signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTING_SIGNALS)
         for number in INTERRUPTING_SIGNALS:
@@ -271,6 +307,7 @@ class Interruption(tf.train.SessionRunHook):
                     os.write(1, b"\x1b[?25h")  # the cursor, which the table of progress hides
                 os._exit(130)
             self.requested = True
+            self.release()
 
     def training_begins(self):
         """From now on there is something to save."""

@@ -81,12 +81,12 @@ def test_metrics_count_the_calls_that_train(log, lines, call):
     with tf.train.MonitoredSession(hooks=[hook]) as session:
         for fetches in call.loss, [call.loss, call.steps], tuple(call), {"loss": call.loss}:
             session.run(fetches, {call.loss: 9.0, call.steps: [[0, 1]]})
-        assert hook.totals() == (0, 0, 0, 0)
+        assert hook.totals() == (0, 0, 0, 0, 0)
         result = train(session, call, 0.5, [[0, 1], [1, 4]])
         assert (result.loss, result.steps.tolist()) == (0.5, [[0, 1], [1, 4]])
-        assert hook.totals() == (20, 2, 2, 2)
+        assert hook.totals() == (20, 2, 2, 2, 0)
         train(session, call, 0.25, [[4, 5]])
-        assert hook.totals() == (30, 3, 2, 2)
+        assert hook.totals() == (30, 3, 2, 2, 0)
         assert lines() == []  # not yet time
     (line,) = lines()
     assert line["samples"] == 30 and line["global_step"] == 5
@@ -113,13 +113,13 @@ def test_lines_are_of_the_time_since_the_last(log, lines, call):
     assert [line["loss"] for line in lines()] == [1, 3]
     assert [line["staleness"] for line in lines()] == [{"0": 2}, {"2": 1}]
     assert [line["samples"] for line in lines()] == [20, 30]  # since the start
-    assert hook.totals() == (30, 3, 2, 2)
+    assert hook.totals() == (30, 3, 2, 2, 0)
 
 
 def test_flush_without_a_call_writes_nothing(log, lines):
     hook = MetricsHook(log, samples_per_update=10)
     hook.flush()
-    assert lines() == [] and hook.totals() == (0, 0, 0, 0)
+    assert lines() == [] and hook.totals() == (0, 0, 0, 0, 0)
 
 
 class Measured:

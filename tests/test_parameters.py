@@ -371,9 +371,9 @@ def test_rounds_of_one_worker_share_the_slots_of_its_own_optimizer(make, initial
 
     def scheme(center, local, hp):
         momentum = tf.train.MomentumOptimizer(RATE, 0.5)
-        yield local.train(hp.window, momentum)
         local.pulled = center.read()[1]  # nothing is pulled or pushed, so that x goes on, too
         center.updated = local.pulled + 1
+        yield local.train(hp.window, momentum)
 
     center, local = make()
     pull = local.pull(center)
@@ -534,7 +534,7 @@ tf.disable_eager_execution()
 center = GlobalParameters(np.zeros(4, np.float32), 1, task.device_fn())
 with tf.device("/job:ps/task:0"):
     has_lock, never = (tf.queue.FIFOQueue(1, tf.bool, shared_name=name) for name in ("has_lock", "never"))
-    with center._locked([]) as done:
+    with center.lock.held([]) as done:
         done += [has_lock.enqueue(True), never.dequeue().op]
 with tf.Session(server.target, config=task.config()) as session:
     session.run(done)
@@ -555,7 +555,7 @@ def test_who_is_killed_holds_no_lock(graph, tmp_path):
         center = GlobalParameters(np.zeros(4, np.float32), 1, task.device_fn())
         with tf.device("/job:ps/task:0"):
             waits = tf.queue.FIFOQueue(1, tf.bool, shared_name="has_lock").dequeue()
-            with center._locked([]) as done:
+            with center.lock.held([]) as done:
                 pass
         session = stack.enter_context(tf.Session(server.target, config=task.config()))
         session.run(waits, options=tf.RunOptions(timeout_in_ms=60_000))

@@ -205,7 +205,7 @@ def test_no_summary_of_a_run_that_failed(tmp_path, capsys):
 
 
 def settings(**changes):
-    defaults = dict(scheme="HogWild", batch_size=32, window=1, steps=None, epochs=60.0, began=0.0)
+    defaults = dict(scheme="HogWild", batch_size=32, window=1, steps=None, epochs=60.0, began=0.0, gradients_per_update=1)
     return types.SimpleNamespace(**defaults | changes)
 
 
@@ -213,12 +213,13 @@ def test_last_step():
     assert training.last_step(settings(), 1438) == math.ceil(60 * 1438 / 32)
     assert training.last_step(settings(window=10), 1438) == math.ceil(60 * 1438 / 320)
     assert training.last_step(settings(epochs=1e-6), 1438) == 1
+    assert training.last_step(settings(), 1438, gradients_per_update=3) == math.ceil(60 * 1438 / 96)
     assert training.last_step(settings(steps=7), 1438) == 7
 
 
 def report(**figures):
     """What a worker hands in at its end."""
-    return [figures[name] for name in training.REPORT]
+    return [{"dropped": 0, **figures}[name] for name in training.REPORT]
 
 
 FIRST = dict(
@@ -247,6 +248,14 @@ def test_window_counts_in_the_speed():
     result = training.summarize(settings(window=10), None, [report(**FIRST)], 200)
     assert result["samples_per_second"] == pytest.approx(200 * 320 / 10)
     assert result["num_ps"] == 0
+
+
+def test_an_update_of_several_gradients_counts_all_of_them_in_the_speed():
+    """Not those that were dropped, though these are among the samples that were processed."""
+    reports = [report(**FIRST), report(**SECOND, dropped=7)]
+    result = training.summarize(settings(gradients_per_update=2), types.SimpleNamespace(num_ps=1), reports, 200)
+    assert result["samples_per_second"] == pytest.approx((200 - 50) * 64 / 9)
+    assert (result["samples"], result["gradients_dropped"]) == (11200, 7)
 
 
 def test_worker_that_came_too_late_to_train_does_not_count_in_the_speed():

@@ -1,0 +1,184 @@
+"""How workers wait for each other: a lock, and a clock and a bell for each worker, on a ps. Nobody polls.
+
+All of it lies in resources of the ps that need no initialization and belong to no checkpoint: they are as old as the ps.
+"""
+
+import contextlib
+from typing import Any
+
+from common import tf
+
+FINISHED = 2**61  # the clock of a worker that nobody has to wait for; sums of two such fit in 64 bits
+
+
+class Lock:
+    """A lock on a device. It belongs to one run of the graph: it is given back, too, when that fails, or the worker dies.
+
+    Args:
+      device: where it lies.
+      name: the same one for all who share it.
+    """
+
+    def __init__(self, device, name):
+        self.device, self._name, self._mutex = device, name, None
+
+    @contextlib.contextmanager
+    def held(self, after):
+        """Operations made in this context run under the lock, which is taken when those of `after` have ended.
+
+        It is given back when those ended that the caller has put into the list that this yields; it gets the release added.
+        """
+        if self._mutex is None:
+            with tf.device(self.device), tf.control_dependencies(None):
+                self._mutex = tf.raw_ops.MutexV2(container="", shared_name=self._name)
+        with tf.device(self.device), tf.control_dependencies(after):
+            lock = tf.raw_ops.MutexLock(mutex=self._mutex)
+        done: list[Any] = []
+        with tf.control_dependencies([lock.op]):
+            yield done
+        with tf.device(self.device), tf.control_dependencies(done):
+            done.append(tf.raw_ops.ConsumeMutexLock(mutex_lock=lock))
+
+
+class Clocks:
+    """A clock for each worker; a worker whose clock is ahead waits until the slower ones have come closer.
+
+    Worker i may go on while c_i − low ≤ s, where low is the least of all clocks: stale synchronous parallel (Ho et al. 2013).
+    With a `quorum` of N workers low is the N-th largest clock: N of them are enough to let the others go on.
+
+    Who has to wait does so at a bell, a queue of its own. Whoever moves `low` rings for those that may go on by that.
+
+    Args:
+      num_workers: number of clocks. They stand at 0 at first, those of workers that have not begun yet as well.
+      lock: a `Lock`; the clocks lie beside it.
+      staleness: s, how many ticks a worker may be ahead; infinity is allowed.
+      quorum: N; all workers by default.
+      name: the same one for all who share the clocks.
+    """
+
+    def __init__(self, num_workers, lock, staleness=0, quorum=None, name="clocks"):
+        self.lock, self._num_workers, self._quorum = lock, num_workers, quorum or num_workers
+        self._staleness = int(min(staleness, FINISHED))
+        with tf.device(lock.device), tf.control_dependencies(None):
+            self._clocks, self._pulled, self._released = (
+                tf.raw_ops.MutableHashTableV2(key_dtype=tf.int64, value_dtype=tf.int64, shared_name=f"{name}_{column}")
+                for column in ("clock", "pulled", "released")
+            )
+            self._bells = [tf.queue.FIFOQueue(-1, tf.int64, [[]], shared_name=f"{name}_bell_{i}") for i in range(num_workers)]
+            # Made here, they carry no control dependencies: those of a lookup are to be its own.
+            self._workers, self._zero = tf.range(num_workers, dtype=tf.int64), tf.zeros([], tf.int64)
+            self._keys = [tf.constant([i], tf.int64) for i in range(num_workers)]
+
+    def read(self):
+        """Returns all clocks, an int64 tensor `[num_workers]`."""
+        return self._find(self._clocks, self._workers)
+
+    def low(self, clocks):
+        """Returns the clock that the others are measured by, a scalar."""
+        if self._quorum == self._num_workers:
+            return tf.reduce_min(clocks)
+        return tf.sort(clocks, direction="DESCENDING")[self._quorum - 1]
+
+    def pulled(self, worker):
+        """Returns what `low` was when this worker last came through `wait`, or entered."""
+        return self._find(self._pulled, self._keys[worker])[0]
+
+    def may_go_on(self, worker, token=0):
+        """Returns whether this worker need not wait, a boolean scalar. `token` is one from its bell, if it got one: a zero."""
+        with tf.device(self.lock.device):
+            # A lookup is no operation with a state for TensorFlow: one that depends on nothing in a loop is done once.
+            clocks = self._find(self._clocks, self._workers + token)
+            released = self._find(self._released, self._keys[worker] + token)[0] > 0
+            return tf.logical_or(released, clocks[worker] - self.low(clocks) <= self._staleness)
+
+    def wait(self, worker):
+        """Operations that end when this worker may go on."""
+
+        def listen(token):
+            with tf.device(self.lock.device), tf.control_dependencies([token]):
+                return self._bells[worker].dequeue()
+
+        with tf.device(self.lock.device):
+            # It looks again after every token: one may be left over from before.
+            has_to_wait = lambda token: tf.logical_not(self.may_go_on(worker, token))  # noqa: E731
+            waited = tf.nest.flatten(tf.while_loop(has_to_wait, listen, [tf.zeros([], tf.int64)]))
+            with tf.control_dependencies(waited):
+                return [self._insert(self._pulled, worker, self.low(self.read()))]
+
+    def tick(self, worker, after=()):
+        """Operations that let this worker's clock go on by one, when those of `after` have ended."""
+        with self.lock.held(after) as done:
+            clocks = self.read()
+            done += self.change(clocks, self.with_clock(clocks, worker, clocks[worker] + 1))
+        return done
+
+    def with_clock(self, clocks, worker, value):
+        """Returns `clocks` with that of this worker at `value`."""
+        return tf.where(tf.equal(tf.range(self._num_workers), worker), tf.fill([self._num_workers], value), clocks)
+
+    def change(self, before, after):
+        """Operations that set the clocks, and ring for those that may go on by that. To be run under the lock."""
+        with tf.device(self.lock.device), tf.control_dependencies([before]):  # which is to be looked up before it changes
+            had_to_wait = before - self.low(before) > self._staleness
+            may_go_on = after - self.low(after) <= self._staleness
+            rings = tf.unstack(tf.logical_and(had_to_wait, may_go_on))
+            changed = tf.raw_ops.LookupTableInsertV2(table_handle=self._clocks, keys=self._workers, values=after)
+            with tf.control_dependencies([changed]):
+                return [changed, *(self._ring(worker, it) for worker, it in enumerate(rings))]
+
+    def _ring(self, worker, condition=True):
+        """Never waits, and leaves one token at most: only holders of the lock ring."""
+        bell = self._bells[worker]
+        with tf.device(self.lock.device):
+            condition = tf.logical_and(condition, tf.equal(bell.size(), 0))
+            return conditionally(condition, self.lock.device, lambda: bell.enqueue(self._zero))
+
+    def enter(self, worker):
+        """Operations for the begin of a worker's session: it goes on with the clock that it had.
+
+        One that had left goes on with the slowest of the others.
+        """
+        with self.lock.held([]) as done, tf.device(self.lock.device):
+            clocks = self.read()
+            low = self.low(clocks)
+            back = tf.where(tf.equal(low, FINISHED), tf.zeros_like(low), low)
+            clock = tf.where(tf.equal(clocks[worker], FINISHED), back, clocks[worker])
+            done += [*self.change(clocks, self.with_clock(clocks, worker, clock)), *self.begin(worker, low)]
+        return done
+
+    def begin(self, worker, low):
+        """Operations of `enter` that are this worker's own."""
+        return [self._insert(self._released, worker, 0), self._insert(self._pulled, worker, low)]
+
+    def leave(self, worker):
+        """Operations that let the others go on without this worker."""
+        with self.lock.held([]) as done, tf.device(self.lock.device):
+            clocks = self.read()
+            done += self.change(clocks, self.with_clock(clocks, worker, tf.constant(FINISHED, tf.int64)))
+        return done
+
+    def release(self, worker):
+        """Operations that let this worker itself go on, until it enters again: it is to stop."""
+        with self.lock.held([]) as done, tf.device(self.lock.device):
+            released = self._insert(self._released, worker, 1)
+            with tf.control_dependencies([released]):
+                done += [released, self._ring(worker)]
+        return done
+
+    def _find(self, table, keys):
+        with tf.device(self.lock.device):
+            return tf.raw_ops.LookupTableFindV2(table_handle=table, keys=keys, default_value=self._zero)
+
+    def _insert(self, table, worker, value):
+        values = tf.reshape(tf.cast(value, tf.int64), [1])
+        return tf.raw_ops.LookupTableInsertV2(table_handle=table, keys=self._keys[worker], values=values)
+
+
+def conditionally(condition, device, make):
+    """Runs the operation that `make` returns, on this device, if the condition holds."""
+
+    def there():
+        with tf.device(device):
+            return make()
+
+    return tf.cond(condition, there, tf.no_op)

@@ -1,0 +1,150 @@
+"""Clocks against the same in Python; and who waits, waits, and is woken."""
+
+import math
+import random
+import threading
+
+import pytest
+
+from common import tf
+from common.coordination import FINISHED, Clocks, Lock
+
+
+class Run:
+    """The operations of all workers' clocks, in a session of the present graph."""
+
+    def __init__(self, num_workers, staleness=0, quorum=None):
+        self.clocks = clocks = Clocks(num_workers, Lock("", "lock"), staleness, quorum)
+        self._operations = {
+            name: [getattr(clocks, name)(i) for i in range(num_workers)]
+            for name in ("wait", "tick", "leave", "enter", "release", "may_go_on", "pulled")
+        }
+        self._read = clocks.read()
+        self._tokens = [bell.size() for bell in clocks._bells]
+        self._session = tf.Session()
+
+    def __call__(self, name, worker):
+        return self._session.run(self._operations[name][worker])
+
+    def read(self):
+        """Returns all clocks."""
+        return self._session.run(self._read).tolist()
+
+    def tokens(self):
+        """Returns how many tokens lie at each bell."""
+        return self._session.run(self._tokens)
+
+    def waiting(self, worker):
+        """Starts a thread that waits as this worker."""
+        thread = threading.Thread(target=self, args=("wait", worker), daemon=True)
+        thread.start()
+        return thread
+
+
+def ended(thread):
+    thread.join(60)
+    return not thread.is_alive()
+
+
+@pytest.mark.parametrize(("staleness", "quorum"), [(0, None), (2, None), (math.inf, None), (0, 2), (1, 1)])
+def test_clocks_are_those_of_the_definition(graph, staleness, quorum):
+    """Three workers that tick, leave and come back at random: who may go on, and what the clocks say."""
+    run, rng = Run(3, staleness, quorum), random.Random(0)
+    clocks = [0, 0, 0]
+    for _ in range(300):
+        worker, what = rng.randrange(3), rng.choices(["tick", "leave", "enter"], [8, 1, 2])[0]
+        low = sorted(clocks, reverse=True)[(quorum or 3) - 1]
+        if what == "tick" and clocks[worker] < FINISHED:
+            clocks[worker] += 1
+        elif what == "leave":
+            clocks[worker] = FINISHED
+        elif what == "enter" and clocks[worker] == FINISHED:
+            clocks[worker] = low if low < FINISHED else 0
+        else:
+            continue
+        run(what, worker)
+        low = sorted(clocks, reverse=True)[(quorum or 3) - 1]
+        assert run.read() == clocks
+        assert [bool(run("may_go_on", i)) for i in range(3)] == [c - low <= staleness for c in clocks]
+        assert max(run.tokens()) <= 1
+
+
+def test_who_is_ahead_waits_until_the_slowest_has_come_closer(graph):
+    run = Run(3, staleness=1)
+    for _ in range(2):
+        run("tick", 0)
+    waiting = run.waiting(0)
+    run("tick", 1)
+    assert waiting.is_alive() and not run("may_go_on", 0)  # worker 2 is behind still
+    run("wait", 1)
+    run("wait", 2)  # the slowest never waits
+    run("tick", 2)
+    assert ended(waiting)
+
+
+def test_each_is_woken_by_its_own_bell(graph):
+    """Two wait, at different distances; one step of the slowest wakes the one whom it lets go on."""
+    run = Run(3)
+    for worker, ticks in (0, 1), (1, 2):
+        for _ in range(ticks):
+            run("tick", worker)
+    near, far = run.waiting(0), run.waiting(1)
+    run("tick", 2)
+    assert ended(near) and far.is_alive()
+    run("tick", 0)
+    run("tick", 2)
+    assert ended(far)
+
+
+def test_a_token_that_is_left_over_lets_nobody_through(graph):
+    run = Run(2)
+    run("tick", 0)
+    run("tick", 1)  # rings for worker 0, which never came to wait
+    assert run.tokens() == [1, 0]
+    run("tick", 0)
+    waiting = run.waiting(0)
+    run("tick", 1)
+    assert ended(waiting)
+    run("tick", 0)
+    assert not run("may_go_on", 0)
+
+
+def test_who_leaves_is_not_waited_for(graph):
+    run = Run(2)
+    run("tick", 0)
+    waiting = run.waiting(0)
+    run("leave", 1)
+    assert ended(waiting)
+    for _ in range(3):
+        run("tick", 0)
+        run("wait", 0)
+    run("enter", 1)
+    assert run.read() == [4, 4]  # it goes on with the slowest of the others
+
+
+def test_who_comes_back_goes_on_with_its_own_clock(graph):
+    run = Run(2)
+    run("tick", 0)
+    run("enter", 0)
+    assert run.read() == [1, 0] and not run("may_go_on", 0)
+
+
+def test_who_is_released_waits_no_more_until_it_enters_again(graph):
+    run = Run(2)
+    run("tick", 0)
+    waiting = run.waiting(0)
+    run("release", 0)
+    assert ended(waiting)
+    run("tick", 0)
+    run("wait", 0)
+    run("enter", 0)
+    assert not run("may_go_on", 0) and run.read() == [2, 0]
+
+
+def test_a_wait_notes_what_was_known_at_its_end(graph):
+    run = Run(2)
+    run("tick", 0)
+    run("tick", 1)
+    assert run("pulled", 0) == 0
+    run("wait", 0)
+    assert (run("pulled", 0), run("pulled", 1)) == (1, 0)
