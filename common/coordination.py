@@ -46,7 +46,8 @@ class Clocks:
     Worker i may go on while c_i − low ≤ s, where low is the least of all clocks: stale synchronous parallel (Ho et al. 2013).
     With a `quorum` of N workers low is the N-th largest clock: N of them are enough to let the others go on.
 
-    Who has to wait does so at a bell, a queue of its own. Whoever moves `low` rings for those that may go on by that.
+    Who has to wait does so at a bell, a queue of its own. Whoever moves `low` rings for those that may go on by that. There is
+    one token for each time that a worker came to be too far ahead, and `wait` takes as many: no more, no less.
 
     Args:
       num_workers: number of clocks. They stand at 0 at first, those of workers that have not begun yet as well.
@@ -60,9 +61,9 @@ class Clocks:
         self.lock, self._num_workers, self._quorum = lock, num_workers, quorum or num_workers
         self._staleness = int(min(staleness, FINISHED))
         with tf.device(lock.device), tf.control_dependencies(None):
-            self._clocks, self._pulled, self._released = (
+            self._clocks, self._owed, self._pulled, self._released = (
                 tf.raw_ops.MutableHashTableV2(key_dtype=tf.int64, value_dtype=tf.int64, shared_name=f"{name}_{column}")
-                for column in ("clock", "pulled", "released")
+                for column in ("clock", "owed", "pulled", "released")
             )
             self._bells = [tf.queue.FIFOQueue(-1, tf.int64, [[]], shared_name=f"{name}_bell_{i}") for i in range(num_workers)]
             # Made here, they carry no control dependencies: those of a lookup are to be its own.
@@ -81,57 +82,53 @@ class Clocks:
 
     def pulled(self, worker):
         """Returns what `low` was when this worker last came through `wait`, or entered."""
-        return self._find(self._pulled, self._keys[worker])[0]
+        return self._of(self._pulled, worker)
 
-    def may_go_on(self, worker, token=0):
-        """Returns whether this worker need not wait, a boolean scalar. `token` is one from its bell, if it got one: a zero."""
+    def may_go_on(self, worker):
+        """Returns whether this worker need not wait, a boolean scalar."""
         with tf.device(self.lock.device):
-            # A lookup is no operation with a state for TensorFlow: one that depends on nothing in a loop is done once.
-            clocks = self._find(self._clocks, self._workers + token)
-            released = self._find(self._released, self._keys[worker] + token)[0] > 0
-            return tf.logical_or(released, clocks[worker] - self.low(clocks) <= self._staleness)
+            clocks = self.read()
+            is_released = self._of(self._released, worker) > 0
+            return tf.logical_or(is_released, clocks[worker] - self.low(clocks) <= self._staleness)
 
     def wait(self, worker):
         """Operations that end when this worker may go on."""
-
-        def listen(token):
-            with tf.device(self.lock.device), tf.control_dependencies([token]):
-                return self._bells[worker].dequeue()
-
         with tf.device(self.lock.device):
-            # It looks again after every token: one may be left over from before.
-            has_to_wait = lambda token: tf.logical_not(self.may_go_on(worker, token))  # noqa: E731
-            waited = tf.nest.flatten(tf.while_loop(has_to_wait, listen, [tf.zeros([], tf.int64)]))
-            with tf.control_dependencies(waited):
-                return [self._insert(self._pulled, worker, self.low(self.read()))]
+            owed = self._of(self._owed, worker) * (1 - self._of(self._released, worker))
+            taken = self._bells[worker].dequeue_many(tf.cast(owed, tf.int32))
+            with tf.control_dependencies([taken]):
+                return [self._insert(self._owed, worker, 0), self._insert(self._pulled, worker, self.low(self.read()))]
 
     def tick(self, worker, after=()):
         """Operations that let this worker's clock go on by one, when those of `after` have ended."""
-        with self.lock.held(after) as done:
+        with self.lock.held(after) as done, tf.device(self.lock.device):
             clocks = self.read()
-            done += self.change(clocks, self.with_clock(clocks, worker, clocks[worker] + 1))
+            done += self.change(clocks, self.with_clock(clocks, worker, clocks[worker] + 1), worker)
         return done
 
     def with_clock(self, clocks, worker, value):
         """Returns `clocks` with that of this worker at `value`."""
         return tf.where(tf.equal(tf.range(self._num_workers), worker), tf.fill([self._num_workers], value), clocks)
 
-    def change(self, before, after):
-        """Operations that set the clocks, and ring for those that may go on by that. To be run under the lock."""
-        with tf.device(self.lock.device), tf.control_dependencies([before]):  # which is to be looked up before it changes
-            had_to_wait = before - self.low(before) > self._staleness
-            may_go_on = after - self.low(after) <= self._staleness
-            rings = tf.unstack(tf.logical_and(had_to_wait, may_go_on))
-            changed = tf.raw_ops.LookupTableInsertV2(table_handle=self._clocks, keys=self._workers, values=after)
-            with tf.control_dependencies([changed]):
-                return [changed, *(self._ring(worker, it) for worker, it in enumerate(rings))]
+    def change(self, before, after, worker=None):
+        """Operations that set the clocks, and ring for those that may go on by that. To be run under the lock.
 
-    def _ring(self, worker, condition=True):
-        """Never waits, and leaves one token at most: only holders of the lock ring."""
-        bell = self._bells[worker]
-        with tf.device(self.lock.device):
-            condition = tf.logical_and(condition, tf.equal(bell.size(), 0))
-            return conditionally(condition, self.lock.device, lambda: bell.enqueue(self._zero))
+        Args:
+          before, after: all clocks.
+          worker: who has to wait from now on if it came to be too far ahead.
+        """
+        with tf.device(self.lock.device), tf.control_dependencies([before]):  # which is to be looked up before it changes
+            was_ahead, is_ahead = (clocks - self.low(clocks) > self._staleness for clocks in (before, after))
+            done = [tf.raw_ops.LookupTableInsertV2(table_handle=self._clocks, keys=self._workers, values=after)]
+            if worker is not None:
+                more = tf.cast(is_ahead[worker] & ~was_ahead[worker], tf.int64)
+                done.append(self._insert(self._owed, worker, self._of(self._owed, worker) + more))
+            tokens = tf.cast(was_ahead & ~is_ahead, tf.int32)
+            with tf.control_dependencies(done):
+                return [*done, *(self._ring(other, tokens[other]) for other in range(self._num_workers))]
+
+    def _ring(self, worker, tokens):
+        return self._bells[worker].enqueue_many([tf.zeros([tokens], tf.int64)])
 
     def enter(self, worker):
         """Operations for the begin of a worker's session: it goes on with the clock that it had.
@@ -143,12 +140,19 @@ class Clocks:
             low = self.low(clocks)
             back = tf.where(tf.equal(low, FINISHED), tf.zeros_like(low), low)
             clock = tf.where(tf.equal(clocks[worker], FINISHED), back, clocks[worker])
-            done += [*self.change(clocks, self.with_clock(clocks, worker, clock)), *self.begin(worker, low)]
+            done += self.begin(worker, clocks, self.with_clock(clocks, worker, clock))
         return done
 
-    def begin(self, worker, low):
-        """Operations of `enter` that are this worker's own."""
-        return [self._insert(self._released, worker, 0), self._insert(self._pulled, worker, low)]
+    def begin(self, worker, before, after):
+        """Operations that set the clocks when a worker enters, and make a new beginning of what else is known of it."""
+        changed = self.change(before, after)
+        low = self.low(after)
+        with tf.control_dependencies(changed):
+            bell = self._bells[worker]
+            emptied = bell.dequeue_many(bell.size())
+        with tf.control_dependencies([emptied]):
+            owed = self._insert(self._owed, worker, after[worker] - low > self._staleness)
+        return [*changed, owed, self._insert(self._released, worker, 0), self._insert(self._pulled, worker, low)]
 
     def leave(self, worker):
         """Operations that let the others go on without this worker."""
@@ -162,23 +166,16 @@ class Clocks:
         with self.lock.held([]) as done, tf.device(self.lock.device):
             released = self._insert(self._released, worker, 1)
             with tf.control_dependencies([released]):
-                done += [released, self._ring(worker)]
+                done += [released, self._ring(worker, 1)]
         return done
 
     def _find(self, table, keys):
         with tf.device(self.lock.device):
             return tf.raw_ops.LookupTableFindV2(table_handle=table, keys=keys, default_value=self._zero)
 
+    def _of(self, table, worker):
+        return self._find(table, self._keys[worker])[0]
+
     def _insert(self, table, worker, value):
         values = tf.reshape(tf.cast(value, tf.int64), [1])
         return tf.raw_ops.LookupTableInsertV2(table_handle=table, keys=self._keys[worker], values=values)
-
-
-def conditionally(condition, device, make):
-    """Runs the operation that `make` returns, on this device, if the condition holds."""
-
-    def there():
-        with tf.device(device):
-            return make()
-
-    return tf.cond(condition, there, tf.no_op)

@@ -13,7 +13,7 @@ import time
 from typing import Any, NamedTuple
 
 from common import tf
-from common.coordination import FINISHED, Clocks, Lock, conditionally
+from common.coordination import FINISHED, Clocks, Lock
 from common.data import local_variable
 
 
@@ -208,29 +208,29 @@ class GlobalParameters:
             for piece, part in zip(self.pieces, parts, strict=True):
                 with tf.device(piece.device):
                     arrived.append(tf.identity(part))
-                    if (optimizer, piece.name) not in self._prepared:  # slots cannot be made under a condition
-                        self._prepared[optimizer, piece.name] = optimizer.apply_gradients([(arrived[-1], piece)])  # never run
-            with self.lock.held([part.op for part in arrived]) as done:
-                with tf.device(self.step.device):
-                    before = clocks.read()
-                    low, own = clocks.low(before), before[local.index]
-                    self.over = tf.equal(low, FINISHED)
-                    counts = tf.equal(clocks.pulled(local.index), low) & (own <= low) & ~self.over
-                    after = clocks.with_clock(before, local.index, tf.where(counts, low + 1, own))
-                    is_last = clocks.low(after) > low
-                    self.known = self.step.read_value()
-                    self.updated = self.known + tf.cast(counts, tf.int64)
-                applied = [self.known.op]
-                for piece, part, total in zip(self.pieces, arrived, sums, strict=True):
-                    with tf.device(piece.device):
-                        added = conditionally(counts, piece.device, lambda part=part, total=total: total.add(part))
-                        with tf.control_dependencies([added]):
-                            apply = lambda p=piece, t=total: optimizer.apply_gradients([(t.take(), p)])  # noqa: E731
-                            applied.append(conditionally(is_last, piece.device, apply))
-                with tf.device(self.step.device), tf.control_dependencies(applied):
-                    counted = conditionally(is_last, self.step.device, lambda: self.step.assign_add(1, read_value=False))
-                    with tf.control_dependencies([counted]):
-                        done += [counted, *clocks.change(before, after)]
+            if optimizer not in self._prepared:  # its slots cannot be made under a condition; this is never run
+                self._prepared[optimizer] = optimizer.apply_gradients(list(zip(arrived, self.pieces, strict=True)))
+            with self.lock.held([part.op for part in arrived]) as done, tf.device(self.step.device):
+                before = clocks.read()
+                low, own = clocks.low(before), before[local.index]
+                self.over = tf.equal(low, FINISHED)
+                counts = tf.equal(clocks.pulled(local.index), low) & (own <= low) & ~self.over
+                after = clocks.with_clock(before, local.index, tf.where(counts, low + 1, own))
+                is_last = clocks.low(after) > low
+                self.known = self.step.read_value()
+                self.updated = self.known + tf.cast(counts, tf.int64)
+
+                added = [total.add(part, counts) for total, part in zip(sums, arrived, strict=True)]
+
+                def apply():
+                    return optimizer.apply_gradients([(t.take(), piece) for t, piece in zip(sums, self.pieces, strict=True)])
+
+                with tf.control_dependencies([self.known, *added]):
+                    applied = tf.cond(is_last, apply, tf.no_op).op
+                with tf.control_dependencies([applied]):
+                    counted = self.step.assign_add(tf.cast(is_last, tf.int64), read_value=False)
+                with tf.control_dependencies([counted]):
+                    done += [counted, *clocks.change(before, after, local.index)]
         return [*[part.op for part in parts], *done]
 
     def follow(self, local, steps):
@@ -260,8 +260,7 @@ class GlobalParameters:
         if not self._totals:
             with tf.control_dependencies(None):
                 for i, piece in enumerate(self.pieces):
-                    with tf.device(piece.device):
-                        self._totals.append(_Total(f"gradients_{i}", piece.shape, reduction))
+                    self._totals.append(_Total(f"gradients_{i}", piece, reduction))
         return self._totals
 
     def _meet(self, clocks, local, sums):
@@ -271,18 +270,12 @@ class GlobalParameters:
         """
         with tf.control_dependencies(None):
             with self.lock.held([]) as enter, tf.device(self.step.device):
-                before = clocks.read()
-                low = clocks.low(before)
+                before = after = clocks.read()
                 if local.index == 0:
-                    nobody = tf.fill([local.num_workers], tf.constant(FINISHED, tf.int64))
                     newest = tf.reduce_max(tf.where(tf.equal(before, FINISHED), tf.zeros_like(before), before))
-                    after = tf.where(tf.equal(before, FINISHED), nobody, tf.fill([local.num_workers], newest + 1))
-                    low = clocks.low(after)
-                    enter += clocks.change(before, after)
-                    for piece, total in zip(self.pieces, sums, strict=True):
-                        with tf.device(piece.device):
-                            enter.append(conditionally(total.count() > 0, piece.device, lambda total=total: total.take().op))
-                enter += clocks.begin(local.index, low)
+                    after = tf.where(tf.equal(before, FINISHED), before, tf.fill([local.num_workers], newest + 1))
+                    enter += [total.clear() for total in sums]
+                enter += clocks.begin(local.index, before, after)
             with self.lock.held([]) as close, tf.device(self.step.device):
                 close += clocks.change(clocks.read(), tf.fill([local.num_workers], tf.constant(FINISHED, tf.int64)))
             return Meeting(enter, close, clocks.release(local.index))
@@ -339,25 +332,32 @@ class Meeting(NamedTuple):
 
 
 class _Total:
-    """A sum of gradients on the present device, empty at first; needs no initialization."""
+    """A sum of gradients of a piece of x̃, beside it; empty at first. It needs no initialization."""
 
-    def __init__(self, name, shape, reduction):
-        self._handle = tf.raw_ops.ResourceConditionalAccumulator(
-            dtype=tf.float32, shape=shape, shared_name=name, reduction_type=reduction
-        )
+    def __init__(self, name, piece, reduction):
+        self._device = piece.device
+        with tf.device(self._device):
+            self._handle = tf.raw_ops.ResourceConditionalAccumulator(
+                dtype=tf.float32, shape=piece.shape, shared_name=name, reduction_type=reduction
+            )
 
-    def add(self, gradient):
-        """The operation that adds a gradient."""
-        newest = tf.constant(tf.int64.max, tf.int64)  # it would leave out what is older than it thinks that x̃ is
-        return tf.raw_ops.ResourceAccumulatorApplyGradient(handle=self._handle, local_step=newest, gradient=gradient)
-
-    def count(self):
-        """How many were added since the last one was taken."""
-        return tf.raw_ops.ResourceAccumulatorNumAccumulated(handle=self._handle)
+    def add(self, gradient, counts):
+        """The operation that adds a gradient, if it counts."""
+        with tf.device(self._device):
+            # An accumulator has a step of its own, 0 or more, and drops what is older.
+            step = tf.where(counts, tf.constant(tf.int64.max, tf.int64), tf.constant(-1, tf.int64))
+            return tf.raw_ops.ResourceAccumulatorApplyGradient(handle=self._handle, local_step=step, gradient=gradient)
 
     def take(self):
         """Returns the mean or the sum, of one gradient at least, and empties it."""
-        return tf.raw_ops.ResourceAccumulatorTakeGradient(handle=self._handle, num_required=1, dtype=tf.float32)
+        with tf.device(self._device):
+            return tf.raw_ops.ResourceAccumulatorTakeGradient(handle=self._handle, num_required=1, dtype=tf.float32)
+
+    def clear(self):
+        """The operation that empties it."""
+        with tf.device(self._device):
+            some = tf.raw_ops.ResourceAccumulatorNumAccumulated(handle=self._handle) > 0
+            return tf.cond(some, lambda: self.take().op, tf.no_op).op
 
 
 class There(NamedTuple):

@@ -54,7 +54,8 @@ def test_clocks_are_those_of_the_definition(graph, staleness, quorum):
     for _ in range(300):
         worker, what = rng.randrange(3), rng.choices(["tick", "leave", "enter"], [8, 1, 2])[0]
         low = sorted(clocks, reverse=True)[(quorum or 3) - 1]
-        if what == "tick" and clocks[worker] < FINISHED:
+        if what == "tick" and clocks[worker] < FINISHED and clocks[worker] - low <= staleness:
+            run("wait", worker)
             clocks[worker] += 1
         elif what == "leave":
             clocks[worker] = FINISHED
@@ -97,16 +98,31 @@ def test_each_is_woken_by_its_own_bell(graph):
 
 
 def test_a_token_that_is_left_over_lets_nobody_through(graph):
+    """As when a worker dies after the others have rung for it, and before it has listened."""
     run = Run(2)
     run("tick", 0)
-    run("tick", 1)  # rings for worker 0, which never came to wait
+    run("tick", 1)
     assert run.tokens() == [1, 0]
+    run("enter", 0)
+    assert run.tokens() == [0, 0]
+    run("wait", 0)
     run("tick", 0)
+    run("enter", 0)  # it died while it had to wait, and has to wait again
     waiting = run.waiting(0)
+    assert not run("may_go_on", 0) and waiting.is_alive()
     run("tick", 1)
     assert ended(waiting)
+
+
+def test_two_steps_without_a_wait_between_are_waited_for_afterwards(graph):
+    run = Run(2)
     run("tick", 0)
-    assert not run("may_go_on", 0)
+    run("tick", 1)
+    run("tick", 0)
+    waiting = run.waiting(0)
+    assert not run("may_go_on", 0) and waiting.is_alive()
+    run("tick", 1)
+    assert ended(waiting)
 
 
 def test_who_leaves_is_not_waited_for(graph):

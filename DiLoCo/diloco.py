@@ -1,0 +1,36 @@
+"""DiLoCo: many local steps of AdamW, then one of Nesterov for all (Douillard et al. 2023, https://arxiv.org/abs/2311.08105)."""
+
+from common import tf
+from common.flags import define_number
+from common.main import main
+
+
+def diloco(center, local, hp):
+    """x ← x̃;  H local steps x ← AdamW(x, g(x));  Δ = (1/n) Σ_i (x̃ − x^i);  x̃ ← Nesterov(x̃, Δ).
+
+    The outer step takes how far the n workers have come on average for a gradient: v ← μ v + Δ;  x̃ ← x̃ − η (Δ + μ v).
+    AdamW is Adam whose weight decay is no part of the gradient, x ← x − η' λ x beside it. Its moments stay with the worker.
+
+    H is `hp.window`, η' `hp.local_learning_rate`, λ `hp.weight_decay`, η `hp.learning_rate`, μ `hp.momentum`.
+    """
+    adam = tf.train.AdamOptimizer(hp.local_learning_rate)
+    nesterov = tf.train.MomentumOptimizer(hp.learning_rate, hp.momentum, use_nesterov=True)
+    decay = hp.local_learning_rate * hp.weight_decay
+
+    def adamw(g):
+        with tf.control_dependencies([local.value.assign_sub(decay * local.value, read_value=False)]):
+            return local.apply(adam, g)
+
+    start = local.vector("start")
+    yield local.pull(center)  # x ← x̃
+    yield [start.assign(local.value, read_value=False)]  # which no one changes until all have come back
+    yield local.train(hp.window, adamw)  # x ← AdamW(x, g(x)), H times
+    yield center.push_together(nesterov, start - local.value, local)  # x̃ ← Nesterov(x̃, (1/n) Σ (x̃ − x))
+    yield center.wait(local)  # until then
+
+
+if __name__ == "__main__":
+    define_number("momentum", 0.9, "μ of the outer step", least=0, below=1)
+    define_number("weight_decay", 0.1, "λ of AdamW", least=0)
+    define_number("local_learning_rate", 0.002, "η' of AdamW", above=0)
+    main(diloco, without=("warm_start_steps",), epochs=60, batch_size=32, learning_rate=0.7, window=10)

@@ -1,0 +1,31 @@
+"""Synchronous SGD with a learning rate for each worker, after the Distributed TensorFlow Guide."""
+
+from absl import flags
+
+from common import tf
+from common.flags import UserError
+from common.main import main
+
+
+def synchronous_sgd_different_learning_rates(center, local, hp):
+    """x ← x̃;  x̃ ← x̃ − Σ_i η_i g_i(x), over the gradients of all workers at this x̃.
+
+    Each worker scales its own gradient. With η_i = η/n for all n workers this is synchronous SGD; otherwise the update leans
+    towards the samples of those whose rate is larger.
+
+    η_i are `hp.learning_rates`, one for each worker.
+    """
+    rates = [float(rate) for rate in hp.learning_rates]
+    if len(rates) != hp.num_workers:
+        raise UserError(f"--learning_rates has {len(rates)} rates for {hp.num_workers} workers: give one for each")
+    sum_of = tf.train.GradientDescentOptimizer(1.0)
+    yield local.pull(center)  # x ← x̃
+    yield local.train(hp.window, tf.train.GradientDescentOptimizer(rates[local.index]))  # g_i(x)
+    yield center.push_together(sum_of, rates[local.index] * local.gradient, local, mean=False)  # x̃ ← x̃ − Σ η_i g_i
+    yield center.wait(local)  # until then
+
+
+if __name__ == "__main__":
+    flags.DEFINE_list("learning_rates", "0.1,0.01", "step size of each worker")
+    without = ("learning_rate", "window", "warm_start_steps")
+    main(synchronous_sgd_different_learning_rates, without=without, epochs=60, batch_size=32)

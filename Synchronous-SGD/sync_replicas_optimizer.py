@@ -1,0 +1,157 @@
+"""Synchronous SGD with TensorFlow's own `tf.train.SyncReplicasOptimizer`: here to be looked at, not to be used.
+
+It makes x̃ ← x̃ − η (1/N) Σ g(x), over N gradients of this x̃, as `synchronous_sgd.py` does with --backup_workers=0; N is the
+number of workers. But N gradients are not one of each worker:
+
+- Every update puts N tokens into one queue for all workers, and a worker takes one for each gradient. Nothing says whose a
+  token is. N more are there from the beginning (--num_tokens). So while a slow worker computes, or has not even started, a
+  fast one takes its token, too, and contributes twice to an update. The slow one's gradient is then late, and dropped.
+- A gradient that is dropped costs a token. When as many are lost as there were at the beginning, each worker has one, and
+  from then on each contributes once. With --num_tokens=0 it is so from the first update on.
+- A worker is not told whether its gradient counted.
+- Each variable collects its gradients by itself, and all updates are made by the chief, in a thread of its own.
+- Who waits for a token when the others have finished waits for ever. So here whoever finishes puts in one more for each.
+
+Every worker writes down at which steps it gave its gradients, to `contributions/worker-N.json` in the folder of the run.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from common import data, models, tf
+from common.flags import UserError, define_integer
+from common.main import main
+from common.parameters import Meeting, Rounds
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+from plain_tensorflow import feeds, mean_loss, network, textbook_session
+
+
+def train(task, settings):
+    """Trains as this worker, or in this one process when `task` is None; see `common.training.train`.
+
+    It differs from the plain way in the optimizer and in what makes it end: `plain_tensorflow.train` has the comments.
+    """
+    if (settings.model, settings.data) != ("mlp", "digits"):
+        raise UserError("SyncReplicasOptimizer is shown with --model=mlp and --data=digits alone; the schemes take any")
+    if (settings.rounds_per_call or 1) > 1:
+        raise UserError("--rounds_per_call must be 1 here: it needs a feed_dict for every step")
+    settings.scheme = "SyncReplicasOptimizer"
+    from common import training
+
+    interruption = training.Interruption()
+    server = task.create_server() if task else None
+    index, num_workers = (task.index, task.num_workers) if task else (0, 1)
+    settings.gradients_per_update = num_workers
+    dataset = data.load(settings.data)
+    x_train, y_train = data.shard(dataset, index, num_workers)
+    batches = feeds(x_train, y_train, settings.batch_size, np.random.default_rng(settings.seed + index))
+    last = training.last_step(settings, len(dataset.x_train), num_workers)
+    delay = training.delay_of(settings.delays, index)
+
+    place = tf.train.replica_device_setter(task.num_ps, worker_device=task.device) if task else None
+    with tf.Graph().as_default(), tf.device(place):
+        tf.set_random_seed(settings.seed)
+        x = tf.placeholder(tf.float32, [None, *x_train.shape[1:]])
+        y = tf.placeholder(tf.int32, [None])
+        slept = [tf.py_func(lambda: time.sleep(delay), [], [])] if delay else []
+        with tf.control_dependencies(slept):  # the variables are read meanwhile
+            images = tf.identity(x)
+        loss = mean_loss(network(images), y)
+        global_step = tf.train.get_or_create_global_step()
+        sgd = tf.train.GradientDescentOptimizer(settings.learning_rate)
+        optimizer = tf.train.SyncReplicasOptimizer(sgd, num_workers, num_workers)
+        known = tf.placeholder(tf.int64, [])  # the step that this worker's token allows it to give gradients at
+        with tf.device(global_step.device), tf.control_dependencies([loss]):
+            present = global_step.read_value()  # if that is later, they are dropped
+        gradients = []
+        for gradient, variable in optimizer.compute_gradients(loss):
+            with tf.device(variable.device), tf.control_dependencies([present]):
+                gradients.append((tf.identity(gradient), variable))
+        token = optimizer.apply_gradients(gradients, global_step)  # gives them, and waits for the next token
+        [local_step] = tf.local_variables()  # the token
+        counted = known + tf.cast(present <= known, tf.int64)
+        one = Rounds(token, loss, tf.stack([[known, counted]]), token >= last)
+
+        def next_call(present):
+            images, labels = next(batches)
+            return one, {x: images, y: labels}
+
+        # Tokens of the last step for all, also for those that would wait for ever.
+        with tf.device(global_step.device):
+            queue = tf.queue.FIFOQueue(-1, tf.int64, [[]], shared_name="sync_token_q")
+            end = [queue.enqueue_many(tf.fill([num_workers], tf.constant(last, tf.int64)))]
+        meeting = Meeting(enter=[], leave=end, release=end)
+
+        logits = network(tf.constant(dataset.x_test))
+        hits = tf.equal(tf.argmax(logits, axis=1, output_type=tf.int32), dataset.y_test)
+        evaluation = global_step, mean_loss(logits, dataset.y_test), tf.reduce_mean(tf.cast(hits, tf.float32))
+        final = tf.trainable_variables()
+        plan = training.Plan(last, global_step, next_call, evaluation, final, tf.train.Scaffold(), meeting=meeting)
+
+        def open_session(task, target, scaffold, checkpoint_dir, checkpoint_secs, hooks):
+            tokens = optimizer.make_session_run_hook(
+                index == 0, num_workers if settings.num_tokens is None else settings.num_tokens
+            )
+            contributions = Contributions(
+                Path(settings.run_dir, "contributions", f"worker-{index}.json"), local_step, known, token
+            )
+            hooks = [*hooks, tokens, contributions]
+            if index > 0:
+                return textbook_session(task, target, scaffold, checkpoint_dir, checkpoint_secs, hooks)
+            hooks.append(tf.train.CheckpointSaverHook(checkpoint_dir, checkpoint_secs, scaffold=scaffold, save_graph_def=False))
+            creator = tf.train.ChiefSessionCreator(scaffold, target, task and task.config(), checkpoint_dir)
+            # By default the chief waits two minutes for its thread, which waits for gradients that nobody gives any more.
+            return tf.train.MonitoredSession(creator, hooks, stop_grace_period_secs=0.1)
+
+        outcome = training.work(plan, task, settings, server, interruption, open_session)
+    if outcome.final:
+        model = models.build(settings.model, dataset)
+        model.save(np.concatenate([w.ravel() for w in outcome.final]), [], Path(settings.run_dir, "model.keras"))
+        training.write_result(settings, task, outcome.reports, *outcome.evaluated)
+    return outcome.status
+
+
+class Contributions(tf.train.SessionRunHook):
+    """Writes down the steps at which this worker gave its gradients.
+
+    Args:
+      path: of the JSON file, written at the end.
+      local_step: the variable with the token that the worker has.
+      known: a placeholder that gets its value.
+      token: the one that the worker gets for its gradients.
+    """
+
+    def __init__(self, path, local_step, known, token):
+        self._path, self._local_step, self._known, self._token = path, local_step, known, token
+        self._step, self._steps = 0, []
+
+    def after_create_session(self, session, coord):
+        """Begins with the step that the optimizer has begun with."""
+        self._step = session.run(self._local_step)
+
+    def before_run(self, run_context):
+        """Asks a call that trains for the token."""
+        if isinstance(run_context.original_args.fetches, Rounds):
+            return tf.train.SessionRunArgs(self._token, {self._known: self._step})
+        return None
+
+    def after_run(self, run_context, run_values):
+        """Notes the step, and gives its next gradients at the token's."""
+        if run_values.results is not None:
+            self._steps.append(int(self._step))
+            self._step = run_values.results
+
+    def end(self, session):
+        """Writes the file."""
+        self._path.parent.mkdir(exist_ok=True)
+        self._path.write_text(json.dumps(self._steps))
+
+
+if __name__ == "__main__":
+    define_integer("num_tokens", None, "tokens to begin with (default: one for each worker)", least=0)
+    main(train=train, without=("window", "warm_start_steps"), epochs=60, batch_size=32, learning_rate=0.2)

@@ -1,0 +1,28 @@
+"""Synchronous SGD through the ps, with backup workers (Chen et al. 2016, https://arxiv.org/abs/1604.00981)."""
+
+from common import tf
+from common.flags import UserError, define_integer
+from common.main import main
+
+
+def synchronous_sgd(center, local, hp):
+    """x ← x̃;  x̃ ← x̃ − η (1/N) Σ g(x), over the first N gradients of this x̃; the rest are dropped.
+
+    All workers take the same x̃, and x̃ changes once when N of them have given their gradients. With b backup workers N is
+    n − b of n workers: the b slowest need not be waited for, and what they still bring is not used. With b = 0 each worker
+    contributes exactly once to every update.
+
+    η is `hp.learning_rate`, b `hp.backup_workers`.
+    """
+    if hp.backup_workers >= hp.num_workers:
+        raise UserError(f"--backup_workers must be less than the number of workers, {hp.num_workers}, not {hp.backup_workers}")
+    sgd = tf.train.GradientDescentOptimizer(hp.learning_rate)
+    yield local.pull(center)  # x ← x̃
+    yield local.train(hp.window, sgd)  # g(x)
+    yield center.push_together(sgd, local.gradient, local, hp.backup_workers)  # x̃ ← x̃ − η (1/N) Σ g, when N have arrived
+    yield center.wait(local)  # until then
+
+
+if __name__ == "__main__":
+    define_integer("backup_workers", 0, "how many of the workers, the slowest, an update does not wait for", least=0)
+    main(synchronous_sgd, without=("window", "warm_start_steps"), epochs=60, batch_size=32, learning_rate=0.2)

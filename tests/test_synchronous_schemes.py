@@ -1,0 +1,373 @@
+"""The schemes whose workers wait for each other, against NumPy, in orders that they allow.
+
+Whoever adds such a scheme adds it to `TOGETHER`.
+"""
+
+import random
+import types
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from test_schemes import RATE, Problem, batches, messages, model  # noqa: F401, F811 (fixtures)
+
+from common import data, models, tf
+from common.parameters import GlobalParameters, LocalParameters, build_rounds
+from common.replay import Replay
+
+WORKERS = 2  # the batches are of two
+
+
+class Meeting(Problem):
+    """A problem whose workers contribute to each update together."""
+
+    def __init__(self, start, batches, hp):  # noqa: F811
+        super().__init__(start, batches, hp)
+        self.given = {}  # by worker, of the present update
+        self.clocks = [0] * WORKERS
+        self.dropped = []
+        self.m, self.v, self.steps = np.zeros(4), np.zeros(4), 0  # of Adam, or of Nesterov
+
+    def contribute(self, worker, known, vector, needed, apply):
+        """Adds a vector to the update; the last one that is needed makes it, x̃ ← x̃ + apply(vectors)."""
+        if known != self.version or worker in self.given:
+            self.dropped.append((worker, self.version))
+            return
+        self.given[worker] = vector
+        self.log.append((worker, 0, self.version + 1))
+        if len(self.given) == needed:
+            self.center = self.center + apply(list(self.given.values()))
+            self.version += 1
+            self.given = {}
+
+    def adam(self, g, rate):
+        """The change that Adam makes of a gradient."""
+        self.steps += 1
+        self.m, self.v = 0.9 * self.m + 0.1 * g, 0.999 * self.v + 0.001 * g**2
+        corrected = rate * np.sqrt(1 - 0.999**self.steps) / (1 - 0.9**self.steps)
+        return -corrected * self.m / (np.sqrt(self.v) + 1e-8)
+
+
+# As in `test_schemes`, a life yields where another worker may do its steps; here it yields what has to be true before it can
+# go on, or None.
+
+
+def synchronous(p, i):
+    known = 0
+    while True:
+        x = p.center
+        yield
+        g = sum(p.descend(i, x))
+        yield
+        p.contribute(i, known, g, WORKERS - p.hp.backup_workers, lambda all: -RATE * np.mean(all, axis=0))
+        yield lambda: i not in p.given
+        known = p.version
+        yield
+
+
+def different_rates(p, i):
+    known, rate = 0, p.hp.learning_rates[i]
+    while True:
+        x = p.center
+        yield
+        gradients = []
+        for _ in range(p.hp.window):
+            gradients.append(p.gradient(i, x))
+            x = x - rate * gradients[-1]
+        yield
+        p.contribute(i, known, rate * sum(gradients), WORKERS, lambda all: -sum(all))
+        yield lambda: i not in p.given
+        known = p.version
+        yield
+
+
+def sagn(p, i):
+    known = 0
+    while True:
+        x = p.center
+        yield
+        g = np.mean(p.descend(i, x), axis=0)
+        yield
+        p.contribute(i, known, g, WORKERS, lambda all: p.adam(np.mean(all, axis=0), RATE))
+        yield lambda: i not in p.given
+        known = p.version
+        yield
+
+
+def diloco(p, i):
+    known, own, hp = 0, Meeting(p.start, p.batches, p.hp), p.hp
+
+    def nesterov(all):
+        delta = np.mean(all, axis=0)
+        p.v = hp.momentum * p.v + delta
+        return -RATE * (delta + hp.momentum * p.v)
+
+    while True:
+        x = p.center
+        yield
+        start = x
+        yield
+        for _ in range(hp.window):
+            g = p.gradient(i, x)
+            x = x - hp.local_learning_rate * hp.weight_decay * x + own.adam(g, hp.local_learning_rate)
+        yield
+        p.contribute(i, known, start - x, WORKERS, nesterov)
+        yield lambda: i not in p.given
+        known = p.version
+        yield
+
+
+def semi_synchronous(p, i):
+    while True:
+        yield lambda: p.clocks[i] - min(p.clocks) <= p.hp.staleness
+        yield
+        x, pulled = p.pull(i)
+        yield
+        g = sum(p.descend(i, x))
+        yield
+        p.update(i, pulled, -RATE * g)
+        yield
+        p.clocks[i] += 1
+
+
+class Scheme(NamedTuple):
+    """A folder, its function, the same in NumPy, and hyperparameters."""
+
+    folder: str
+    name: str
+    life: Any
+    hp: dict = {}
+
+    def hyperparameters(self, window):
+        others = {"window": window, "learning_rate": RATE, "num_workers": WORKERS, "local_optimizer": "sgd"}
+        return types.SimpleNamespace(**{**others, "local_learning_rate": RATE, **self.hp})
+
+
+DIFFERENT = "Synchronous-SGD-different-learning-rates"
+SSP = Scheme("Semi-Synchronous-SGD", "semi_synchronous_sgd", semi_synchronous, {"staleness": 2, "issync": False})
+TOGETHER = {
+    "Synchronous-SGD": Scheme("Synchronous-SGD", "synchronous_sgd", synchronous, {"backup_workers": 0}),
+    "one backup worker": Scheme("Synchronous-SGD", "synchronous_sgd", synchronous, {"backup_workers": 1}),
+    DIFFERENT: Scheme(DIFFERENT, DIFFERENT.lower().replace("-", "_"), different_rates, {"learning_rates": [0.05, 0.01]}),
+    "SAGN": Scheme("SAGN", "sagn", sagn),
+    "DiLoCo": Scheme("DiLoCo", "diloco", diloco, {"momentum": 0.5, "weight_decay": 0.3, "local_learning_rate": 0.1}),
+    "Semi-Synchronous-SGD": SSP,
+    "no bound": SSP._replace(hp={"staleness": float("inf"), "issync": False}),
+    "in step": SSP._replace(hp={"staleness": 0, "issync": False}),
+}
+
+
+def in_turn():
+    """As much as it can of one worker, then of the other."""
+    return ([0] * 12 + [1] * 12) * 20
+
+
+def at_once():
+    return [0, 1] * 200
+
+
+def shuffled():
+    order = [0, 1] * 200
+    random.Random(0).shuffle(order)
+    return order
+
+
+FOLDERS = [name for name, scheme in TOGETHER.items() if name == scheme.folder]
+ORDERS = [in_turn, at_once, shuffled]
+
+
+class Walk(NamedTuple):
+    """What came of it: x̃, the contributions to updates, those that were dropped, and who did which step."""
+
+    center: np.ndarray
+    log: list
+    dropped: list
+    taken: list
+
+
+@pytest.fixture
+def walk(model, batches, known_batches, load_scheme):  # noqa: F811
+    """A function that takes the steps of a scheme in this order of workers, passing over those that have to wait."""
+
+    def walk(scheme, order, window=3, num_ps=1):
+        hp = scheme.hyperparameters(window)
+        rule = load_scheme(scheme.folder, scheme.name)
+        make_batches = lambda i: known_batches(*(b[i] for b in batches), f"batches_{i}")  # noqa: E731
+        replay, taken = Replay(rule, hp, model, make_batches, num_ps=num_ps), []
+        for worker in order:
+            if not replay.has_to_wait(worker):
+                replay.step(worker)
+                taken.append(worker)
+        log = [(u.worker, u.staleness, u.updated) for u in replay.updates]
+        walked = Walk(replay.center, log, replay.dropped, taken)
+        replay.close()
+        return walked
+
+    return walk
+
+
+def written_again(scheme, order, start, batches, window=3):  # noqa: F811
+    """The same by NumPy."""
+    problem = Meeting(start, batches, scheme.hyperparameters(window))
+    workers = [scheme.life(problem, i) for i in range(WORKERS)]
+    first = scheme.life is semi_synchronous  # whose first step is to wait
+    conditions, taken = [next(worker) if first else None for worker in workers], []
+    for worker in order:
+        if conditions[worker] is None or conditions[worker]():
+            conditions[worker] = next(workers[worker])
+            taken.append(worker)
+    return Walk(problem.center, problem.log, problem.dropped, taken)
+
+
+@pytest.mark.parametrize(("window", "num_ps"), [(1, 1), (3, 2)])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("scheme", TOGETHER.values(), ids=TOGETHER)
+def test_exact(model, walk, batches, scheme, order, window, num_ps):  # noqa: F811
+    """x̃, who contributed to which update, what was dropped, and who had to wait when."""
+    ours = walk(scheme, order(), window, num_ps)
+    expected = written_again(scheme, order(), model.initial_parameters, batches, window)
+    assert len(expected.log) >= 50
+    assert np.abs(expected.center - model.initial_parameters).max() > 0.1
+    assert np.abs(ours.center - expected.center).max() < 1e-5 * np.abs(expected.center).max()
+    assert (ours.log, ours.dropped, ours.taken) == (expected.log, expected.dropped, expected.taken)
+
+
+def test_each_scheme_is_another(walk):
+    """None is a copy of a neighbour under another name; the orders make one of them wait, the other not."""
+    centers = {name: walk(scheme, shuffled()).center for name, scheme in TOGETHER.items()}
+    names = list(centers)
+    for i, one in enumerate(names):
+        for other in names[:i]:
+            assert np.abs(centers[one] - centers[other]).max() > 1e-4, f"{one} and {other} do the same"
+
+
+def test_where_schemes_agree(walk):
+    def center(name, order=shuffled, **hp):
+        scheme = TOGETHER[name]
+        return walk(scheme._replace(hp={**scheme.hp, **hp}), order(), 1).center
+
+    together = center("Synchronous-SGD")
+    np.testing.assert_allclose(center(DIFFERENT, learning_rates=[RATE / 2, RATE / 2]), together, rtol=1e-5)
+    issync = walk(SSP._replace(hp={"staleness": 7, "issync": True}), at_once(), 1)
+    again = walk(TOGETHER["Synchronous-SGD"], at_once(), 1)
+    done = min(len(issync.log), len(again.log))
+    assert issync.log[:done] == again.log[:done] and done > 60
+
+
+def test_with_every_gradient_each_worker_contributes_once_to_every_update(walk):
+    log = walk(TOGETHER["Synchronous-SGD"], shuffled()).log
+    updates = {update for _, _, update in log if log.count((0, 0, update)) == log.count((1, 0, update)) == 1}
+    assert len(log) == 2 * len(updates) or len(log) == 2 * len(updates) + 1  # one may be on its way to the next
+    assert max(updates) == len(updates) > 30
+
+
+def test_a_backup_worker_is_not_waited_for(walk):
+    """The one that comes second is dropped, and never applied late."""
+    ours = walk(TOGETHER["one backup worker"], at_once())
+    assert ours.taken == at_once()  # nobody waits
+    assert len(ours.dropped) > 30 and {worker for worker, _ in ours.dropped} == {1}
+    assert [update for _, _, update in ours.log] == list(range(1, len(ours.log) + 1))
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 5])
+def test_the_bound_is_never_broken(model, batches, known_batches, load_scheme, staleness):  # noqa: F811
+    """Two workers at random paces; the clock of one that begins a step is at most s ahead of the slowest. And reaches that."""
+    scheme, rng = SSP._replace(hp={"staleness": staleness, "issync": False}), random.Random(1)
+    rule = load_scheme(scheme.folder, scheme.name)
+    make_batches = lambda i: known_batches(*(b[i] for b in batches), f"batches_{i}")  # noqa: E731
+    replay = Replay(rule, scheme.hyperparameters(1), model, make_batches)
+    clocks, position, leads = [0, 0], [0, 0], []
+    for _ in range(600):
+        worker = rng.choices([0, 1], [8, 1])[0]
+        if replay.has_to_wait(worker):
+            assert clocks[worker] - min(clocks) > staleness  # the slowest never waits
+            continue
+        replay.step(worker)
+        position[worker] += 1
+        if position[worker] % 5 == 1:  # it has come through the wait
+            leads.append(clocks[worker] - min(clocks))
+        if position[worker] % 5 == 0:
+            clocks[worker] += 1
+    assert max(leads) == staleness
+    replay.close()
+
+
+def test_n_workers_are_one_process_with_a_batch_n_times_as_large(load_scheme, known_batches):
+    """On the same samples in the same order: the mean of means of equal batches is the mean."""
+    digits, rule = data.load("digits"), load_scheme("Synchronous-SGD", "synchronous_sgd")
+    mlp, steps, size, n = models.build("mlp", digits), 100, 16, 3
+    samples = np.random.default_rng(0).permutation(len(digits.x_train))[: n * size * 25].reshape(25, n, size)
+    x, y = digits.x_train[samples], digits.y_train[samples]
+
+    def parameters(num_workers, batches_of):
+        hp = types.SimpleNamespace(window=1, learning_rate=0.2, backup_workers=0, num_workers=num_workers)
+        make_batches = lambda i: known_batches(*batches_of(i), f"batches_{i}")  # noqa: E731
+        replay = Replay(rule, hp, mlp, make_batches, num_workers)
+        replay.run(steps)
+        center = replay.center
+        replay.close()
+        return center
+
+    together = parameters(n, lambda i: (x[:, i], y[:, i]))
+    alone = parameters(1, lambda i: (x.reshape(25, n * size, *x.shape[3:]), y.reshape(25, n * size)))
+    assert np.abs(together - mlp.initial_parameters).max() > 0.1
+    assert np.abs(together - alone).max() < 1e-5 * np.abs(alone).max()
+
+
+@pytest.mark.parametrize("num_ps", [0, 2])
+@pytest.mark.parametrize("name", FOLDERS)
+def test_rounds_in_one_call(model, graph, load_scheme, initialized, known_batches, batches, servers, name, num_ps):  # noqa: F811
+    """As a worker runs them, here the only one: six rounds in two calls, on ps tasks or (0) alone."""
+    scheme = TOGETHER[name]
+    task, server = servers(num_ps) if num_ps else (None, None)
+    if server:
+        tf.Session.reset(server.target)  # or the clocks of the test before would go on
+    center = GlobalParameters(model.initial_parameters, max(1, num_ps), task and task.device_fn())
+    with tf.device(task and task.device):
+        local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
+        hp = scheme.hyperparameters(2)
+        hp.num_workers = 1
+        if "learning_rates" in scheme.hp:
+            hp.learning_rates = [RATE]
+        built = build_rounds(load_scheme(scheme.folder, scheme.name), center, local, hp, 3)
+    session = initialized(center, local, target=server.target if server else "")
+    session.run(center.meeting.enter)
+    steps = np.concatenate([session.run(built).steps, session.run(built).steps])
+    assert steps.tolist() == [[i, i + 1] for i in range(6)]
+    problem = Alone(model.initial_parameters, batches, hp)
+    life = scheme.life(problem, 0)
+    while problem.version < 6:
+        next(life)
+    ours = session.run(center.read()[0])
+    assert np.abs(problem.center - model.initial_parameters).max() > 0.01
+    assert np.abs(ours - problem.center).max() < 1e-5 * np.abs(problem.center).max()
+
+
+class Alone(Meeting):
+    """The same with one worker."""
+
+    def __init__(self, start, batches, hp):  # noqa: F811
+        super().__init__(start, batches, hp)
+        self.clocks = [0]
+
+    def contribute(self, worker, known, vector, needed, apply):
+        super().contribute(worker, known, vector, 1, apply)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_messages_of_a_round(model, graph, load_scheme, initialized, known_batches, batches, servers, name):  # noqa: F811
+    """One each way; to wait costs no message. Once a call, the steps, and whether it is over."""
+    scheme, rounds = TOGETHER[name], 3
+    task, server = servers(1)
+    tf.Session.reset(server.target)
+    center = GlobalParameters(model.initial_parameters, 1, task.device_fn())
+    with tf.device(task.device):
+        local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
+        hp = scheme.hyperparameters(2)
+        hp.num_workers, hp.learning_rates = 1, [RATE]
+        built = build_rounds(load_scheme(scheme.folder, scheme.name), center, local, hp, rounds)
+    session = initialized(center, local, target=server.target)
+    session.run(center.meeting.enter)
+    sent = messages(session, built)
+    assert sent.count(("/job:worker", "/job:ps")) == rounds
+    assert sent.count(("/job:ps", "/job:worker")) == rounds + (1 if scheme.life is semi_synchronous else 2)
