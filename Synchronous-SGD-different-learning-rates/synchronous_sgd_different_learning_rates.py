@@ -1,9 +1,7 @@
 """Synchronous SGD with a learning rate for each worker, after the Distributed TensorFlow Guide."""
 
-from absl import flags
-
 from common import tf
-from common.flags import UserError
+from common.flags import UserError, define_numbers
 from common.main import main
 
 
@@ -15,7 +13,7 @@ def synchronous_sgd_different_learning_rates(center, local, hp):
 
     η_i are `hp.learning_rates`, one for each worker.
     """
-    rates = [float(rate) for rate in hp.learning_rates]
+    rates = hp.learning_rates
     if len(rates) != hp.num_workers:
         raise UserError(f"--learning_rates has {len(rates)} rates for {hp.num_workers} workers: give one for each")
     sum_of = tf.train.GradientDescentOptimizer(1.0)
@@ -26,6 +24,6 @@ def synchronous_sgd_different_learning_rates(center, local, hp):
 
 
 if __name__ == "__main__":
-    flags.DEFINE_list("learning_rates", "0.1,0.01", "step size of each worker")
+    define_numbers("learning_rates", "0.1,0.01", "step size of each worker", above=0)
     without = ("learning_rate", "window", "warm_start_steps")
     main(synchronous_sgd_different_learning_rates, without=without, epochs=60, batch_size=32)

@@ -41,6 +41,19 @@ class _Number(flags.ArgumentParser):
         return value
 
 
+class _Numbers(flags.ArgumentParser):
+    """Numbers within bounds, separated by commas."""
+
+    syntactic_help = "numbers, separated by commas"
+
+    def __init__(self, number):
+        super().__init__()
+        self._number = number
+
+    def parse(self, argument):
+        return [self._number.parse(part) for part in argument.split(",")] if isinstance(argument, str) else argument
+
+
 def define_integer(name, default, help, least=None, most=None, flag_values=flags.FLAGS):
     """Defines a flag for a whole number of at least `least` and at most `most`."""
     flags.DEFINE(_Number(name, int, least, most=most), name, default, help, flag_values)
@@ -49,6 +62,11 @@ def define_integer(name, default, help, least=None, most=None, flag_values=flags
 def define_number(name, default, help, least=None, above=None, below=None, finite=True, flag_values=flags.FLAGS):
     """Defines a flag for a real number of at least `least`, greater than `above` and less than `below`."""
     flags.DEFINE(_Number(name, float, least, above, below=below, finite=finite), name, default, help, flag_values)
+
+
+def define_numbers(name, default, help, least=None, above=None, flag_values=flags.FLAGS):
+    """Defines a flag for real numbers of at least `least` and greater than `above`, one or more, separated by commas."""
+    flags.DEFINE(_Numbers(_Number(name, float, least, above)), name, default, help, flag_values, flags.ListSerializer(","))
 
 
 _aliases: dict[str, str] = {}

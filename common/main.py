@@ -75,6 +75,8 @@ def _run(scheme, train, without, lockstep, script, arguments, defaults):
             f"--beta must be at most the number of workers, {settings.num_workers}, not {settings.beta:g}: a worker would be "
             "thrown past the center"
         )
+    if len(settings.delays or []) > settings.num_workers:
+        raise UserError(f"--delays names {len(settings.delays)} workers, but there are {settings.num_workers}")
     if settings.check:
         from common import training
 

@@ -208,7 +208,7 @@ def work(plan, task, settings, server, interruption, open_session):
 
 def delay_of(delays, index):
     """Returns the seconds that `--delays`, milliseconds of some workers, means for this one."""
-    return float(delays[index]) / 1000 if delays and index < len(delays) else 0.0
+    return delays[index] / 1000 if delays and index < len(delays) else 0.0
 
 
 def last_step(settings, num_samples, gradients_per_update=1):

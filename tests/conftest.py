@@ -3,12 +3,14 @@
 import contextlib
 import importlib.util
 import os
+import signal
 import types
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import runs
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # before the first import of tensorflow, which reads it then
 
@@ -173,3 +175,15 @@ def images():
 def hyperparameters():
     """A function that makes the hyperparameters of a scheme."""
     return types.SimpleNamespace
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """The folder of a run. Whatever happens in a test, none of the run's processes outlives it."""
+    folder = tmp_path / "run"
+    yield folder
+    left = runs.processes(folder)
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert not left, "the test left processes behind"

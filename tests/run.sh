@@ -16,10 +16,12 @@ status=0
 
 shopt -s nullglob
 what=(tests */*.ipynb)
+# Two at a time: much of a test is waiting for processes to start. What is in one file stays together and in its order.
+parallel=(-n 2 --dist loadfile)
 for argument in "$@"; do
-    [[ ! -e ${argument%%::*} ]] || what=() # the caller says which
+    [[ ! -e ${argument%%::*} ]] || what=() parallel=() # the caller says which
 done
 # A notebook runs in its own folder, with this Python as its kernel whatever kernel it was saved with. Of its outputs,
 # those of cells marked `# NBVAL_CHECK_OUTPUT` are compared with the committed ones; elsewhere an error is what fails.
-"$PYTHON" -m pytest --nbval-lax --nbval-current-env ${what[@]+"${what[@]}"} "$@" || status=$?
+"$PYTHON" -m pytest --nbval-lax --nbval-current-env ${parallel[@]+"${parallel[@]}"} ${what[@]+"${what[@]}"} "$@" || status=$?
 exit "$status"

@@ -3,26 +3,34 @@
 import contextlib
 import json
 import os
-import select
 import signal
 import subprocess
-import sys
-from pathlib import Path
 
-import numpy as np
 import pytest
+from runs import (
+    HOGWILD,
+    ROOT,
+    SECONDS,
+    accuracy_of_saved_model,
+    finish,
+    is_training,
+    processes,
+    read_until,
+    result_of,
+    run,
+    start,
+    updates_in_metrics,
+    wait_until_gone,
+)
 
 from common import launch, tf
 
 pytestmark = pytest.mark.cluster
 
-ROOT = Path(__file__).parent.parent
-HOGWILD = ROOT / "HogWild" / "hogwild.py"
 DOWNPOUR = ROOT / "DOWNPOUR" / "downpour.py"
 DYNAMIC_SGD = ROOT / "Dynamic-SGD" / "dynamic_sgd.py"
 DC_ASGD = ROOT / "DC-ASGD" / "dc_asgd.py"
 AEASGD = ROOT / "AEASGD" / "aeasgd.py"
-SECONDS = 240  # no run here takes a quarter of it; a run that hangs is to fail, not to stall the tests
 
 MODEL = """
 import keras
@@ -62,98 +70,6 @@ from common.main import main
 
 main(hogwild, epochs=60, batch_size=32, learning_rate=0.1)
 """
-
-
-@pytest.fixture
-def run_dir(tmp_path):
-    """The folder of a run. Whatever happens in a test, none of the run's processes outlives it."""
-    folder = tmp_path / "run"
-    yield folder
-    left = processes(folder)
-    for pid in left:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    assert not left, "the test left processes behind"
-
-
-def processes(folder, *words):
-    """Process ids of all that have this folder, and these words, on their command line."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            arguments = path.read_bytes().decode(errors="replace").split("\0")
-            if any(argument.endswith(str(folder)) for argument in arguments) and all(word in arguments for word in words):
-                found.append(int(path.parent.name))
-    return found
-
-
-def wait_until_gone(pids, seconds=20):
-    """Waits for processes that are not our children; returns those that are still there."""
-    descriptors = {}
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            descriptors[os.pidfd_open(pid)] = pid
-    while descriptors:
-        ready, _, _ = select.select(list(descriptors), [], [], seconds)
-        if not ready:
-            break
-        for descriptor in ready:
-            os.close(descriptor)
-            del descriptors[descriptor]
-    return list(descriptors.values())
-
-
-def start(run_dir, *arguments, script=HOGWILD, environ=None):
-    """Starts the launcher (or, with --job_name in environ or arguments, one task)."""
-    return subprocess.Popen(
-        [sys.executable, str(script), *arguments, f"--run_dir={run_dir}"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, **(environ or {})},
-    )
-
-
-def finish(process, status=0):
-    """Waits for the end and returns what was printed since the last read line."""
-    output, _ = process.communicate(timeout=SECONDS)
-    assert process.returncode == status, output
-    return output
-
-
-def run(run_dir, *arguments, status=0, script=HOGWILD):
-    """A launched run from start to end: its output."""
-    return finish(start(run_dir, "--launch", *arguments, script=script), status)
-
-
-def read_until(process, is_it):
-    """Reads the output line by line, up to and including the first that `is_it`."""
-    for line in process.stdout:
-        if is_it(line):
-            return line
-    pytest.fail(f"the run ended with {process.wait()} before it said so")
-
-
-def is_training(line):
-    """Whether a line of progress is from after the first rounds."""
-    return line.startswith("step ") and "loss" in line and "samples/s" in line
-
-
-def result_of(run_dir):
-    return json.loads((run_dir / "result.json").read_text())
-
-
-def updates_in_metrics(run_dir):
-    lines = [json.loads(line) for path in run_dir.glob("metrics/*.jsonl") for line in path.read_text().splitlines()]
-    return sum(sum(line["staleness"].values()) for line in lines if "staleness" in line)
-
-
-def accuracy_of_saved_model(run_dir, data):
-    import keras
-
-    model = keras.models.load_model(run_dir / "model.keras")
-    return float(np.mean(model.predict(data.x_test, verbose=0).argmax(axis=1) == data.y_test))
 
 
 def test_one_ps_and_two_workers_learn_the_digits(run_dir):
