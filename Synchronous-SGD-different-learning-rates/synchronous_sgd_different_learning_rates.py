@@ -13,17 +13,21 @@ def synchronous_sgd_different_learning_rates(center, local, hp):
 
     η_i are `hp.learning_rates`, one for each worker.
     """
-    rates = hp.learning_rates
-    if len(rates) != hp.num_workers:
-        raise UserError(f"--learning_rates has {len(rates)} rates for {hp.num_workers} workers: give one for each")
-    sum_of = tf.train.GradientDescentOptimizer(1.0)
+    rate = hp.learning_rates[local.index]
+    sgd = tf.train.GradientDescentOptimizer(1.0)
     yield local.pull(center)  # x ← x̃
-    yield local.train(hp.window, tf.train.GradientDescentOptimizer(rates[local.index]))  # g_i(x)
-    yield center.push_together(sum_of, rates[local.index] * local.gradient, local, mean=False)  # x̃ ← x̃ − Σ η_i g_i
+    yield local.train(hp.window, sgd)  # g_i(x)
+    yield center.push_together(sgd, rate * local.gradient, local, mean=False)  # x̃ ← x̃ − Σ η_i g_i
     yield center.wait(local)  # until then
+
+
+def check(hp):
+    """Raises a `UserError` if there is not one rate for each worker."""
+    if len(hp.learning_rates) != hp.num_workers:
+        raise UserError(f"--learning_rates has {len(hp.learning_rates)} for {hp.num_workers} workers: give one for each")
 
 
 if __name__ == "__main__":
     define_numbers("learning_rates", "0.1,0.01", "step size of each worker", above=0)
     without = ("learning_rate", "window", "warm_start_steps")
-    main(synchronous_sgd_different_learning_rates, without=without, epochs=60, batch_size=32)
+    main(synchronous_sgd_different_learning_rates, check=check, without=without, epochs=60, batch_size=32)

@@ -14,8 +14,6 @@ def synchronous_sgd(center, local, hp):
 
     η is `hp.learning_rate`, b `hp.backup_workers`.
     """
-    if hp.backup_workers >= hp.num_workers:
-        raise UserError(f"--backup_workers must be less than the number of workers, {hp.num_workers}, not {hp.backup_workers}")
     sgd = tf.train.GradientDescentOptimizer(hp.learning_rate)
     yield local.pull(center)  # x ← x̃
     yield local.train(hp.window, sgd)  # g(x)
@@ -23,6 +21,12 @@ def synchronous_sgd(center, local, hp):
     yield center.wait(local)  # until then
 
 
+def check(hp):
+    """Raises a `UserError` if nobody would be left."""
+    if hp.backup_workers >= hp.num_workers:
+        raise UserError(f"--backup_workers must be less than the number of workers, {hp.num_workers}, not {hp.backup_workers}")
+
+
 if __name__ == "__main__":
     define_integer("backup_workers", 0, "how many of the workers, the slowest, an update does not wait for", least=0)
-    main(synchronous_sgd, without=("window", "warm_start_steps"), epochs=60, batch_size=32, learning_rate=0.2)
+    main(synchronous_sgd, check=check, without=("window", "warm_start_steps"), epochs=60, batch_size=32, learning_rate=0.2)

@@ -107,9 +107,7 @@ def define(defaults):
         define_number("local_learning_rate", own("local_learning_rate"), "its step size (default: --learning_rate)", above=0)
         define_number("local_momentum", 0.9, "of --local_optimizer=momentum", least=0, below=1)
     define_integer("warm_start_steps", 0, "global updates that worker 0 makes before the others begin", least=0)
-    flags.DEFINE_list(
-        "delays", None, "milliseconds that each worker's local training takes longer, as 0,0,50: see what that does"
-    )
+    define_numbers("delays", None, "milliseconds that each worker's local training takes longer, as 0,0,50", least=0)
     define_integer("rounds_per_call", own("rounds_per_call"), "most rounds in one session call (default: by model)", least=1)
     # Keras takes 32 bits, and each worker adds its index.
     define_integer("seed", own("seed", 0), "of initial values and of the order of samples", least=0, most=2**31)

@@ -17,18 +17,20 @@ from common import cluster, flags, launch, progress
 from common.flags import UserError
 
 
-def main(scheme=None, train=None, without=(), lockstep=False, **defaults):
+def main(scheme=None, train=None, without=(), lockstep=False, check=None, **defaults):
     """Runs a scheme's script and exits: 0 trained, 1 failed, 2 bad flags or input, 130 stopped by Ctrl-C.
 
     Args:
       scheme: generator function, see `common.parameters`.
       train: instead, for a script with a main loop of its own: a function `train(task, settings)` as in `common.training`.
+      lockstep: whether all tasks have to be started again when one has died.
+      check: function of the flags, a namespace, that raises a `UserError` if they do not go together.
       without: names of flags that mean nothing to this script; those of a cluster for one that always trains alone.
       **defaults: the scheme's own defaults, by the name of the flag.
     """
     script = Path(sys.argv[0]).resolve()
     try:
-        sys.exit(_run(scheme, train, without, lockstep, script, sys.argv[1:], defaults))
+        sys.exit(_run(scheme, train, without, lockstep, check, script, sys.argv[1:], defaults))
     except UserError as error:
         sys.exit(_say(2, f"{script.name}: {error}"))
     except launch.RunFailed as error:
@@ -51,7 +53,7 @@ def _say(status, line):
     return status
 
 
-def _run(scheme, train, without, lockstep, script, arguments, defaults):
+def _run(scheme, train, without, lockstep, check, script, arguments, defaults):
     launcher = os.environ.get("LAUNCHER_PID")
     if launcher:
         launch.die_with_parent(int(launcher))
@@ -77,6 +79,8 @@ def _run(scheme, train, without, lockstep, script, arguments, defaults):
         )
     if len(settings.delays or []) > settings.num_workers:
         raise UserError(f"--delays names {len(settings.delays)} workers, but there are {settings.num_workers}")
+    if check:
+        check(settings)
     if settings.check:
         from common import training
 

@@ -38,10 +38,9 @@ def main(job, index, ps, workers, log, staleness, steps, milliseconds):
             now, _ = session.run([clocks, train])
             log.write(f"{now[index] - now.min()}\n")
             time.sleep(milliseconds / 1000)  # a slow machine
-    log.close()
 
 
 if __name__ == "__main__":
     job, index, ps, workers, path, *numbers = sys.argv[1:]
-    with open(path, "a", buffering=1) as log:
+    with open(path, "a", buffering=1) as log, tf.Graph().as_default():
         main(job, int(index), ps, workers, log, *map(int, numbers))

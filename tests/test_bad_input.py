@@ -127,6 +127,8 @@ def test_noticed_at_once(run, command, arguments, environ, texts):
     refused(run(*command, *arguments, **environ), *texts)
 
 
+DIFFERENT = "Synchronous-SGD-different-learning-rates/synchronous_sgd_different_learning_rates.py"
+
 # Of a scheme's own flags
 OWN = [
     ("AEASGD/aeasgd.py", "--beta=2.5", "--beta must be at most the number of workers, 2, not 2.5"),
@@ -136,6 +138,11 @@ OWN = [
     ("DOWNPOUR/downpour.py", "--n_fetch=0", "--n_fetch must be at least 1, not 0"),
     ("DOWNPOUR/downpour.py", "--n_fetsch=2", "unknown flag --n_fetsch; did you mean --n_fetch?"),
     ("AGN/agn.py", "--local_momentum=-1", "--local_momentum must be at least 0, not -1"),
+    ("SAGN/sagn.py", "--delays=1,2,3", "--delays names 3 workers, but there are 2"),
+    ("Synchronous-SGD/synchronous_sgd.py", "--backup_workers=2", "must be less than the number of workers, 2, not 2"),
+    ("Synchronous-SGD/all_reduce.py", "--window=2", "--window means nothing to all_reduce.py"),
+    (DIFFERENT, "--learning_rates=0.1,0.1,0.1", "--learning_rates has 3 for 2 workers: give one for each"),
+    ("Semi-Synchronous-SGD/semi_synchronous_sgd.py", "--staleness=-1", "--staleness must be at least 0, not -1"),
 ]
 
 

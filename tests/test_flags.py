@@ -68,6 +68,30 @@ def test_bounds_of_a_number(parse, user_error):
         parse("--momentum=-0.1", script_flags=script_flags)
 
 
+def test_numbers_separated_by_commas(parse, user_error):
+    def script_flags():
+        flags.define_numbers("rates", "0.1,2", "step size of each worker", above=0)
+
+    assert parse(script_flags=script_flags).rates == [0.1, 2.0]
+    assert parse("--rates=3", script_flags=script_flags).rates == [3.0]
+    assert parse("--delays=0,0.5,20").delays == [0.0, 0.5, 20.0]
+    for wrong, text in ("1,x", "must be a number, not 'x'"), ("1,", "must be a number"), ("1,0", "must be greater than 0"):
+        with user_error(f"--rates {text}"):
+            parse(f"--rates={wrong}", script_flags=script_flags)
+    with user_error("--delays must be at least 0, not -1"):
+        parse("--delays=0,-1")
+
+
+def test_a_number_that_may_be_infinite(parse, user_error):
+    def script_flags():
+        flags.define_number("staleness", 10, "steps ahead", least=0, finite=False)
+
+    assert parse("--staleness=inf", script_flags=script_flags).staleness == float("inf")
+    for wrong in "-1", "nan", "-inf":
+        with user_error(f"--staleness must be at least 0, not {wrong}"):
+            parse(f"--staleness={wrong}", script_flags=script_flags)
+
+
 def test_another_name_of_a_flag(parse, user_error):
     """What one is set to, the other is; the alias belongs to that script alone."""
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from common import tf
-from common.hooks import EvaluationHook, MetricsHook, MetricsLog
+from common.hooks import EvaluationHook, MetricsHook, MetricsLog, SemiSyncRunHook
 from common.parameters import Rounds
 
 
@@ -116,6 +116,17 @@ def test_lines_are_of_the_time_since_the_last(log, lines, call):
     assert hook.totals() == (30, 3, 2, 2, 0)
 
 
+def test_dropped_gradients_are_no_updates_but_of_samples(log, lines, call):
+    hook = MetricsHook(log, samples_per_update=10, every_secs=0)
+    with tf.train.MonitoredSession(hooks=[hook]) as session:
+        train(session, call, 1, [[0, 1], [4, 4], [4, 5]])
+        train(session, call, 3, [[9, 9]])
+    assert hook.totals() == (40, 2, 0, 0, 2)
+    assert [line["gradients_dropped"] for line in lines()] == [1, 1]
+    assert [line["samples"] for line in lines()] == [30, 40]
+    assert [line["staleness_mean"] for line in lines()] == [0, None]
+
+
 def test_flush_without_a_call_writes_nothing(log, lines):
     hook = MetricsHook(log, samples_per_update=10)
     hook.flush()
@@ -214,3 +225,16 @@ def test_session_that_is_created_anew_is_evaluated(graph, log):
             measured.wait_for_one()
         assert len(evaluation_threads(before)) == 1
     assert evaluation_threads(before) == []
+
+
+@pytest.mark.parametrize("arguments", [(2, 2), (-1, 2), (0, 2, -1), (0, 2, float("nan"))])
+def test_semi_synchronous_hook_refuses_what_makes_no_sense(arguments):
+    with pytest.raises(ValueError, match="must be"):
+        SemiSyncRunHook(*arguments)
+
+
+def test_semi_synchronous_hook_alone_waits_for_nobody(graph):
+    step = tf.train.get_or_create_global_step()
+    with tf.train.MonitoredSession(hooks=[SemiSyncRunHook(0, 1, staleness=0)]) as session:
+        for _ in range(3):
+            session.run(step)

@@ -91,7 +91,8 @@ def test_through_the_ps_and_by_all_reduce_come_to_the_same(run_dir):
     [(SYNCHRONOUS, "worker", 0), (SYNCHRONOUS, "ps", 0), (ALL_REDUCE, "worker", 1), (SEMI_SYNCHRONOUS, "worker", 1)],
 )
 def test_a_killed_task_comes_back_and_the_run_ends(run_dir, script, job, index):
-    process = start(run_dir, "--launch", *SLOW, "--seconds=14", "--epochs=1000000", "--checkpoint_secs=1", script=script)
+    steps = 4500 if script == SEMI_SYNCHRONOUS else 1500
+    process = start(run_dir, "--launch", *SLOW, f"--steps={steps}", "--checkpoint_secs=1", script=script)
     read_until(process, is_training)
     (victim,) = processes(run_dir, f"--job_name={job}", f"--task_index={index}")
     os.kill(victim, signal.SIGKILL)
@@ -99,6 +100,7 @@ def test_a_killed_task_comes_back_and_the_run_ends(run_dir, script, job, index):
     finish(process)
     result = result_of(run_dir)
     assert result["restarts"] == 1
+    assert result["global_steps"] >= steps
     assert result["test_accuracy"] >= 0.95
     assert processes(run_dir) == []
 

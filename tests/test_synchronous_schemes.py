@@ -66,16 +66,13 @@ def synchronous(p, i):
 
 
 def different_rates(p, i):
-    known, rate = 0, p.hp.learning_rates[i]
+    known = 0
     while True:
         x = p.center
         yield
-        gradients = []
-        for _ in range(p.hp.window):
-            gradients.append(p.gradient(i, x))
-            x = x - rate * gradients[-1]
+        g = p.gradient(i, x)
         yield
-        p.contribute(i, known, rate * sum(gradients), WORKERS, lambda all: -sum(all))
+        p.contribute(i, known, p.hp.learning_rates[i] * g, WORKERS, lambda all: -sum(all))
         yield lambda: i not in p.given
         known = p.version
         yield
@@ -148,7 +145,9 @@ SSP = Scheme("Semi-Synchronous-SGD", "semi_synchronous_sgd", semi_synchronous, {
 TOGETHER = {
     "Synchronous-SGD": Scheme("Synchronous-SGD", "synchronous_sgd", synchronous, {"backup_workers": 0}),
     "one backup worker": Scheme("Synchronous-SGD", "synchronous_sgd", synchronous, {"backup_workers": 1}),
-    DIFFERENT: Scheme(DIFFERENT, DIFFERENT.lower().replace("-", "_"), different_rates, {"learning_rates": [0.05, 0.01]}),
+    DIFFERENT: Scheme(
+        DIFFERENT, DIFFERENT.lower().replace("-", "_"), different_rates, {"learning_rates": [0.05, 0.01], "window": 1}
+    ),
     "SAGN": Scheme("SAGN", "sagn", sagn),
     "DiLoCo": Scheme("DiLoCo", "diloco", diloco, {"momentum": 0.5, "weight_decay": 0.3, "local_learning_rate": 0.1}),
     "Semi-Synchronous-SGD": SSP,
