@@ -104,7 +104,8 @@ def define(defaults):
         define_number("beta", own("beta"), "elastic force of all workers together; of each it is beta / --num_workers", least=0)
     if "local_optimizer" in defaults:
         flags.DEFINE_enum("local_optimizer", own("local_optimizer"), LOCAL_OPTIMIZERS, "optimizer of a worker's local steps")
-        define_number("local_learning_rate", own("local_learning_rate"), "its step size (default: --learning_rate)", above=0)
+        otherwise = "" if own("local_learning_rate") else " (default: --learning_rate)"
+        define_number("local_learning_rate", own("local_learning_rate"), f"its step size{otherwise}", above=0)
         define_number("local_momentum", 0.9, "of --local_optimizer=momentum", least=0, below=1)
     define_integer("warm_start_steps", 0, "global updates that worker 0 makes before the others begin", least=0)
     define_numbers("delays", None, "milliseconds that each worker's local training takes longer, as 0,0,50", least=0)
