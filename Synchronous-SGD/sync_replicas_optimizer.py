@@ -17,6 +17,7 @@ Every worker writes down at which steps it gave its gradients, to `contributions
 
 import json
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -73,13 +74,16 @@ def train(task, settings):
             with tf.device(variable.device), tf.control_dependencies([present]):
                 gradients.append((tf.identity(gradient), variable))
         token = optimizer.apply_gradients(gradients, global_step)  # gives them, and waits for the next token
-        [local_step] = tf.local_variables()  # the token
-        counted = known + tf.cast(present <= known, tf.int64)
-        one = Rounds(token, loss, tf.stack([[known, counted]]), token >= last)
+        [local_step] = tf.local_variables()  # the token that this worker has
+        steps: list[int] = []  # at which it gave its gradients, and is to give the next
+        noted = tf.py_func(steps.append, [token], [])
+        counts = tf.cast(present <= known, tf.int64)
+        # It is the token that ends the loop: who has given gradients for the last update does not know yet that it is made.
+        one = Rounds(noted, loss, tf.stack([[known - counts, known]]), token >= last)
 
         def next_call(present):
             images, labels = next(batches)
-            return one, {x: images, y: labels}
+            return one, {x: images, y: labels, known: steps[-1]}
 
         # Tokens of the last step for all, also for those that would wait for ever.
         with tf.device(global_step.device):
@@ -94,21 +98,23 @@ def train(task, settings):
         plan = training.Plan(last, global_step, next_call, evaluation, final, tf.train.Scaffold(), meeting=meeting)
 
         def open_session(task, target, scaffold, checkpoint_dir, checkpoint_secs, hooks):
-            tokens = optimizer.make_session_run_hook(
-                index == 0, num_workers if settings.num_tokens is None else settings.num_tokens
-            )
-            contributions = Contributions(
-                Path(settings.run_dir, "contributions", f"worker-{index}.json"), local_step, known, token
-            )
-            hooks = [*hooks, tokens, contributions]
-            if index > 0:
-                return textbook_session(task, target, scaffold, checkpoint_dir, checkpoint_secs, hooks)
-            hooks.append(tf.train.CheckpointSaverHook(checkpoint_dir, checkpoint_secs, scaffold=scaffold, save_graph_def=False))
-            creator = tf.train.ChiefSessionCreator(scaffold, target, task and task.config(), checkpoint_dir)
-            # By default the chief waits two minutes for its thread, which waits for gradients that nobody gives any more.
-            return tf.train.MonitoredSession(creator, hooks, stop_grace_period_secs=0.1)
+            hooks = [*hooks, optimizer.make_session_run_hook(index == 0, settings.num_tokens)]
+            if index == 0:
+                creator = tf.train.ChiefSessionCreator(scaffold, target, task and task.config(), checkpoint_dir)
+                saver = tf.train.CheckpointSaverHook(checkpoint_dir, checkpoint_secs, scaffold=scaffold, save_graph_def=False)
+                # By default it waits two minutes at the end for its thread, to which nobody gives gradients any more.
+                session = tf.train.MonitoredSession(creator, [*hooks, saver], stop_grace_period_secs=0.1)
+            else:
+                session = textbook_session(task, target, scaffold, checkpoint_dir, checkpoint_secs, hooks)
+            steps.append(session.run(local_step))
+            return session
 
+        # That thread ends by an error when its session is closed, which is no news.
+        threading.excepthook = lambda e: isinstance(e.exc_value, tf.errors.CancelledError) or threading.__excepthook__(e)
         outcome = training.work(plan, task, settings, server, interruption, open_session)
+    path = Path(settings.run_dir, "contributions", f"worker-{index}.json")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps([int(step) for step in steps[:-1]]))
     if outcome.final:
         model = models.build(settings.model, dataset)
         model.save(np.concatenate([w.ravel() for w in outcome.final]), [], Path(settings.run_dir, "model.keras"))
@@ -116,42 +122,6 @@ def train(task, settings):
     return outcome.status
 
 
-class Contributions(tf.train.SessionRunHook):
-    """Writes down the steps at which this worker gave its gradients.
-
-    Args:
-      path: of the JSON file, written at the end.
-      local_step: the variable with the token that the worker has.
-      known: a placeholder that gets its value.
-      token: the one that the worker gets for its gradients.
-    """
-
-    def __init__(self, path, local_step, known, token):
-        self._path, self._local_step, self._known, self._token = path, local_step, known, token
-        self._step, self._steps = 0, []
-
-    def after_create_session(self, session, coord):
-        """Begins with the step that the optimizer has begun with."""
-        self._step = session.run(self._local_step)
-
-    def before_run(self, run_context):
-        """Asks a call that trains for the token."""
-        if isinstance(run_context.original_args.fetches, Rounds):
-            return tf.train.SessionRunArgs(self._token, {self._known: self._step})
-        return None
-
-    def after_run(self, run_context, run_values):
-        """Notes the step, and gives its next gradients at the token's."""
-        if run_values.results is not None:
-            self._steps.append(int(self._step))
-            self._step = run_values.results
-
-    def end(self, session):
-        """Writes the file."""
-        self._path.parent.mkdir(exist_ok=True)
-        self._path.write_text(json.dumps(self._steps))
-
-
 if __name__ == "__main__":
-    define_integer("num_tokens", None, "tokens to begin with (default: one for each worker)", least=0)
+    define_integer("num_tokens", -1, "tokens to begin with; -1: one for each worker", least=-1)
     main(train=train, without=("window", "warm_start_steps"), epochs=60, batch_size=32, learning_rate=0.2)
