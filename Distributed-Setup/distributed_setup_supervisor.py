@@ -98,8 +98,8 @@ def train(task, settings):
     cluster.say_done(task, server)  # the ps may exit
     model.save(values, state, Path(settings.run_dir, "model.keras"))
     updates = int(present - first_step)
-    # As `common.training.REPORT` has it; an update is never stale where nobody else makes any.
-    report = [0, first_time, first_step, stop_time, updates * settings.batch_size, updates, 0, 0]
+    # As `common.training.REPORT` has it; an update is never stale, or dropped, where nobody else makes any.
+    report = [0, first_time, first_step, stop_time, updates * settings.batch_size, updates, 0, 0, 0]
     write_result(settings, task, [report], *evaluated)
     return 0
 

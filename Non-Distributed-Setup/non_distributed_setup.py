@@ -137,8 +137,8 @@ def train(task, settings):
     loss, accuracy = recorder.evaluate()
     log.close()
     model.save(Path(settings.run_dir, "model.keras"))
-    # As `common.training.REPORT` has it; an update is never stale where nobody else makes any.
-    report = [0, began, first_step, ended, recorder.updates * settings.batch_size, recorder.updates, 0, 0]
+    # As `common.training.REPORT` has it; an update is never stale, or dropped, where nobody else makes any.
+    report = [0, began, first_step, ended, recorder.updates * settings.batch_size, recorder.updates, 0, 0, 0]
     write_result(settings, None, [report], recorder.step, loss, accuracy)
     return 0
 

@@ -49,8 +49,8 @@ def test_each_learns_the_digits_with_its_defaults(run_dir, folder, flags):
     result = result_of(run_dir)
     assert result["scheme"] in (folder, "SyncReplicasOptimizer")
     assert result["test_accuracy"] >= 0.95
-    assert result["gradients_dropped"] == 0
     if "--by=sync_replicas_optimizer" not in flags:  # whose workers do not contribute alike
+        assert result["gradients_dropped"] == 0
         gradients = 1 if folder == "Semi-Synchronous-SGD" else 2
         assert updates_in_metrics(run_dir) == gradients * result["global_steps"] == result["samples"] / 32 / result["window"]
     assert processes(run_dir) == []
