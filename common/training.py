@@ -307,7 +307,7 @@ class Interruption(tf.train.SessionRunHook):
                     os.write(1, b"\x1b[?25h")  # the cursor, which the table of progress hides
                 os._exit(130)
             self.requested = True
-            self.release()
+            threading.Thread(target=self.release, daemon=True).start()  # so that a second signal is heard
 
     def training_begins(self):
         """From now on there is something to save."""
