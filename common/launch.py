@@ -138,15 +138,15 @@ def _last_error(text, script_name):
 
 
 @contextlib.contextmanager
-def reserved_port():
-    """A port of this machine that nobody else gets as long as the context lasts.
+def reserved_port(port=0):
+    """A port of this machine that nobody else gets as long as the context lasts: `port`, or any that is free.
 
     The socket is bound but does not listen; the task's server can bind to the port as well, since both allow reuse, also
     again after a restart. Closing the socket first would let another program take the port in between.
     """
     with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        reserved.bind(("", 0))
+        reserved.bind(("", port))
         yield reserved
 
 

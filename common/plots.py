@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import numpy as np
+
 
 def read_metrics(run_dir):
     """Returns the lines of all workers' metrics, oldest first."""
@@ -43,3 +45,20 @@ def curve(run_dir):
     unfinished = Path(run_dir, "curve.unfinished.png")
     FigureCanvasAgg(figure).print_png(unfinished)
     unfinished.replace(Path(run_dir, "curve.png"))
+
+
+def squared_error_contours(axes, x, y, slopes, intercepts, levels=12):
+    """Draws lines of equal mean squared error of `slope * x + intercept` over the plane of slope and intercept.
+
+    Args:
+      axes: matplotlib's.
+      x, y: the samples, arrays [n, 1].
+      slopes, intercepts: (low, high), the part of the plane to be seen.
+      levels: how many lines, spaced evenly in the logarithm of the error.
+    """
+    slope, intercept = np.meshgrid(np.linspace(*slopes, 100), np.linspace(*intercepts, 100))
+    errors = np.mean((slope[..., None] * x[:, 0] + intercept[..., None] - y[:, 0]) ** 2, axis=-1)
+    axes.contour(
+        slope, intercept, errors, levels=np.geomspace(errors.min() + 0.01, errors.max(), levels), colors="lightgray", zorder=0
+    )
+    axes.set(xlabel="slope", ylabel="intercept", xlim=slopes, ylim=intercepts)

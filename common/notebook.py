@@ -1,0 +1,139 @@
+"""Clusters for notebooks: tasks as processes on this machine, which end with the notebook's kernel at the latest.
+
+As a program it is one of these tasks: `python -m common.notebook '{"ps": ["localhost:2222"], ...}' ps 0`.
+"""
+
+import contextlib
+import fcntl
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from common import cluster, launch, tf
+
+
+def quiet():
+    """Imports tensorflow, without what its C++ code writes to standard error; that is silent from now on.
+
+    To be called before anything else imports tensorflow.
+    """
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # read at the import, which itself reports whatever the level
+    sys.stderr.flush()
+    standard_error = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        importlib.import_module("keras")  # and with it tensorflow
+    finally:
+        os.dup2(standard_error, 2)
+        os.close(standard_error)
+
+
+class LocalCluster:
+    """A cluster on this machine: addresses for its tasks, and processes for those that the notebook is not itself.
+
+        local = LocalCluster(ps=1, worker=2)
+        local.start("ps", 0)
+        server = local.task("worker", 0).create_server()
+
+    The ports stay reserved until `close`. What was started and still runs is killed then, or when the kernel ends in whatever
+    way (Linux).
+
+    Args:
+      hosts: {job: addresses}; None makes addresses with free ports.
+      jobs: without hosts, the number of tasks of each job.
+
+    Attributes:
+      hosts: {job: addresses}, what `tf.train.ClusterSpec` takes.
+    """
+
+    def __init__(self, hosts=None, **jobs):
+        os.environ["TF_GRPC_REUSE_PORT"] = "true"  # servers may listen on ports that are reserved
+        self._stack = contextlib.ExitStack()
+        ports = {job: [int(host.rpartition(":")[2]) for host in of_job] for job, of_job in (hosts or {}).items()}
+        ports = ports or {job: [0] * count for job, count in jobs.items()}
+        self.hosts = {job: [self._reserve(port) for port in of_job] for job, of_job in ports.items()}
+
+    def _reserve(self, port):
+        return f"127.0.0.1:{self._stack.enter_context(launch.reserved_port(port)).getsockname()[1]}"
+
+    def task(self, job, index):
+        """Returns the `TaskSpecDef` of a ps or a worker, in a cluster that has both."""
+        return cluster.TaskSpecDef(job, index, tuple(self.hosts["ps"]), tuple(self.hosts["worker"]))
+
+    def target(self, job, index):
+        """Returns what a session takes to run on the server of that task, `grpc://host:port`."""
+        return f"grpc://{self.hosts[job][index]}"
+
+    def start(self, job, index):
+        """Starts a task as a process of its own, and returns its `subprocess.Popen`: a server that runs what it is sent.
+
+        A ps of a cluster with workers ends by itself when each of these has said that it is done (`cluster.say_done`).
+        """
+        process = subprocess.Popen(
+            [sys.executable, "-m", "common.notebook", json.dumps(self.hosts), job, str(index)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "LAUNCHER_PID": str(os.getpid())},
+            start_new_session=True,  # so that interrupting a cell does not end it
+        )
+        self._stack.callback(_end, process)
+        return process
+
+    def close(self):
+        """Ends all processes and gives the ports back."""
+        self._stack.close()
+
+
+def _end(process):
+    process.kill()
+    process.wait()
+
+
+def shared_cluster(path, **jobs):
+    """Returns the `LocalCluster` of several notebooks that run at the same time, in kernels of their own.
+
+    Whoever comes first writes the addresses to the file `path`; they hold as long as one of the kernels lives. Each kernel
+    reserves all the ports, so they are nobody else's whichever of them ends.
+
+    Args:
+      path: a file, the same for all.
+      jobs: the number of tasks of each job.
+    """
+    path = Path(path)
+    with open(path.with_suffix(".lock"), "a") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)  # one after the other
+        file = open(path, "a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # there are others, each of which holds the lock below
+            file.seek(0)
+            local = LocalCluster(json.load(file))
+        else:
+            local = LocalCluster(**jobs)
+            file.truncate(0)
+            json.dump(local.hosts, file)
+            file.flush()
+        fcntl.flock(file, fcntl.LOCK_SH)
+        local._stack.enter_context(file)
+    return local
+
+
+def _main(hosts, job, index):
+    launch.die_with_parent(int(os.environ["LAUNCHER_PID"]))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a server waits outside Python, which would never see the signal
+    local, index = json.loads(hosts), int(index)
+    if job == "ps" and "worker" in local:
+        task = cluster.TaskSpecDef(job, index, tuple(local["ps"]), tuple(local["worker"]))
+        cluster.serve(task, task.create_server())
+    else:
+        tf.train.Server(tf.train.ClusterSpec(local), job, index).join()
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
