@@ -5,7 +5,6 @@ As a program it is one of these tasks: `python -m common.notebook '{"ps": ["loca
 
 import contextlib
 import fcntl
-import importlib
 import json
 import os
 import signal
@@ -14,6 +13,8 @@ import sys
 from pathlib import Path
 
 from common import cluster, launch, tf
+
+_open: set[object] = set()  # clusters, which thus live on while nobody has a reference to them
 
 
 def quiet():
@@ -27,7 +28,7 @@ def quiet():
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
     try:
-        importlib.import_module("keras")  # and with it tensorflow
+        tf.train  # noqa: B018, any attribute: the first one imports tensorflow
     finally:
         os.dup2(standard_error, 2)
         os.close(standard_error)
@@ -54,6 +55,8 @@ class LocalCluster:
     def __init__(self, hosts=None, **jobs):
         os.environ["TF_GRPC_REUSE_PORT"] = "true"  # servers may listen on ports that are reserved
         self._stack = contextlib.ExitStack()
+        _open.add(self)
+        self._stack.callback(_open.discard, self)
         ports = {job: [int(host.rpartition(":")[2]) for host in of_job] for job, of_job in (hosts or {}).items()}
         ports = ports or {job: [0] * count for job, count in jobs.items()}
         self.hosts = {job: [self._reserve(port) for port in of_job] for job, of_job in ports.items()}
@@ -72,13 +75,14 @@ class LocalCluster:
     def start(self, job, index):
         """Starts a task as a process of its own, and returns its `subprocess.Popen`: a server that runs what it is sent.
 
+        If it fails, its error appears under the notebook's cell.
+
         A ps of a cluster with workers ends by itself when each of these has said that it is done (`cluster.say_done`).
         """
         process = subprocess.Popen(
             [sys.executable, "-m", "common.notebook", json.dumps(self.hosts), job, str(index)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
             env={**os.environ, "LAUNCHER_PID": str(os.getpid())},
             start_new_session=True,  # so that interrupting a cell does not end it
         )
@@ -127,6 +131,7 @@ def shared_cluster(path, **jobs):
 def _main(hosts, job, index):
     launch.die_with_parent(int(os.environ["LAUNCHER_PID"]))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a server waits outside Python, which would never see the signal
+    quiet()
     local, index = json.loads(hosts), int(index)
     if job == "ps" and "worker" in local:
         task = cluster.TaskSpecDef(job, index, tuple(local["ps"]), tuple(local["worker"]))

@@ -56,7 +56,7 @@ def squared_error_contours(axes, x, y, slopes, intercepts, levels=12):
       slopes, intercepts: (low, high), the part of the plane to be seen.
       levels: how many lines, spaced evenly in the logarithm of the error.
     """
-    slope, intercept = np.meshgrid(np.linspace(*slopes, 100), np.linspace(*intercepts, 100))
+    slope, intercept = np.meshgrid(np.linspace(slopes[0], slopes[1], 100), np.linspace(intercepts[0], intercepts[1], 100))
     errors = np.mean((slope[..., None] * x[:, 0] + intercept[..., None] - y[:, 0]) ** 2, axis=-1)
     axes.contour(
         slope, intercept, errors, levels=np.geomspace(errors.min() + 0.01, errors.max(), levels), colors="lightgray", zorder=0

@@ -1,0 +1,74 @@
+"""Basics-Tutorial/GLOSSARY.md: its names exist, its links lead to what shows the term, and nothing is missing."""
+
+import functools
+import inspect
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from common import hooks, tf
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "Basics-Tutorial"
+GROUPS = re.split("^## ", (FOLDER / "GLOSSARY.md").read_text(), flags=re.MULTILINE)[1:]
+ROWS = [[cell.strip() for cell in row.split("|")[1:-1]] for group in GROUPS for row in group.splitlines()[4:] if row]
+TERMS = [row[0] for row in ROWS]
+
+
+@functools.cache
+def words(path):
+    """What stands in a file, made `plain`; of a notebook, what it prints as well."""
+    text = path.read_text()
+    if path.suffix == ".ipynb":
+        cells = json.loads(text)["cells"]
+        outputs = [output for cell in cells for output in cell.get("outputs", [])]
+        lines = [cell["source"] for cell in cells] + [output.get("text", []) for output in outputs]
+        text = "\n".join("".join(some) for some in lines)
+    return plain(text)
+
+
+def plain(text):
+    """Lower case, single spaces, no hyphens or underscores."""
+    return " ".join(re.sub("[-_]", " ", text).split()).lower()
+
+
+def test_form():
+    assert len(ROWS) >= 100
+    for row in ROWS:
+        assert len(row) == 4 and all(row), row
+        assert len(row[1]) <= 160 and row[1].endswith("."), row
+
+
+def test_terms_are_sorted_and_unique():
+    assert len(set(map(str.lower, TERMS))) == len(TERMS)
+    for group in GROUPS:
+        terms = [row.split("|")[1].strip().lower() for row in group.splitlines()[4:] if row]
+        assert terms and terms == sorted(terms)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=TERMS)
+def test_term(row):
+    term, _, name, where = row
+    if name != "—":
+        [name] = re.findall(r"^`tf\.([\w.]+)`$", name)
+        functools.reduce(getattr, name.split("."), tf)  # it exists
+    [(title, target)] = re.findall(r"^\[(.+)\]\((.+)\)$", where)
+    path = (FOLDER / target).resolve()
+    assert path.is_relative_to(ROOT) and path.is_file()
+    assert Path(title.strip("`")).stem == path.stem
+    names = [re.sub(r" \(.*\)", "", term), name.rpartition(".")[2]]
+    assert any(re.search(rf"\b{re.escape(plain(some))}", words(path)) for some in names if some != "—")
+
+
+def test_nothing_is_missing():
+    ours = {
+        name
+        for name, value in vars(hooks).items()
+        if inspect.isclass(value) and issubclass(value, tf.train.SessionRunHook) and value.__module__ == hooks.__name__
+    }
+    theirs = {name for name in dir(tf.train) if name.endswith("Hook") and name != "SessionRunHook"}
+    folders = {path.parent.name for path in ROOT.glob("*/run.sh") if path.parent.name != "tests"}
+    assert ours and theirs and folders
+    assert not (ours | theirs | folders) - set(TERMS)
