@@ -65,7 +65,7 @@ class Replay:
             feeds = dict(self._center.init_feed_dict)
             for worker in workers:
                 feeds.update(worker.init_feed_dict)
-            self.session = tf.Session()
+            self.session = tf.Session(config=_config())
             self.session.run(tf.global_variables_initializer(), feeds)
             self.session.run(tf.local_variables_initializer(), feeds)
         self._evaluations: dict[Any, Any] = {}  # by the shapes of x and y
@@ -153,6 +153,13 @@ class Replay:
     def close(self):
         """Closes the session."""
         self.session.close()
+
+
+def _config():
+    """No optimization of graphs: there is one for each step of each worker, and for most it takes longer than to run them."""
+    config = tf.ConfigProto(intra_op_parallelism_threads=1)
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    return config
 
 
 def _steps_of(scheme, center, local, hp):

@@ -93,15 +93,6 @@ def test_one_ps_and_two_workers_learn_the_digits(run_dir):
     assert processes(run_dir) == []
 
 
-def test_two_ps_and_three_workers(run_dir):
-    # Twice the default: a worker that starts last by a second has its share of the samples to catch up with.
-    run(run_dir, "--num_ps=2", "--num_workers=3", "--epochs=120")
-    result = result_of(run_dir)
-    assert result["test_accuracy"] >= 0.95
-    assert (result["num_ps"], result["num_workers"]) == (2, 3)
-    assert updates_in_metrics(run_dir) == result["global_steps"]
-
-
 def test_two_runs_at_once(run_dir, tmp_path):
     other_dir = run_dir / "another"
     one, other = start(run_dir, "--launch", "--epochs=20"), start(other_dir, "--launch", "--epochs=20")
@@ -216,7 +207,7 @@ def test_tasks_die_with_their_launcher(run_dir):
 
 @pytest.mark.parametrize("job, index", [("ps", 0), ("worker", 0), ("worker", 1)])
 def test_a_killed_task_is_restarted(run_dir, job, index):
-    process = start(run_dir, "--launch", "--seconds=15", "--epochs=1000000", "--checkpoint_secs=1")
+    process = start(run_dir, "--launch", "--seconds=8", "--epochs=1000000", "--checkpoint_secs=1")
     read_until(process, is_training)
     (victim,) = processes(run_dir, f"--job_name={job}", f"--task_index={index}")
     os.kill(victim, signal.SIGKILL)
@@ -225,16 +216,6 @@ def test_a_killed_task_is_restarted(run_dir, job, index):
     result = result_of(run_dir)
     assert result["restarts"] == 1
     assert result["test_accuracy"] >= 0.95
-    assert processes(run_dir) == []
-
-
-def test_a_task_that_may_not_be_restarted_ends_the_run(run_dir):
-    process = start(run_dir, "--launch", "--epochs=1000000", "--max_restarts=0")
-    read_until(process, is_training)
-    (victim,) = processes(run_dir, "--job_name=worker", "--task_index=1")
-    os.kill(victim, signal.SIGKILL)
-    output = finish(process, status=1)
-    assert "worker 1 was killed by SIGKILL after 0 restarts" in output and "worker-1.log" in output
     assert processes(run_dir) == []
 
 
@@ -263,7 +244,7 @@ def slots_of(run_dir):
 )
 def test_interrupted_and_resumed_is_as_good_as_unbroken(run_dir, script, flags):
     """Ctrl-C in the middle, then on with another number of ps and workers."""
-    flags = ["--epochs=600", "--checkpoint_secs=1000", *flags]
+    flags = ["--epochs=300", "--checkpoint_secs=1000", *flags]
     process = start(run_dir, "--launch", *flags, script=script)
     read_until(process, is_training)
     process.send_signal(signal.SIGINT)
@@ -279,7 +260,7 @@ def test_interrupted_and_resumed_is_as_good_as_unbroken(run_dir, script, flags):
 
 
 def test_a_worker_killed_amid_indivisible_pushes_locks_nobody_out(run_dir):
-    flags = ["--num_ps=2", "--num_workers=3", "--seconds=12", "--epochs=1000000", "--checkpoint_secs=1"]
+    flags = ["--num_ps=2", "--num_workers=3", "--seconds=8", "--epochs=1000000", "--checkpoint_secs=1"]
     process = start(run_dir, "--launch", *flags, script=DYNAMIC_SGD)
     read_until(process, is_training)
     (victim,) = processes(run_dir, "--job_name=worker", "--task_index=1")
@@ -297,9 +278,13 @@ def test_elastic_averaging_of_an_own_model(run_dir, tmp_path):
     assert result_of(run_dir)["test_accuracy"] >= 0.9
 
 
-def test_adaptive_delay_compensation_on_two_ps(run_dir):
+def test_adaptive_delay_compensation_on_two_ps_and_three_workers(run_dir):
+    # Twice the default: a worker that starts last by a second has its share of the samples to catch up with.
     run(run_dir, "--adaptive", "--num_ps=2", "--num_workers=3", "--epochs=120", script=DC_ASGD)
-    assert result_of(run_dir)["test_accuracy"] >= 0.95
+    result = result_of(run_dir)
+    assert result["test_accuracy"] >= 0.95
+    assert (result["num_ps"], result["num_workers"]) == (2, 3)
+    assert updates_in_metrics(run_dir) == result["global_steps"]
 
 
 def test_intervals_of_downpour(run_dir):
@@ -311,17 +296,17 @@ def test_intervals_of_downpour(run_dir):
 
 
 def test_warm_start(run_dir):
-    """The first 4,000 of 12,000 updates are worker 0's alone."""
-    run(run_dir, "--warm_start_steps=4000", "--steps=12000", script=DOWNPOUR)
+    """The first 1,500 of 6,000 updates are worker 0's alone."""
+    run(run_dir, "--warm_start_steps=1500", "--steps=6000", script=DOWNPOUR)
     alone = [
         line["staleness"]
         for line in map(json.loads, (run_dir / "metrics" / "worker-0.jsonl").read_text().splitlines())
-        if "staleness" in line and line["global_step"] <= 4000
+        if "staleness" in line and line["global_step"] <= 1500
     ]
     assert alone and all(list(staleness) == ["0"] for staleness in alone)
     lines = [json.loads(line) for line in (run_dir / "metrics" / "worker-1.jsonl").read_text().splitlines()]
     total = result_of(run_dir)["global_steps"]
-    assert 0 < sum(sum(line["staleness"].values()) for line in lines) <= total - 4000
+    assert 0 < sum(sum(line["staleness"].values()) for line in lines) <= total - 1500
 
 
 @pytest.mark.parametrize("end", [["--steps=100"], ["--seconds=2", "--epochs=1000000"]])

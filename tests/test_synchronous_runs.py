@@ -113,7 +113,8 @@ def test_a_task_that_may_not_be_restarted_ends_the_run(run_dir, script):
     os.kill(victim, signal.SIGKILL)
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 1, output
-    assert "worker 2 was killed by SIGKILL after 0 restarts" in output.splitlines()[-1]
+    last = output.splitlines()[-1]
+    assert "worker 2 was killed by SIGKILL after 0 restarts" in last and "worker-2.log" in last
     assert processes(run_dir) == []
 
 
