@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 from common import cluster, launch, tf
 
@@ -32,6 +33,41 @@ def quiet():
     finally:
         os.dup2(standard_error, 2)
         os.close(standard_error)
+
+
+class Message(NamedTuple):
+    """What one task sends to another in a call."""
+
+    sender: str  # /job:ps/task:0
+    receiver: str
+    name: str  # of the operation that it comes from
+    shape: tuple | None  # None: no tensor, only the word that the operation is done
+    size: int  # bytes, 0 if it is not known before it is sent
+
+
+def messages(session, fetches):
+    """Runs `fetches`, and returns the `Message`s between tasks that this takes, in no particular order.
+
+    TensorFlow cuts a graph into a part for each task. Where an edge was cut, one part sends and the other receives.
+    """
+    metadata = tf.RunMetadata()
+    session.run(fetches, options=tf.RunOptions(output_partition_graphs=True), run_metadata=metadata)
+    found = []
+    for send in (node.attr for part in metadata.partition_graphs for node in part.node if node.op == "_Send"):
+        sender, receiver = (
+            send[end].s.decode().split("/device:")[0].replace("/replica:0", "") for end in ("send_device", "recv_device")
+        )
+        if sender == receiver:
+            continue
+        name = send["tensor_name"].s.decode().split("_", 2)[2]  # edge_12_NAME
+        try:
+            outputs = session.graph.get_operation_by_name(name).outputs
+        except KeyError:  # made when the graph was optimized
+            outputs = []
+        shape = tuple(outputs[0].shape) if outputs else None
+        size = outputs[0].dtype.size * (outputs[0].shape.num_elements() or 0) if outputs else 0
+        found.append(Message(sender, receiver, name, shape, size))
+    return found
 
 
 class LocalCluster:

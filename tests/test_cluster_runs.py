@@ -207,7 +207,7 @@ def test_tasks_die_with_their_launcher(run_dir):
 
 @pytest.mark.parametrize("job, index", [("ps", 0), ("worker", 0), ("worker", 1)])
 def test_a_killed_task_is_restarted(run_dir, job, index):
-    process = start(run_dir, "--launch", "--seconds=8", "--epochs=1000000", "--checkpoint_secs=1")
+    process = start(run_dir, "--launch", "--epochs=150", "--checkpoint_secs=1")
     read_until(process, is_training)
     (victim,) = processes(run_dir, f"--job_name={job}", f"--task_index={index}")
     os.kill(victim, signal.SIGKILL)
@@ -260,7 +260,7 @@ def test_interrupted_and_resumed_is_as_good_as_unbroken(run_dir, script, flags):
 
 
 def test_a_worker_killed_amid_indivisible_pushes_locks_nobody_out(run_dir):
-    flags = ["--num_ps=2", "--num_workers=3", "--seconds=8", "--epochs=1000000", "--checkpoint_secs=1"]
+    flags = ["--num_ps=2", "--num_workers=3", "--seconds=12", "--epochs=1000000", "--checkpoint_secs=1"]
     process = start(run_dir, "--launch", *flags, script=DYNAMIC_SGD)
     read_until(process, is_training)
     (victim,) = processes(run_dir, "--job_name=worker", "--task_index=1")

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 
-from common import models, tf
+from common import models, notebook, tf
 from common.parameters import GlobalParameters, LocalParameters, build_rounds, build_steps
 from common.replay import Replay
 
@@ -420,12 +420,9 @@ def test_rounds_in_one_call(model, graph, load_scheme, initialized, known_batche
 
 
 def messages(session, fetches):
-    """Returns between which tasks the messages of one call go, as pairs (from, to)."""
-    metadata = tf.RunMetadata()
-    session.run(fetches, options=tf.RunOptions(output_partition_graphs=True), run_metadata=metadata)
-    sends = [node.attr for graph in metadata.partition_graphs for node in graph.node if node.op == "_Send"]
-    ends = [[attr[f"{end}_device"].s.decode().split("/replica")[0] for end in ("send", "recv")] for attr in sends]
-    return [tuple(pair) for pair in ends if pair[0] != pair[1]]
+    """Returns between which jobs the messages of one call go, as pairs (from, to)."""
+    sent = notebook.messages(session, fetches)
+    return [tuple(task.split("/task")[0] for task in (message.sender, message.receiver)) for message in sent]
 
 
 @pytest.mark.parametrize("name", SCHEMES)
