@@ -46,7 +46,7 @@ def train(task, settings):
 
     interruption = training.Interruption()
     server = task.create_server() if task else None
-    index, num_workers = (task.index, task.num_workers) if task else (0, 1)
+    index, num_workers = (task.shard_index, task.num_workers) if task else (0, 1)
     settings.gradients_per_update = num_workers
     dataset = data.load(settings.data)
     x_train, y_train = data.shard(dataset, index, num_workers)

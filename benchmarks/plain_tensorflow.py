@@ -65,7 +65,7 @@ def train(task, settings):
 
     interruption = training.Interruption()
     server = task.create_server() if task else None
-    index, num_workers = (task.index, task.num_workers) if task else (0, 1)
+    index, num_workers = (task.shard_index, task.num_workers) if task else (0, 1)
     dataset = data.load(settings.data)
     x_train, y_train = data.shard(dataset, index, num_workers)
     batches = feeds(x_train, y_train, settings.batch_size, np.random.default_rng(settings.seed + index))

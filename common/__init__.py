@@ -1,8 +1,27 @@
-"""What the schemes, their scripts and their notebooks share."""
+"""What the schemes, their scripts and their notebooks share, and what a script of one's own may import from here:
 
+`from common import DistributedSession, LoadCheckpoint, StopAtTimeHook, TaskSpec, TaskSpecDef, tf`.
+"""
+
+import contextlib
 import importlib
+import os
 import sys
 from typing import Any
+
+
+@contextlib.contextmanager
+def silent():
+    """What C++ code writes to standard error meanwhile goes nowhere: tensorflow reports its import, whatever the log level."""
+    sys.stderr.flush()
+    standard_error = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(standard_error, 2)
+        os.close(standard_error)
 
 
 class _TensorFlow:
@@ -21,13 +40,16 @@ class _TensorFlow:
 
 
 def _import_tensorflow():
+    os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")  # or the first of two processes would take all of a GPU
     # A third of that time goes into packages that Keras takes along if it finds them, for wrappers and galleries that no
     # task needs. They stay importable afterwards.
+    is_first = "tensorflow" not in sys.modules
     hidden: dict[str, Any] = {package: None for package in ("sklearn", "matplotlib") if package not in sys.modules}
     sys.modules.update(hidden)
     try:
         module = importlib.import_module("tensorflow.compat.v1")
-        module.logging.set_verbosity(module.logging.ERROR)  # it warns that it is deprecated, in most of its parts
+        if is_first:  # otherwise a script may have set what it wants to see
+            module.logging.set_verbosity(module.logging.ERROR)  # it warns that it is deprecated, in most of its parts
         return module
     finally:
         for package in hidden:
@@ -35,3 +57,19 @@ def _import_tensorflow():
 
 
 tf: Any = _TensorFlow()
+
+
+_ROOMS = {
+    "TaskSpecDef": "cluster",
+    "TaskSpec": "cluster",
+    "DistributedSession": "session",
+    "StopAtTimeHook": "hooks",
+    "LoadCheckpoint": "hooks",
+}
+
+
+def __getattr__(name):
+    """Imports a room when something of it is first asked for, as some of them import tensorflow."""
+    if name in _ROOMS:
+        return getattr(importlib.import_module(f"common.{_ROOMS[name]}"), name)
+    raise AttributeError(f"module 'common' has no attribute {name!r}")

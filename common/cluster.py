@@ -1,143 +1,275 @@
 """Which task am I, where are the others, which device gets what, when may a ps exit.
 
-What a process reads about itself here needs no tensorflow; what it does with it does.
+What a process reads about itself here needs no tensorflow, unless it is in `TF_CONFIG`; what it does with it does.
 """
 
+import contextlib
+import dataclasses
 import json
 import os
-from collections.abc import Mapping
+import signal
+import threading
 from dataclasses import dataclass
+from typing import Any
 
-from common import tf
+from common import silent, tf
 from common.flags import UserError
 
 
-@dataclass(frozen=True)
+@dataclass
 class TaskSpecDef:
-    """One task of a cluster of ps tasks and workers. Worker 0 is the chief (also called master)."""
+    """One task of a cluster of ps tasks and workers; without any hosts, a process that trains on its own.
 
-    type: str
-    index: int
-    ps_hosts: tuple[str, ...]
-    worker_hosts: tuple[str, ...]
+    One of the workers is the master (also called chief), which initializes the parameters and saves them: the one at
+    `master`, and if there is no such host, worker 0. TensorFlow gets the cluster as the jobs `ps` and `worker`, in which the
+    master is worker 0 either way.
 
-    @property
-    def num_ps(self):
-        return len(self.ps_hosts)
+    Args:
+      task_type: "ps", "worker", "master" (or "chief"), or "evaluator", which looks at checkpoints and trains nothing.
+      index: which of its type.
+      trial: whatever a platform calls one of several trainings; only kept.
+      ps_hosts: host:port of each ps, a list, or text with commas between.
+      worker_hosts: of each worker but the master, if that has a host of its own.
+      master: its host:port.
 
-    @property
-    def num_workers(self):
-        return len(self.worker_hosts)
+    Attributes:
+      type: the task_type, "master" for a chief.
+      num_ps, num_workers: how many there are, the master among the workers.
+      shard_index: which part of the samples is this worker's, from 0 (the master's) to num_workers - 1.
+
+    Raises:
+      UserError: if the task is not in the cluster, or the cluster is none.
+    """
+
+    task_type: str = "master"
+    index: int = 0
+    trial: str | None = None
+    ps_hosts: Any = None
+    worker_hosts: Any = None
+    master: str | None = None
+    _server: Any = dataclasses.field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self):
+        self.ps_hosts, self.worker_hosts, master = map(_hosts, (self.ps_hosts, self.worker_hosts, self.master))
+        self.master = master[0] if master else None
+        self.type = self.task_type = "master" if self.task_type == "chief" else self.task_type
+        try:
+            self.index = int(self.index)
+        except (TypeError, ValueError):
+            raise UserError(f"the index of a task must be a whole number, not {self.index!r}") from None
+        self.hosts = {"ps": self.ps_hosts, "worker": [*master, *self.worker_hosts]}
+        self._check()
+        self.num_ps = len(self.hosts["ps"])
+        self.num_workers = len(self.hosts["worker"]) or 1
+        self.shard_index = self.index + 1 if self.master and self.type == "worker" else self.index
+
+    def _check(self):
+        members = {"master": [self.master] if self.master else [], "evaluator": [""], **self.hosts}
+        if self.type not in members:
+            raise UserError(f"the job {self.type!r} is none: a task is a ps, a worker, a master or an evaluator")
+        alone = not any(self.hosts.values())
+        if alone and self.type in ("master", "worker"):
+            members[self.type] = [""]
+        elif not alone:
+            for job, hosts in self.hosts.items():
+                if not hosts:
+                    raise UserError(f"there is no {job}: a cluster needs at least one ps and one worker")
+        for job, hosts in self.hosts.items():
+            for host in hosts:
+                name, _, port = str(host).rpartition(":")
+                if not name or not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
+                    raise UserError(f"the {job} {host!r} is no address: expected host:port")
+        members["worker"] = members["worker"][1:] if self.master else members["worker"]
+        count = len(members[self.type])
+        if not 0 <= self.index < count:
+            those = f"{count}: 0 to {count - 1}" if count else "none"
+            raise UserError(f"this is {self.type} {self.index}, but of those the cluster has {those}")
 
     def is_ps(self):
+        """Whether it keeps parameters."""
         return self.type == "ps"
 
+    def is_worker(self):
+        """Whether it trains; so does the master."""
+        return self.type in ("worker", "master")
+
     def is_master(self):
-        return self.type == "worker" and self.index == 0
+        """Whether it is the worker that initializes, saves and reports."""
+        return self.is_worker() and self.shard_index == 0
+
+    def is_evaluator(self):
+        """Whether it evaluates what the others train; it is no part of their cluster."""
+        return self.type == "evaluator"
+
+    @property
+    def job(self):
+        """The job of TensorFlow's cluster that it is in, ps or worker."""
+        return "ps" if self.is_ps() else "worker"
 
     @property
     def device(self):
-        """The device of this task, `/job:worker/task:1`."""
-        return f"/job:{self.type}/task:{self.index}"
+        """The device of this task, `/job:worker/task:1`; None for one that is in no cluster."""
+        return f"/job:{self.job}/task:{self.shard_index}" if self._has_server() else None
 
     def device_fn(self):
-        """Puts variables on the ps tasks in turn, everything else on this task."""
+        """Puts variables on the ps tasks in turn, everything else on this task. What `tf.device` takes."""
+        if not self._has_server():
+            return None
         return tf.train.replica_device_setter(ps_tasks=self.num_ps, worker_device=self.device)
 
-    def config(self):
-        """Session configuration. Without the filter a worker waits for every other worker, and hangs when one ends."""
-        config = tf.ConfigProto(device_filters=["/job:ps", self.device], allow_soft_placement=True)
-        config.experimental.collective_group_leader = "/job:worker/replica:0/task:0"
-        return config
+    def config(self, config=None):
+        """Returns the session's configuration: `config`, or the usual one, with this task's device filters.
+
+        Without them a worker waits for every other worker, and hangs when one ends.
+        """
+        merged = tf.ConfigProto(allow_soft_placement=True)
+        merged = merged if config is None else type(merged).FromString(config.SerializeToString())
+        if self._has_server():
+            if not merged.device_filters:
+                merged.device_filters.extend(["/job:ps", self.device])
+            merged.experimental.collective_group_leader = "/job:worker/replica:0/task:0"
+        return merged
+
+    def _has_server(self):
+        return bool(self.num_ps) and not self.is_evaluator()
+
+    def start_server(self):
+        """Starts and returns this task's `tf.train.Server`, and stays with nobody: a ps is left to `serve`."""
+        if self._server is None and self._has_server():
+            cluster = tf.train.ClusterSpec(self.hosts)
+            self._server = tf.train.Server(cluster, self.job, self.shard_index, config=self.config())
+        return self._server
 
     def create_server(self):
-        """Starts and returns this task's `tf.train.Server`."""
-        cluster = tf.train.ClusterSpec({"ps": self.ps_hosts, "worker": self.worker_hosts})
-        return tf.train.Server(cluster, self.type, self.index, config=self.config())
+        """Starts and returns this task's `tf.train.Server`; on a ps returns None, and only when the training is over.
+
+        That is when each worker has left its `DistributedSession`. A task in no cluster has no server: None at once.
+        """
+        if not self.is_ps():
+            return self.start_server()
+        if self._server is None:
+            with _default_interrupt():  # a ps waits outside Python, which would never see the signal
+                serve(self, self.start_server())
+        return None
+
+    def target(self):
+        """Returns what a session of this task takes to begin, and starts its server if that is not done yet."""
+        server = self.create_server()
+        return server.target if server else ""
+
+    def use_last_worker_as_evaluator(self):
+        """Returns the `TaskSpecDef` of this task in a cluster whose last worker trains nothing, but evaluates.
+
+        To be called by all tasks, also the ps.
+
+        Raises:
+          UserError: if nobody were left to train.
+        """
+        if self.is_evaluator():
+            return self
+        if self.num_workers == 1 or not self.worker_hosts:
+            raise UserError("an evaluator is the last of several workers, but there is one only, which has to train")
+        is_last = self.type == "worker" and self.index == len(self.worker_hosts) - 1
+        job, index = ("evaluator", 0) if is_last else (self.type, self.index)
+        return TaskSpecDef(job, index, self.trial, self.ps_hosts, self.worker_hosts[:-1], self.master)
 
 
-def task_from(settings, environ: Mapping[str, str] = os.environ):
+def _hosts(given):
+    if given is None or isinstance(given, str):
+        given = [host.strip() for host in given.split(",")] if given else []
+    return list(given)
+
+
+@contextlib.contextmanager
+def _default_interrupt():
+    """Ctrl-C ends the process, as it does any that is not Python."""
+    is_main = threading.current_thread() is threading.main_thread()  # only there signals can be set
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL) if is_main else None
+    try:
+        yield
+    finally:
+        if is_main:
+            signal.signal(signal.SIGINT, before)
+
+
+def TaskSpec():
+    """Returns the `TaskSpecDef` that the environment says this process is, or None if it says nothing.
+
+    Either `TF_CONFIG` (a cluster of one task alone is none), or the variables `JOB_NAME TASK_INDEX PS_HOSTS WORKER_HOSTS
+    MASTER_HOST`, of which the last may be missing, and the master and an evaluator need no index.
+
+    Raises:
+      UserError: if only some of them are set, or the task is not in its cluster.
+    """
+    if os.environ.get("TF_CONFIG", "").strip():
+        return _from_tf_config()
+    names = ("JOB_NAME", "TASK_INDEX", "PS_HOSTS", "WORKER_HOSTS")
+    given = {name: os.environ.get(name) or None for name in names}
+    master = os.environ.get("MASTER_HOST") or None
+    if not any(given.values()) and not master:
+        return None
+    if given["JOB_NAME"] in ("master", "chief", "evaluator"):
+        given["TASK_INDEX"] = given["TASK_INDEX"] or "0"
+    may_be_missing = ["WORKER_HOSTS"] if master else []
+    job, index, ps_hosts, worker_hosts = _complete(given, may_be_missing).values()
+    return _task("the environment", job, index, None, ps_hosts, worker_hosts, master)
+
+
+def task_from(settings):
     """Returns the `TaskSpecDef` of this process, or None if nothing says that it is one of a cluster.
 
-    The first of these that is set counts: the flags `--job_name --task_index --ps_hosts --worker_hosts`; `TF_CONFIG`; the
-    variables `JOB_NAME TASK_INDEX PS_HOSTS WORKER_HOSTS` (and `MASTER_HOST`, which is a worker before the others).
+    The flags `--job_name --task_index --ps_hosts --worker_hosts`, or if there are none, what `TaskSpec` finds.
 
     Raises:
       UserError: if only some of them are set, or the task is not in its cluster.
     """
     flag_names = ("job_name", "task_index", "ps_hosts", "worker_hosts")
     given = {f"--{name}": getattr(settings, name) for name in flag_names}
-    if any(value is not None for value in given.values()):
-        return _task("the flags", *_complete(given).values())
-    if environ.get("TF_CONFIG", "").strip():
-        return _from_tf_config(environ["TF_CONFIG"])
-    names = ("JOB_NAME", "TASK_INDEX", "PS_HOSTS", "WORKER_HOSTS")
-    given = {name: environ.get(name) or None for name in names}
-    master = environ.get("MASTER_HOST")
-    if master:
-        given["WORKER_HOSTS"] = ",".join(filter(None, [master, given["WORKER_HOSTS"]]))
-    if not any(given.values()):
-        return None
-    if master and given["JOB_NAME"] == "master":
-        given["TASK_INDEX"] = given["TASK_INDEX"] or "0"
+    if all(value is None for value in given.values()):
+        return TaskSpec()
     job, index, ps_hosts, worker_hosts = _complete(given).values()
-    try:
-        index = int(index)
-    except ValueError:
-        raise UserError(f"TASK_INDEX must be a whole number, not {index!r}") from None
-    if job in ("master", "chief"):
-        job = "worker"
-    elif master and job == "worker" and index >= 0:
-        index += 1
-    return _task("the environment", job, index, ps_hosts.split(","), worker_hosts.split(","))
+    return _task("the flags", job, index, None, ps_hosts, worker_hosts)
 
 
-def _complete(given):
-    missing = [name for name, value in given.items() if value in (None, [])]
+def _complete(given, may_be_missing=()):
+    missing = [name for name, value in given.items() if value in (None, []) and name not in may_be_missing]
     if missing:
-        present = next(f"{name}={value}" for name, value in given.items() if value not in (None, []))
+        present = next((f"{name}={value}" for name, value in given.items() if value not in (None, [])), "MASTER_HOST")
         raise UserError(f"{present} names a task of a cluster, but {', '.join(missing)} is missing")
     return given
 
 
-def _from_tf_config(text):
+def _from_tf_config():
     example = '{"cluster": {"ps": ["host:port"], "worker": ["host:port"]}, "task": {"type": "worker", "index": 0}}'
     try:
-        config = json.loads(text)
+        config = json.loads(os.environ["TF_CONFIG"])
     except ValueError as error:
         raise UserError(f"TF_CONFIG is not JSON ({error}); expected {example}") from None
     try:
-        cluster, job, index = config["cluster"], config["task"]["type"], int(config["task"]["index"])
-        if not all(isinstance(h, str) for hosts in cluster.values() for h in hosts):
-            raise TypeError
-        chiefs = [*cluster.get("chief", []), *cluster.get("master", [])]
-        workers = [*chiefs, *cluster.get("worker", [])]
+        config["cluster"]  # the resolver takes none for an empty one
+        trial = config.get("task", {}).get("trial")
+        with silent():  # a script may have no log yet to which tensorflow's report could go
+            resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+        cluster, job, index = resolver.cluster_spec(), resolver.task_type, resolver.task_id
     except (KeyError, TypeError, ValueError, AttributeError):
-        raise UserError(f"TF_CONFIG lacks the cluster or the task; expected {example}") from None
-    members = chiefs if job in ("chief", "master") else cluster.get(job, [])
-    if job in ("chief", "master", "worker") and not 0 <= index < len(members):
-        raise UserError(f"TF_CONFIG names {job} {index}, but the cluster has {len(members)}: 0 to {len(members) - 1}")
-    if job in ("chief", "master"):
-        job = "worker"
-    elif job == "worker":
-        index += len(chiefs)
-    return _task("TF_CONFIG", job, index, cluster.get("ps", []), workers)
+        cluster = job = index = None
+    if cluster is None or (cluster.jobs and (job is None or index is None)):
+        raise UserError(f"TF_CONFIG lacks the cluster or the task; expected {example}")
+    hosts = {name: cluster.job_tasks(name) for name in cluster.jobs}
+    ps, workers = hosts.get("ps", []), hosts.get("worker", [])
+    masters = [*hosts.get("chief", []), *hosts.get("master", [])]
+    if not ps and len(masters) + len(workers) <= 1 and job != "ps":
+        return TaskSpecDef("evaluator", trial=trial) if job == "evaluator" else None
+    if len(masters) > 1:
+        raise UserError(f"TF_CONFIG names {len(masters)} masters, expected one at most")
+    return _task("TF_CONFIG", job, index, trial, ps, workers, masters[0] if masters else None)
 
 
-def _task(source, job, index, ps_hosts, worker_hosts):
-    hosts = {"ps": ps_hosts, "worker": worker_hosts}
-    if job not in hosts:
-        raise UserError(f"{source} name the job {job!r}: a task is of job ps or worker")
-    for name, members in hosts.items():
-        if not members:
-            raise UserError(f"{source} name no {name}: a cluster needs at least one ps and one worker")
-        for host in members:
-            name_or_address, _, port = host.rpartition(":")
-            if not name_or_address or not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
-                raise UserError(f"{source} name the {name} {host!r}: expected host:port")
-    if not 0 <= index < len(hosts[job]):
-        raise UserError(f"{source} name {job} {index}, but the cluster has {len(hosts[job])}: 0 to {len(hosts[job]) - 1}")
-    return TaskSpecDef(job, index, tuple(ps_hosts), tuple(worker_hosts))
+def _task(source, *arguments):
+    try:
+        return TaskSpecDef(*arguments)
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from None
 
 
 class Rendezvous:
@@ -161,7 +293,7 @@ class Rendezvous:
             )
             arrivals = tf.queue.FIFOQueue(1000, tf.int64, shared_name="arrivals")
             dismissal = tf.queue.FIFOQueue(1, tf.bool, shared_name="dismissal")
-            index = tf.constant(task.index, tf.int64)
+            index = tf.constant(task.shard_index, tf.int64)
             self._hand_in = tf.raw_ops.LookupTableInsertV2(table_handle=table, keys=[index], values=[report])
             with tf.control_dependencies([self._hand_in]):
                 arrive = arrivals.enqueue(index)
@@ -200,7 +332,7 @@ def _done_queue(ps_index):
 def say_done(task, server):
     """Tells every ps that this worker needs it no more."""
     with tf.Graph().as_default():
-        says = [_done_queue(i).enqueue(task.index) for i in range(task.num_ps)]
+        says = [_done_queue(i).enqueue(task.shard_index) for i in range(task.num_ps)]
         with tf.Session(server.target, config=task.config()) as session:
             try:
                 session.run(says)

@@ -11,7 +11,20 @@ LOCAL_OPTIMIZERS = ("sgd", "momentum", "adagrad", "adam")  # see LocalParameters
 
 
 class UserError(Exception):
-    """What the user asked for cannot be done. Its text is one line: what was wrong, what was expected, what to do."""
+    """What the user asked for cannot be done. Its text is one line: what was wrong, what was expected, what to do.
+
+    Nobody has to catch it: a program that it ends prints that line, and no stack trace, and exits with status 2.
+    """
+
+
+def _print_user_error(kind, error, traceback, otherwise=sys.excepthook):
+    if not issubclass(kind, UserError):
+        return otherwise(kind, error, traceback)
+    print(f"{os.path.basename(sys.argv[0])}: {error}", file=sys.stderr)
+    sys.exit(2)
+
+
+sys.excepthook = _print_user_error
 
 
 class _Number(flags.ArgumentParser):
@@ -107,6 +120,11 @@ def define(defaults):
         otherwise = "" if own("local_learning_rate") else " (default: --learning_rate)"
         define_number("local_learning_rate", own("local_learning_rate"), f"its step size{otherwise}", above=0)
         define_number("local_momentum", 0.9, "of --local_optimizer=momentum", least=0, below=1)
+    if "validation" in defaults:
+        define_number(
+            "validation", own("validation"), "share of the training set that is held out, to be evaluated on", above=0, below=1
+        )
+        define_integer("patience", own("patience"), "evaluations without an improvement after which training ends", least=1)
     define_integer("warm_start_steps", 0, "global updates that worker 0 makes before the others begin", least=0)
     define_numbers("delays", None, "milliseconds that each worker's local training takes longer, as 0,0,50", least=0)
     define_integer("rounds_per_call", own("rounds_per_call"), "most rounds in one session call (default: by model)", least=1)
@@ -114,7 +132,7 @@ def define(defaults):
     define_integer("seed", own("seed", 0), "of initial values and of the order of samples", least=0, most=2**31)
     flags.DEFINE_string("run_dir", None, "folder for all that the run writes (default: runs/SCHEME/TIME)")
     flags.DEFINE_bool("resume", False, "go on from the newest checkpoint in --run_dir")
-    define_number("checkpoint_secs", 5, "seconds between checkpoints", above=0)
+    define_number("checkpoint_secs", own("checkpoint_secs", 5), "seconds between checkpoints", above=0)
     define_integer("max_restarts", 3, "how often each task may be restarted", least=0)
     flags.DEFINE_bool("launch", False, "start --num_ps and --num_workers processes on this machine")
     flags.DEFINE_bool("check", False, "check the flags, the data and the model, and train nothing")

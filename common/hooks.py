@@ -1,7 +1,8 @@
-"""Session hooks, usable in any monitored session: metrics and evaluation while training, a warm start."""
+"""Session hooks, usable in any monitored session: metrics and evaluation while training, when to begin, wait and stop."""
 
 import collections
 import json
+import math
 import threading
 import time
 from pathlib import Path
@@ -10,7 +11,9 @@ import numpy as np
 
 from common import tf
 from common.coordination import Clocks, Lock
+from common.flags import UserError
 from common.parameters import Rounds
+from common.session import restoring
 
 
 class MetricsLog:
@@ -20,17 +23,19 @@ class MetricsLog:
 
     Args:
       run_dir: folder of the run.
-      worker: index of this worker.
+      worker: index of this worker, or "evaluator", whose files are called that.
       last_step: global step at which training is to end.
+      tags: {value: tag} of those that TensorBoard is to show in one chart with another's; otherwise a value's tag is its name.
     """
 
-    def __init__(self, run_dir, worker, last_step):
-        self._constant = {"worker": worker, "last_step": last_step}
-        path = Path(run_dir, "metrics", f"worker-{worker}.jsonl")
+    def __init__(self, run_dir, worker, last_step, tags=None):
+        self._constant, self._tags = {"worker": worker, "last_step": last_step}, tags or {}
+        name = worker if worker == "evaluator" else f"worker-{worker}"
+        path = Path(run_dir, "metrics", f"{name}.jsonl")
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(path, "a", buffering=1)
         # Written out every second, not every two minutes: to be seen while training, and not lost when a task is killed.
-        self._events = tf.summary.FileWriter(str(Path(run_dir, "tensorboard", f"worker-{worker}")), flush_secs=1)
+        self._events = tf.summary.FileWriter(str(Path(run_dir, "tensorboard", name)), flush_secs=1)
         self._lock = threading.Lock()
 
     def write(self, global_step, **values):
@@ -38,7 +43,7 @@ class MetricsLog:
         finite = {name: None if isinstance(v, float) and not np.isfinite(v) else v for name, v in values.items()}
         line = json.dumps({"time": time.time(), "global_step": int(global_step), **self._constant, **finite})
         scalars = [
-            tf.Summary.Value(tag=name, simple_value=value)
+            tf.Summary.Value(tag=self._tags.get(name, name), simple_value=value)
             for name, value in values.items()
             if isinstance(value, float) and np.isfinite(value)
         ]
@@ -318,3 +323,96 @@ class SemiSyncRunHook(tf.train.SessionRunHook):
     def end(self, session):
         """The others need not wait for this worker any more."""
         session.run(self._leave)
+
+
+class StopAtTimeHook(tf.train.SessionRunHook):
+    """Ends training when `time_running` seconds have passed since this worker's session was first created."""
+
+    def __init__(self, time_running):
+        if not time_running > 0:
+            raise ValueError(f"time_running must be greater than 0 seconds, not {time_running}")
+        self._time_running, self._deadline = time_running, math.inf
+
+    def after_create_session(self, session, coord):
+        """The time begins to run; it runs on when the session is created anew."""
+        if self._deadline == math.inf:
+            self._deadline = time.monotonic() + self._time_running
+
+    def after_run(self, run_context, run_values):
+        """Asks the session to stop when it is time."""
+        if time.monotonic() >= self._deadline:
+            run_context.request_stop()
+
+
+class LoadCheckpoint(tf.train.SessionRunHook):
+    """Begins training with the values of a checkpoint, say of a model that was trained before. One of the chief's hooks.
+
+    It restores once, after the session is created. A session that is created later, because a ps died, has either restored a
+    checkpoint of this training, and then that counts: the global step is not 0; or has lost all, and then this restores again.
+
+    Args:
+      saver: a `tf.train.Saver` of the variables to restore.
+      checkpoint: path of the checkpoint, as `tf.train.latest_checkpoint` returns it.
+
+    Raises:
+      UserError: at the beginning, if there is no such checkpoint, or it lacks variables or has them in other shapes.
+    """
+
+    def __init__(self, saver, checkpoint):
+        self._saver, self._checkpoint, self._step = saver, checkpoint, None
+
+    def begin(self):
+        """Looks whether the checkpoint exists, before anything is started."""
+        if not self._checkpoint or not tf.train.checkpoint_exists(self._checkpoint):
+            raise UserError(
+                f"there is no checkpoint {str(self._checkpoint)!r}: expected the path that the saver gave it, "
+                "like runs/model.ckpt-1000"
+            )
+        self._step = tf.train.get_global_step()
+
+    def after_create_session(self, session, coord):
+        """Restores, unless training has gone on from there."""
+        if self._step is None or session.run(self._step) == 0:
+            with restoring(f"the checkpoint {self._checkpoint}", "another checkpoint"):
+                self._saver.restore(session, self._checkpoint)
+
+
+class EarlyStoppingHook(tf.train.SessionRunHook):
+    """Ends the training of all workers when somebody, say an evaluator, has written a certain file.
+
+    The chief looks for it, and then closes a queue beside the global step; every worker sees that with its next `run`. For any
+    monitored session of a cluster with parameter servers; every worker has one.
+
+    Args:
+      path: the chief's: of the file. None for the other workers.
+      stop_session: whether the session is asked to stop; otherwise `requested` says that it should.
+      every_secs: how often the chief looks.
+
+    Attributes:
+      requested: whether training is to end.
+    """
+
+    def __init__(self, path=None, stop_session=True, every_secs=1.0):
+        self._path, self._stop_session, self._every_secs = path, stop_session, every_secs
+        self._next_look, self.requested = 0.0, False
+
+    def begin(self):
+        """Makes the queue in the present graph."""
+        with tf.device(tf.train.get_or_create_global_step().device):
+            said = tf.queue.FIFOQueue(1, tf.bool, shared_name="early_stopping")
+            self._is_said, self._say = said.is_closed(), said.close()
+
+    def before_run(self, run_context):
+        """Asks whether it is said."""
+        return tf.train.SessionRunArgs(self._is_said)
+
+    def after_run(self, run_context, run_values):
+        """The chief says so if there is the file; whoever hears it stops."""
+        self.requested = bool(run_values.results)
+        if self._path and not self.requested and time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + self._every_secs
+            if Path(self._path).exists():
+                run_context.session.run(self._say)
+                self.requested = True
+        if self.requested and self._stop_session:
+            run_context.request_stop()

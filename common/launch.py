@@ -47,7 +47,7 @@ def launch(script, arguments, settings):
     prepare_run_dir(settings)
     with contextlib.ExitStack() as stack:
         hosts: dict[str, list[str]] = {"ps": [], "worker": []}
-        for job, count in (("ps", settings.num_ps), ("worker", settings.num_workers)):
+        for job, count in (("ps", settings.num_ps), ("worker", settings.num_workers + settings.num_evaluators)):
             for _ in range(count):
                 hosts[job].append(f"127.0.0.1:{stack.enter_context(reserved_port()).getsockname()[1]}")
         command = [
@@ -58,7 +58,8 @@ def launch(script, arguments, settings):
             f"--worker_hosts={','.join(hosts['worker'])}",
         ]
         tasks = [Task(job, i, command, settings.run_dir) for job in hosts for i in range(len(hosts[job]))]
-        display = stack.enter_context(progress.Display(settings, range(settings.num_workers)))
+        shown = [*range(settings.num_workers), *(["evaluator"] if settings.num_evaluators else [])]
+        display = stack.enter_context(progress.Display(settings, shown))
         display.say(
             f"{settings.scheme}: --num_ps={settings.num_ps} --num_workers={settings.num_workers} --run_dir={settings.run_dir}"
         )

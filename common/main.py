@@ -17,7 +17,7 @@ from common import cluster, flags, launch, progress
 from common.flags import UserError
 
 
-def main(scheme=None, train=None, without=(), lockstep=False, check=None, **defaults):
+def main(scheme=None, train=None, without=(), lockstep=False, check=None, evaluate=None, **defaults):
     """Runs a scheme's script and exits: 0 trained, 1 failed, 2 bad flags or input, 130 stopped by Ctrl-C.
 
     Args:
@@ -25,12 +25,13 @@ def main(scheme=None, train=None, without=(), lockstep=False, check=None, **defa
       train: instead, for a script with a main loop of its own: a function `train(task, settings)` as in `common.training`.
       lockstep: whether all tasks have to be started again when one has died.
       check: function of the flags, a namespace, that raises a `UserError` if they do not go together.
+      evaluate: what the last worker of a cluster does instead of training, a function `evaluate(task, settings)`.
       without: names of flags that mean nothing to this script; those of a cluster for one that always trains alone.
       **defaults: the scheme's own defaults, by the name of the flag.
     """
     script = Path(sys.argv[0]).resolve()
     try:
-        sys.exit(_run(scheme, train, without, lockstep, check, script, sys.argv[1:], defaults))
+        sys.exit(_run(scheme, train, without, lockstep, check, evaluate, script, sys.argv[1:], defaults))
     except UserError as error:
         sys.exit(_say(2, f"{script.name}: {error}"))
     except launch.RunFailed as error:
@@ -53,7 +54,7 @@ def _say(status, line):
     return status
 
 
-def _run(scheme, train, without, lockstep, check, script, arguments, defaults):
+def _run(scheme, train, without, lockstep, check, evaluate, script, arguments, defaults):
     launcher = os.environ.get("LAUNCHER_PID")
     if launcher:
         launch.die_with_parent(int(launcher))
@@ -64,7 +65,12 @@ def _run(scheme, train, without, lockstep, check, script, arguments, defaults):
     settings.scheme, settings.began = script.parent.name, time.time()
     settings.gradients_per_update, settings.lockstep = 1, lockstep
     task = cluster.task_from(settings) if "job_name" not in without else None
+    if task and evaluate:
+        task = task.use_last_worker_as_evaluator()
+    elif task and task.is_evaluator():
+        raise UserError(f"this task is an evaluator, which {script.name} does not have; Continuous-Evaluation has")
     launches = task is None and settings.launch
+    settings.num_evaluators = 1 if evaluate and (task or launches) else 0
     if task is None and not launches:
         for name in flags.present(values, "num_ps", "num_workers"):
             raise UserError(
@@ -88,12 +94,17 @@ def _run(scheme, train, without, lockstep, check, script, arguments, defaults):
         return 0
     if launches:
         return launch.launch(script, arguments, settings)
-    index = task.index if task else 0
+    index = task.shard_index if task else 0
     if not launcher:
         launch.prepare_run_dir(settings, task)
-        _log_to(Path(settings.run_dir, "logs", f"{task.type if task else 'worker'}-{index}.log"))
+        _log_to(Path(settings.run_dir, "logs", f"{task.job if task else 'worker'}-{index}.log"))
     if task and task.is_ps():
-        return _serve(task)
+        print(f"ps {task.index} serves at {task.ps_hosts[task.index]} until all workers are done", flush=True)
+        task.create_server()
+        return 0
+
+    if task and task.is_evaluator():
+        return evaluate(task, settings)
 
     signal.pthread_sigmask(signal.SIG_BLOCK, launch.INTERRUPTING_SIGNALS)  # see training.Interruption
     from common import training  # and with it tensorflow
@@ -106,11 +117,3 @@ def _run(scheme, train, without, lockstep, check, script, arguments, defaults):
     if index == 0:
         progress.summary(settings, status)
     return status
-
-
-def _serve(task):
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a ps waits outside Python, which would never see the signal
-    server = task.create_server()
-    print(f"ps {task.index} serves at {task.ps_hosts[task.index]} until all workers are done", flush=True)
-    cluster.serve(task, server)
-    return 0

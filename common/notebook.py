@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from common import cluster, launch, tf
+from common import cluster, launch, silent, tf
 
 _open: set[object] = set()  # clusters, which thus live on while nobody has a reference to them
 
@@ -23,16 +23,9 @@ def quiet():
 
     To be called before anything else imports tensorflow.
     """
-    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # read at the import, which itself reports whatever the level
-    sys.stderr.flush()
-    standard_error = os.dup(2)
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # read at the import
+    with silent():
         tf.train  # noqa: B018, any attribute: the first one imports tensorflow
-    finally:
-        os.dup2(standard_error, 2)
-        os.close(standard_error)
 
 
 class Message(NamedTuple):
@@ -102,7 +95,7 @@ class LocalCluster:
 
     def task(self, job, index):
         """Returns the `TaskSpecDef` of a ps or a worker, in a cluster that has both."""
-        return cluster.TaskSpecDef(job, index, tuple(self.hosts["ps"]), tuple(self.hosts["worker"]))
+        return cluster.TaskSpecDef(job, index, ps_hosts=self.hosts["ps"], worker_hosts=self.hosts["worker"])
 
     def target(self, job, index):
         """Returns what a session takes to run on the server of that task, `grpc://host:port`."""
@@ -170,8 +163,7 @@ def _main(hosts, job, index):
     quiet()
     local, index = json.loads(hosts), int(index)
     if job == "ps" and "worker" in local:
-        task = cluster.TaskSpecDef(job, index, tuple(local["ps"]), tuple(local["worker"]))
-        cluster.serve(task, task.create_server())
+        cluster.TaskSpecDef(job, index, ps_hosts=local["ps"], worker_hosts=local["worker"]).create_server()
     else:
         tf.train.Server(tf.train.ClusterSpec(local), job, index).join()
 

@@ -388,9 +388,10 @@ class LocalParameters:
       name: variable scope; different for each worker, since the ps know what they remember of it by this name.
       index, num_workers: which worker of how many this is.
       delay: seconds that each call of `train` takes longer, to see what a slow worker does.
+      is_saved: whether checkpoints hold the state of this worker's model, as the chief's do.
     """
 
-    def __init__(self, center, model, batches, name="local", index=0, num_workers=1, delay=0.0):
+    def __init__(self, center, model, batches, name="local", index=0, num_workers=1, delay=0.0, is_saved=False):
         self.model, self.batches, self.name = model, batches, name
         self.index, self.num_workers, self.delay = index, num_workers, delay
         self.init_feed_dict = dict(batches.init_feed_dict)
@@ -400,7 +401,7 @@ class LocalParameters:
             for i, value in enumerate(model.initial_state):
                 feed = tf.placeholder(value.dtype, value.shape)
                 self.init_feed_dict[feed] = value
-                self.state.append(local_variable(f"state_{i}", feed))
+                self.state.append(local_variable(f"state_{i}", feed, is_saved))
         self.memory = Memory()  # set by a pull that is remembered
         self._vectors: dict[str, Any] = {}
         self._optimizers: dict[Any, Any] = {}

@@ -7,8 +7,8 @@ import numpy as np
 
 
 def read_metrics(run_dir):
-    """Returns the lines of all workers' metrics, oldest first."""
-    lines = [json.loads(line) for path in Path(run_dir, "metrics").glob("worker-*.jsonl") for line in open(path)]
+    """Returns the lines of all workers' metrics, and the evaluator's, oldest first."""
+    lines = [json.loads(line) for path in Path(run_dir, "metrics").glob("*.jsonl") for line in open(path)]
     return sorted(lines, key=lambda line: line["time"])
 
 
@@ -21,26 +21,28 @@ def curve(run_dir):
     if not lines:
         return
     began = lines[0]["time"]
+    known = {key for line in lines for key, value in line.items() if value is not None}
+    evaluation = next(
+        k for k in ("validation_accuracy", "validation_loss", "test_accuracy", "test_loss") if k in known | {"test_loss"}
+    )
     panels = [
         ("training loss", "loss"),
-        ("test accuracy", "test_accuracy")
-        if any(line.get("test_accuracy") is not None for line in lines)
-        else ("test loss", "test_loss"),
+        (evaluation.replace("_", " "), evaluation),
         ("samples per second", "samples_per_second"),
     ]
     figure = Figure(figsize=(12, 3.5), layout="constrained")
     for axes, (title, key) in zip(figure.subplots(1, len(panels)), panels, strict=True):
-        for worker in sorted({line["worker"] for line in lines}):
+        for worker in sorted({line["worker"] for line in lines}, key=str):
             points = [(n["time"] - began, n[key]) for n in lines if n["worker"] == worker and n.get(key) is not None]
             if points:
-                axes.plot(*zip(*points, strict=True), marker=".", label=f"worker {worker}")
+                axes.plot(*zip(*points, strict=True), marker=".", label=worker if worker == "evaluator" else f"worker {worker}")
         axes.set(title=title, xlabel="seconds")
         axes.grid(alpha=0.3)
         if "loss" in key:
             axes.set_yscale("log")
         elif key == "samples_per_second":
             axes.set_ylim(bottom=0)
-        if not key.startswith("test"):
+        if key != evaluation:
             axes.legend()
     unfinished = Path(run_dir, "curve.unfinished.png")
     FigureCanvasAgg(figure).print_png(unfinished)

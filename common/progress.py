@@ -29,12 +29,12 @@ class Progress:
 
     Args:
       run_dir: folder of the run.
-      workers: indices of the workers to show.
+      workers: indices of the workers to show, and "evaluator" if there is one.
     """
 
     def __init__(self, run_dir, workers):
-        self._tails = {i: _Tail(Path(run_dir, "metrics", f"worker-{i}.jsonl")) for i in workers}
-        self.newest: dict[int, dict] = {i: {} for i in workers}
+        self._tails = {i: _Tail(Path(run_dir, "metrics", f"{_name(i)}.jsonl")) for i in workers}
+        self.newest: dict[int | str, dict] = {i: {} for i in workers}
 
     def poll(self):
         """Reads what is new; returns whether there was anything."""
@@ -57,6 +57,8 @@ class Progress:
             ("staleness_mean", _mean),
             ("test_accuracy", max),
             ("test_loss", max),
+            ("validation_accuracy", max),
+            ("validation_loss", max),
         ):
             values = [n[key] for n in newest if n.get(key) is not None]
             if values:
@@ -77,14 +79,15 @@ class Progress:
         from rich.table import Table
 
         table = Table(box=None, pad_edge=False)
-        for name in ("", "step", *(name for name, _, _ in _COLUMNS)):
+        columns = _COLUMNS if "evaluator" in self.newest else [c for c in _COLUMNS if "validation" not in c[0]]
+        for name in ("", "step", *(name for name, _, _ in columns)):
             table.add_column(name, justify="right")
-        rows = {f"worker {i}": n for i, n in self.newest.items()}
+        rows = {_name(i).replace("-", " "): n for i, n in self.newest.items()}
         if len(rows) > 1:
             rows["together"] = self.together()
         for name, n in rows.items():
             step = f"{_number(n, 'global_step', ',d')} of {_number(n, 'last_step', ',d')}" if n else "starting"
-            table.add_row(name, step, *(_number(n, key, form) for _, key, form in _COLUMNS))
+            table.add_row(name, step, *(_number(n, key, form) for _, key, form in columns))
         return table
 
 
@@ -93,12 +96,19 @@ _COLUMNS = (
     ("loss", "loss", ".4f"),
     ("test accuracy", "test_accuracy", ".3f"),
     ("test loss", "test_loss", ".4f"),
+    ("validation accuracy", "validation_accuracy", ".3f"),
+    ("validation loss", "validation_loss", ".4f"),
     ("staleness", "staleness_mean", ".2f"),
 )
 
 
 def _number(values, key, form):
     return format(values[key], form) if values.get(key) is not None else ""
+
+
+def _name(worker):
+    """Of its file, without the suffix."""
+    return f"worker-{worker}" if isinstance(worker, int) else worker
 
 
 def _mean(values):
@@ -179,5 +189,15 @@ def summary(settings, status):
     print(
         f"{accuracy}test loss {_number(result, 'test_loss', '.4f') or 'not finite'}; {staleness}{result['restarts']} restarts"
     )
-    for name in ("curve.png", "model.keras"):
+    names = ["curve.png", "model.keras"]
+    best = run_dir / "best" / "evaluation.json"
+    if best.exists():
+        result = json.loads(best.read_text())
+        accuracy = f"accuracy {result['test_accuracy']:.3f}, " if result["test_accuracy"] is not None else ""
+        print(
+            f"best checkpoint, of step {result['global_step']:,} and validation loss {result['validation_loss']:.4f}: "
+            f"test {accuracy}test loss {_number(result, 'test_loss', '.4f')}"
+        )
+        names.append("best/model.keras")
+    for name in names:
         print(run_dir / name)

@@ -1,8 +1,9 @@
 """The monitored session of a task: created anew when a ps dies and comes back, restored from the newest checkpoint."""
 
+import contextlib
 import re
 
-from common import tf
+from common import cluster, tf
 from common.flags import UserError
 
 
@@ -10,8 +11,9 @@ class _Creator(tf.train.SessionCreator):
     """What `tf.train.ChiefSessionCreator` and `WorkerSessionCreator` do, looking every 0.1 s whether the chief has initialized
     the parameters. Theirs looks every 30 s, so each worker would start that late."""
 
-    def __init__(self, task, scaffold, target, checkpoint_dir):
+    def __init__(self, task, scaffold, target, checkpoint_dir, config):
         self._task, self._scaffold, self._target, self._checkpoint_dir = task, scaffold, target, checkpoint_dir
+        self._config = task.config(config) if task else config
 
     def create_session(self):
         scaffold = self._scaffold.finalize()
@@ -23,39 +25,153 @@ class _Creator(tf.train.SessionCreator):
             graph=tf.get_default_graph(),
             recovery_wait_secs=0.1,
         )
-        config = self._task.config() if self._task else None
         if self._task and not self._task.is_master():
-            return manager.wait_for_session(self._target, config=config)
-        try:
+            return manager.wait_for_session(self._target, config=self._config)
+        with restoring(f"the checkpoint in {self._checkpoint_dir}", "another --run_dir or checkpoint_dir"):
             return manager.prepare_session(
                 self._target,
-                config=config,
+                config=self._config,
                 saver=scaffold.saver,
                 checkpoint_dir=self._checkpoint_dir,
                 init_op=scaffold.init_op,
                 init_feed_dict=scaffold.init_feed_dict,
+                init_fn=scaffold.init_fn,
             )
-        except (tf.errors.NotFoundError, tf.errors.InvalidArgumentError) as error:
-            missing = re.search(r"Key (\S+) not found", str(error))
-            # The saver says that restoring failed; if nothing is missing, the shapes differ.
-            is_of_another = missing or isinstance(error, tf.errors.InvalidArgumentError)
-            if "Restoring from checkpoint failed" not in str(error) or not is_of_another:
-                raise
-            what = f"it has no {missing[1]!r}" if missing else "its parameters are as many as another model has"
-            raise UserError(
-                f"the checkpoint in {self._checkpoint_dir} is not of this scheme and model: {what}; give the flags that the "
-                "run was begun with, or another --run_dir"
-            ) from None
+
+
+@contextlib.contextmanager
+def restoring(what, otherwise):
+    """Turns the saver's complaint that a checkpoint does not fit into one line.
+
+    Args:
+      what: names the checkpoint.
+      otherwise: what else to give than the model that it is of.
+
+    Raises:
+      UserError: in place of the saver's errors.
+    """
+    try:
+        yield
+    except tf.errors.DataLossError as error:
+        raise UserError(f"{what} is damaged: {error.message.splitlines()[0]}; give {otherwise}") from None
+    except (tf.errors.NotFoundError, tf.errors.InvalidArgumentError) as error:
+        missing = re.search(r"Key (\S+) not found", str(error))
+        # The saver says that restoring failed; if nothing is missing, the shapes differ.
+        is_of_another = missing or isinstance(error, tf.errors.InvalidArgumentError)
+        if "Restoring from checkpoint failed" not in str(error) or not is_of_another:
+            raise
+        why = f"it has no {missing[1]!r}" if missing else "its parameters are as many as another model has"
+        raise UserError(
+            f"{what} is not of this scheme and model: {why}; give the flags and the model that it was made with, or {otherwise}"
+        ) from None
+
+
+class _LeavingSession(tf.train.MonitoredSession):
+    """A monitored session that tells the ps tasks when it is closed in peace. If it failed, the worker may come back."""
+
+    def __init__(self, task_spec, *arguments):
+        self._task_spec = task_spec
+        super().__init__(*arguments)
+
+    def close(self):
+        """Closes the session; this worker needs the ps tasks no more."""
+        super().close()
+        self._leave()
+
+    def __exit__(self, exception_type, exception, traceback):
+        suppressed = super().__exit__(exception_type, exception, traceback)
+        if exception_type in (None, tf.errors.OutOfRangeError, StopIteration):  # the two that end an input, and a loop
+            self._leave()
+        return suppressed
+
+    def _leave(self):
+        if self._task_spec and self._task_spec.create_server():
+            cluster.say_done(self._task_spec, self._task_spec.create_server())
+
+
+_DEFAULT = object()
+
+
+def DistributedSession(
+    task_spec=None,
+    checkpoint_dir=None,
+    scaffold=None,
+    hooks=None,
+    chief_only_hooks=None,
+    save_checkpoint_secs=600,
+    save_summaries_steps=_DEFAULT,
+    save_summaries_secs=_DEFAULT,
+    config=None,
+    stop_grace_period_secs=120,
+    log_step_count_steps=100,
+):
+    """Returns what `tf.train.MonitoredTrainingSession` would for this task of a cluster, or for one process.
+
+        with DistributedSession(task_spec, checkpoint_dir, hooks=[tf.train.StopAtStepHook(last_step=1000)]) as session:
+            while not session.should_stop():
+                session.run(train_op)
+
+    The master initializes the variables, or restores them from the newest checkpoint, and saves them, also at the end; the
+    others wait until it has. Nobody waits for a worker that is not there: the device filters are set, in a `config` of your
+    own, too, if that has none. When a ps dies and comes back, `run` goes on from the newest checkpoint. Leaving the session
+    tells the ps tasks that this worker is done; after an error it does not, since the worker may be started again.
+
+    Args:
+      task_spec: a `TaskSpecDef`; None for one process, with no servers. If it is a ps, this serves until the training is over
+        and then ends the program.
+      config: a `tf.ConfigProto`.
+      others: as `tf.train.MonitoredTrainingSession` has them. Summaries are saved every 100 steps unless one of the two says
+        otherwise, and go into `checkpoint_dir`, as do the steps per second.
+
+    Raises:
+      UserError: if there is no graph, if this is an evaluator, or if the checkpoint does not fit.
+      SystemExit: on a ps.
+    """
+    if task_spec is not None and task_spec.is_ps():
+        task_spec.create_server()
+        raise SystemExit(0)
+    if task_spec is not None and task_spec.is_evaluator():
+        raise UserError(
+            "an evaluator does not train: ask is_evaluator() first, and then restore checkpoints in a session of its own, as "
+            "Continuous-Evaluation does"
+        )
+    if tf.executing_eagerly():
+        raise UserError("there is no graph: build it, and open the session, inside `with tf.Graph().as_default():`")
+    target = task_spec.target() if task_spec is not None else ""
+    scaffold, all_hooks = scaffold or tf.train.Scaffold(), list(hooks or [])
+    if task_spec is None or task_spec.is_master():
+        own = list(chief_only_hooks or [])
+        if checkpoint_dir:
+            if save_summaries_steps is _DEFAULT:
+                save_summaries_steps = 100 if save_summaries_secs is _DEFAULT else None
+            if save_summaries_secs is _DEFAULT:
+                save_summaries_secs = None
+            if log_step_count_steps:
+                own.append(tf.train.StepCounterHook(log_step_count_steps, output_dir=checkpoint_dir))
+            if save_summaries_steps or save_summaries_secs:
+                own.append(
+                    tf.train.SummarySaverHook(
+                        save_summaries_steps, save_summaries_secs, output_dir=checkpoint_dir, scaffold=scaffold
+                    )
+                )
+            if save_checkpoint_secs:
+                own.append(_saver_hook(checkpoint_dir, save_checkpoint_secs, scaffold))
+        all_hooks = own + all_hooks
+    creator = _Creator(task_spec, scaffold, target, checkpoint_dir, config)
+    return _LeavingSession(task_spec, creator, all_hooks, stop_grace_period_secs)
+
+
+def _saver_hook(checkpoint_dir, checkpoint_secs, scaffold):
+    return tf.train.CheckpointSaverHook(checkpoint_dir, save_secs=checkpoint_secs, scaffold=scaffold, save_graph_def=False)
 
 
 def monitored_session(task, target, scaffold, checkpoint_dir, checkpoint_secs, hooks=()):
-    """Returns a `tf.train.MonitoredSession` for this task.
+    """Returns a `tf.train.MonitoredSession` for this task, whose end tells the ps tasks nothing: see `cluster.say_done`.
 
     The chief (and a process on its own, `task` None) initializes the global variables or restores them from the newest
     checkpoint, and saves one at the beginning, every `checkpoint_secs` seconds and at the end.
     """
     hooks = list(hooks)
     if task is None or task.is_master():
-        saver = tf.train.CheckpointSaverHook(checkpoint_dir, save_secs=checkpoint_secs, scaffold=scaffold, save_graph_def=False)
-        hooks.append(saver)
-    return tf.train.MonitoredSession(_Creator(task, scaffold, target, checkpoint_dir), hooks)
+        hooks.append(_saver_hook(checkpoint_dir, checkpoint_secs, scaffold))
+    return tf.train.MonitoredSession(_Creator(task, scaffold, target, checkpoint_dir, None), hooks)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common import cluster, data, models, plots, tf
-from common.hooks import EvaluationHook, MeetingHook, MetricsHook, MetricsLog, WarmStartHook
+from common.hooks import EarlyStoppingHook, EvaluationHook, MeetingHook, MetricsHook, MetricsLog, WarmStartHook
 from common.launch import INTERRUPTING_SIGNALS, write_json
 from common.parameters import GlobalParameters, LocalParameters, build_rounds
 from common.session import monitored_session
@@ -32,8 +32,8 @@ def train(scheme, task, settings):
     """
     interruption = Interruption()
     server = task.create_server() if task else None  # before all else: the others try to reach it
-    index, num_workers = (task.index, task.num_workers) if task else (0, 1)
-    dataset = data.load(settings.data, settings.seed)
+    index, num_workers = (task.shard_index, task.num_workers) if task else (0, 1)
+    dataset = load_data(settings)
     x, y = data.shard(dataset, index, num_workers)
     # Of the initial values only the chief's count; the seed of Dropout is to differ.
     model = models.build(settings.model, dataset, settings.seed + index)
@@ -43,7 +43,7 @@ def train(scheme, task, settings):
         with tf.device(task and task.device):
             batches = data.Batches(x, y, settings.batch_size, settings.seed + index)
             local = LocalParameters(
-                center, model, batches, f"worker_{index}", index, num_workers, delay_of(settings.delays, index)
+                center, model, batches, f"worker_{index}", index, num_workers, delay_of(settings.delays, index), index == 0
             )
             last, next_call = build_calls(scheme, center, local, settings, len(dataset.x_train))
             settings.gradients_per_update = center.gradients_per_update
@@ -63,7 +63,7 @@ def train(scheme, task, settings):
             scaffold = tf.train.Scaffold(
                 # Not sharded: the chief alone writes, so the ps tasks need no folder in common with it.
                 saver=tf.train.Saver(sharded=False, save_relative_paths=True),
-                init_feed_dict=center.init_feed_dict,
+                init_feed_dict={**center.init_feed_dict, **local.init_feed_dict},
                 ready_for_local_init_op=ready,
                 local_init_op=tf.local_variables_initializer(),
                 local_init_feed_dict=local_init_feed_dict,
@@ -147,13 +147,22 @@ def work(plan, task, settings, server, interruption, open_session):
     Returns:
       An `Outcome`.
     """
-    index = task.index if task else 0
+    index = task.shard_index if task else 0
     log = MetricsLog(settings.run_dir, index, plan.last)
     metrics = MetricsHook(log, settings.batch_size * settings.window)
     hooks: list = [interruption, metrics]
     if index == 0:
         evaluation = EvaluationHook(log, *plan.evaluation)
-        hooks.append(evaluation)
+        if not settings.num_evaluators:
+            hooks.append(evaluation)
+    early_stopping = None
+    if settings.num_evaluators:
+        stop, ended = (Path(settings.run_dir, name) for name in (STOP, ENDED))
+        if index == 0:  # of a run that this one goes on with
+            stop.unlink(missing_ok=True)
+            ended.unlink(missing_ok=True)
+        early_stopping = EarlyStoppingHook(stop if index == 0 else None, stop_session=False)
+        hooks.append(early_stopping)
     warm_start = meeting = None
     if plan.meeting:
         meeting = MeetingHook(plan.meeting, plan.gate if index == 0 else None)
@@ -174,7 +183,8 @@ def work(plan, task, settings, server, interruption, open_session):
             present = plan.last  # the chief has ended before there was anything to do for others
         is_over = False
         while present < plan.last and not is_over:
-            if time.monotonic() >= deadline or interruption.requested:
+            is_told = early_stopping and early_stopping.requested
+            if time.monotonic() >= deadline or interruption.requested or is_told:
                 if meeting is None or not meeting.vote(session):
                     break
             rounds = session.run(*plan.next_call(present))
@@ -201,9 +211,21 @@ def work(plan, task, settings, server, interruption, open_session):
             if task:
                 rendezvous.dismiss(session)
     log.close()
+    if settings.num_evaluators and index == 0:
+        ended.touch()  # now that the last checkpoint is saved
     if task:
         cluster.say_done(task, server)
     return outcome
+
+
+# Files in the run's folder. An evaluator writes the first to end training; the chief writes the second when that has ended.
+STOP, ENDED = "evaluator-says-stop", "training-has-ended"
+
+
+def load_data(settings):
+    """Returns the `common.data.Data` to train with, without what is held out for an evaluator."""
+    dataset = data.load(settings.data, settings.seed)
+    return data.hold_out(dataset, settings.validation, settings.seed)[0] if settings.num_evaluators else dataset
 
 
 def delay_of(delays, index):
@@ -324,6 +346,6 @@ class Interruption(tf.train.SessionRunHook):
 
 def check(settings):
     """Raises a `UserError` if data and model cannot be trained by this many workers; trains nothing."""
-    dataset = data.load(settings.data, settings.seed)
+    dataset = load_data(settings)
     data.shard(dataset, 0, settings.num_workers if settings.launch else 1)
     models.build(settings.model, dataset, settings.seed)

@@ -93,9 +93,10 @@ def servers():
                 os.environ["TF_GRPC_REUSE_PORT"] = "true"
                 ports = [stack.enter_context(launch.reserved_port()).getsockname()[1] for _ in range(num_ps + 1)]
                 hosts = [f"localhost:{port}" for port in ports]
-                tasks = [cluster.TaskSpecDef("ps", i, tuple(hosts[1:]), (hosts[0],)) for i in range(num_ps)]
-                worker = cluster.TaskSpecDef("worker", 0, tuple(hosts[1:]), (hosts[0],))
-                known[num_ps] = worker, worker.create_server(), [task.create_server() for task in tasks]
+                where: Any = {"ps_hosts": hosts[1:], "worker_hosts": hosts[:1]}
+                tasks = [cluster.TaskSpecDef("ps", i, **where) for i in range(num_ps)]
+                worker = cluster.TaskSpecDef("worker", 0, **where)
+                known[num_ps] = worker, worker.create_server(), [task.start_server() for task in tasks]
             return known[num_ps][:2]
 
         yield servers

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common import cluster, tf
+from common import TaskSpec, cluster, tf
 from common.parameters import GlobalParameters, LocalParameters, build_rounds
 from common.session import monitored_session
 
@@ -45,10 +45,9 @@ def barrier(task, name):
 def main(checkpoints, script):
     """Runs the task; `script` holds an update rule of the same name."""
     name = Path(script).stem
-    task = cluster.task_from(types.SimpleNamespace(job_name=None, task_index=None, ps_hosts=None, worker_hosts=None))
+    task = TaskSpec()
     server = task.create_server()
     if task.is_ps():
-        cluster.serve(task, server)
         return
     spec = importlib.util.spec_from_file_location(name, script)
     assert spec and spec.loader
@@ -57,7 +56,7 @@ def main(checkpoints, script):
     hp = types.SimpleNamespace(window=1, learning_rate=1.0, local_optimizer="sgd", local_learning_rate=None)
     center = GlobalParameters(np.zeros(SIZE, np.float32), task.num_ps, task.device_fn())
     with tf.device(task.device):
-        local = Ones(center, f"worker_{task.index}")
+        local = Ones(center, f"worker_{task.shard_index}")
         rounds = build_rounds(getattr(scheme, name), center, local, hp, ROUNDS)
     begin, end, value = barrier(task, "begin"), barrier(task, "end"), center.read()[0]
     scaffold = tf.train.Scaffold(init_feed_dict=center.init_feed_dict)

@@ -11,29 +11,22 @@ import time
 
 os.environ["TF_GRPC_REUSE_PORT"] = "true"  # lets the test hold the ports
 
-from common import cluster, tf  # noqa: E402
+from common import DistributedSession, TaskSpecDef, tf  # noqa: E402
 from common.coordination import Clocks, Lock  # noqa: E402
 from common.hooks import SemiSyncRunHook  # noqa: E402
 
 
 def main(job, index, ps, workers, log, staleness, steps, milliseconds):
-    task = cluster.TaskSpecDef(job, index, (ps,), tuple(workers.split(",")))
-    server = task.create_server()
-    if job == "ps":
-        return server.join()
+    task = TaskSpecDef(job, index, ps_hosts=ps, worker_hosts=workers)
+    if task.is_ps():
+        return task.create_server()
     with tf.device(task.device_fn()):
         weights = tf.get_variable("weights", initializer=tf.zeros([3]), use_resource=True)
         train = tf.train.GradientDescentOptimizer(0.1).minimize(
             tf.reduce_sum((weights - 1) ** 2), tf.train.get_or_create_global_step()
         )
         clocks = Clocks(task.num_workers, Lock(tf.train.get_global_step().device, "semi_sync"), name="semi_sync").read()
-    if not task.is_master():  # MonitoredTrainingSession looks every 30 s whether the chief has initialized the variables
-        ready = tf.report_uninitialized_variables(tf.global_variables())
-        tf.train.SessionManager(ready_op=ready, recovery_wait_secs=0.1).wait_for_session(server.target, config=task.config())
-    hook = SemiSyncRunHook(index, task.num_workers, staleness)
-    with tf.train.MonitoredTrainingSession(
-        server.target, task.is_master(), hooks=[hook], config=task.config(), log_step_count_steps=None
-    ) as session:
+    with DistributedSession(task, hooks=[SemiSyncRunHook(index, task.num_workers, staleness)]) as session:
         for _ in range(steps):
             now, _ = session.run([clocks, train])
             log.write(f"{now[index] - now.min()}\n")

@@ -96,7 +96,7 @@ def cluster(**task):
     return json.dumps({"cluster": {"ps": ["127.0.0.1:2222"], "worker": ["127.0.0.1:2223"]}, "task": task})
 
 
-# Noticed before tensorflow is imported
+# Noticed before there is anything to clean up, and but for a task of TF_CONFIG before tensorflow is imported
 AT_ONCE = [
     (["--windw=3"], {}, ["unknown flag --windw; did you mean --window?"]),
     (["--num_workers=0"], {}, ["--num_workers must be at least 1, not 0"]),
@@ -110,7 +110,7 @@ AT_ONCE = [
     (["--resume", "--run_dir=nothing"], {}, ["--resume: there is no checkpoint in nothing/checkpoints"]),
     ([], {"TF_CONFIG": "{cluster: ps}"}, ["TF_CONFIG is not JSON"]),
     ([], {"TF_CONFIG": cluster(type="worker", index=1)}, ["TF_CONFIG", "worker 1", "the cluster has 1"]),
-    ([], {"TF_CONFIG": cluster(type="evaluator", index=0)}, ["TF_CONFIG", "'evaluator'"]),
+    ([], {"TF_CONFIG": cluster(type="evaluator", index=0)}, ["an evaluator, which hogwild.py does not have"]),
     (["--job_name=worker"], {}, ["--job_name=worker", "--task_index, --ps_hosts, --worker_hosts is missing"]),
     (
         ["--job_name=worker", "--task_index=0", "--ps_hosts=127.0.0.1:2222"],

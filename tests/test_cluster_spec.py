@@ -1,12 +1,14 @@
 """common/cluster.py: how a process learns which task it is."""
 
 import json
+import os
 import types
+from unittest import mock
 
 import pytest
 
-from common import tf
-from common.cluster import TaskSpecDef, task_from
+from common import TaskSpec, TaskSpecDef, tf
+from common.cluster import task_from
 
 NO_FLAGS = dict(job_name=None, task_index=None, ps_hosts=None, worker_hosts=None)
 FLAGS = dict(job_name="worker", task_index=1, ps_hosts=["a:1"], worker_hosts=["b:2", "c:3"])
@@ -14,7 +16,8 @@ ENVIRONMENT = {"JOB_NAME": "worker", "TASK_INDEX": "1", "PS_HOSTS": "d:4,e:5", "
 
 
 def task(environ=None, **flags):
-    return task_from(types.SimpleNamespace(**NO_FLAGS | flags), environ or {})
+    with mock.patch.dict(os.environ, environ or {}, clear=True):
+        return task_from(types.SimpleNamespace(**NO_FLAGS | flags))
 
 
 def tf_config(cluster, job, index):
@@ -30,31 +33,35 @@ def test_nothing_said():
 
 
 def test_flags():
-    assert task(**FLAGS) == TaskSpecDef("worker", 1, ("a:1",), ("b:2", "c:3"))
-    assert task(**FLAGS | dict(job_name="ps", task_index=0)) == TaskSpecDef("ps", 0, ("a:1",), ("b:2", "c:3"))
+    assert task(**FLAGS) == TaskSpecDef("worker", 1, ps_hosts="a:1", worker_hosts="b:2,c:3")
+    assert task(**FLAGS | dict(job_name="ps", task_index=0)) == TaskSpecDef("ps", 0, ps_hosts="a:1", worker_hosts="b:2,c:3")
 
 
 def test_tf_config():
-    assert task(CONFIG) == TaskSpecDef("worker", 1, ("i:1",), ("j:2", "k:3"))
+    assert task(CONFIG) == TaskSpecDef("worker", 1, ps_hosts="i:1", worker_hosts="j:2,k:3")
     cluster = {"ps": ["i:1", "l:2"], "worker": ["j:2"]}
-    assert task(tf_config(cluster, "ps", 1)) == TaskSpecDef("ps", 1, ("i:1", "l:2"), ("j:2",))
+    assert task(tf_config(cluster, "ps", 1)) == TaskSpecDef("ps", 1, ps_hosts="i:1,l:2", worker_hosts="j:2")
     assert task(tf_config(cluster, "ps", "1")).index == 1  # some platforms write numbers as text
 
 
 @pytest.mark.parametrize("chief", ["chief", "master"])
 def test_chief_of_tf_config_is_the_first_worker(chief):
     cluster = {"ps": ["p:1"], chief: ["c:2"], "worker": ["v:3", "w:4"]}
-    workers = ("c:2", "v:3", "w:4")
-    assert task(tf_config(cluster, chief, 0)) == TaskSpecDef("worker", 0, ("p:1",), workers)
-    assert task(tf_config(cluster, "worker", 0)) == TaskSpecDef("worker", 1, ("p:1",), workers)
-    assert task(tf_config(cluster, "worker", 1)) == TaskSpecDef("worker", 2, ("p:1",), workers)
-    assert task(tf_config(cluster, "ps", 0)) == TaskSpecDef("ps", 0, ("p:1",), workers)
+    hosts = {"ps_hosts": "p:1", "worker_hosts": "v:3,w:4", "master": "c:2"}
+    assert task(tf_config(cluster, chief, 0)) == TaskSpecDef(**hosts)
+    assert task(tf_config(cluster, "worker", 0)) == TaskSpecDef("worker", 0, **hosts)
+    assert task(tf_config(cluster, "ps", 0)) == TaskSpecDef("ps", 0, **hosts)
+    members = [(chief, 0), ("worker", 0), ("worker", 1)]
+    found = [task(tf_config(cluster, job, index)) for job, index in members]
+    assert [t.shard_index for t in found] == [0, 1, 2]
+    assert [t.device for t in found] == [f"/job:worker/task:{i}" for i in range(3)]
+    assert all(t.hosts == {"ps": ["p:1"], "worker": ["c:2", "v:3", "w:4"]} for t in found)
     del cluster["worker"]
-    assert task(tf_config(cluster, chief, 0)) == TaskSpecDef("worker", 0, ("p:1",), ("c:2",))
+    assert task(tf_config(cluster, chief, 0)) == TaskSpecDef(ps_hosts="p:1", master="c:2")
 
 
 def test_environment():
-    assert task(ENVIRONMENT) == TaskSpecDef("worker", 1, ("d:4", "e:5"), ("f:6", "g:7", "h:8"))
+    assert task(ENVIRONMENT) == TaskSpecDef("worker", 1, ps_hosts="d:4,e:5", worker_hosts="f:6,g:7,h:8")
     assert task(ENVIRONMENT | {"JOB_NAME": "ps", "TASK_INDEX": "0"}).device == "/job:ps/task:0"
 
 
@@ -67,19 +74,20 @@ def test_master_host_is_the_first_worker(job, index, expected):
     if index is not None:
         environ["TASK_INDEX"] = index
     found = task(environ)
-    assert found.worker_hosts == ("m:2", "v:3", "w:4")
-    assert (found.index, found.is_ps()) == (expected, job == "ps")
-    assert found.is_master() == (job == "master")
+    assert (found.hosts["worker"], found.num_workers) == (["m:2", "v:3", "w:4"], 3)
+    assert (found.type, found.shard_index) == (job, expected)
+    assert found.is_master() == (job == "master") and found.is_ps() == (job == "ps") and found.is_worker() == (job != "ps")
 
 
 def test_master_on_its_own():
     found = task({"JOB_NAME": "master", "PS_HOSTS": "p:1", "MASTER_HOST": "m:2"})
-    assert found == TaskSpecDef("worker", 0, ("p:1",), ("m:2",))
+    assert found == TaskSpecDef("master", 0, ps_hosts="p:1", master="m:2")
+    assert (found.num_workers, found.device) == (1, "/job:worker/task:0")
 
 
 def test_flags_before_tf_config_before_environment():
-    assert task(ENVIRONMENT | CONFIG, **FLAGS).worker_hosts == ("b:2", "c:3")
-    assert task(ENVIRONMENT | CONFIG).worker_hosts == ("j:2", "k:3")
+    assert task(ENVIRONMENT | CONFIG, **FLAGS).worker_hosts == ["b:2", "c:3"]
+    assert task(ENVIRONMENT | CONFIG).worker_hosts == ["j:2", "k:3"]
 
 
 def test_half_of_the_flags_is_an_error_whatever_the_environment_says(user_error):
@@ -151,9 +159,9 @@ def test_tf_config_that_lacks_something(user_error, config):
         ("worker", 2, ["TF_CONFIG", "worker 2", "the cluster has 2: 0 to 1"]),
         ("worker", -1, ["TF_CONFIG", "worker -1"]),
         ("ps", 1, ["TF_CONFIG", "ps 1", "the cluster has 1"]),
-        ("chief", 0, ["TF_CONFIG", "chief 0"]),
-        ("evaluator", 0, ["TF_CONFIG", "'evaluator'", "ps or worker"]),
-        (None, 0, ["TF_CONFIG", "ps or worker"]),
+        ("chief", 0, ["TF_CONFIG", "master 0", "the cluster has none"]),
+        ("boss", 0, ["TF_CONFIG", "'boss'", "a ps, a worker, a master or an evaluator"]),
+        (None, 0, ["TF_CONFIG", "a ps, a worker, a master or an evaluator"]),
     ],
 )
 def test_task_that_is_not_in_tf_config(user_error, job, index, texts):
@@ -163,15 +171,15 @@ def test_task_that_is_not_in_tf_config(user_error, job, index, texts):
 
 @pytest.mark.parametrize("job, index", [("worker", -1), ("worker", 2), ("chief", 1), ("chief", -1)])
 def test_task_that_is_not_in_a_tf_config_with_a_chief(user_error, job, index):
-    with user_error("TF_CONFIG", f"{job} {index}"):
+    with user_error("TF_CONFIG", f"{job} {index}".replace("chief", "master")):
         task(tf_config({"ps": ["i:1"], "chief": ["c:1"], "worker": ["j:2", "k:3"]}, job, index))
 
 
 @pytest.mark.parametrize("lacking", ["ps", "worker"])
 def test_cluster_without_ps_or_without_worker(user_error, lacking):
-    cluster = {"ps": ["i:1"], "worker": ["j:2"]}
+    cluster = {"ps": ["i:1"], "worker": ["j:2", "k:3"]}
     del cluster[lacking]
-    with user_error("TF_CONFIG", f"no {lacking}", "at least one ps and one worker"):
+    with user_error("TF_CONFIG", f"there is no {lacking}", "at least one ps and one worker"):
         task(tf_config(cluster, "worker" if lacking == "ps" else "ps", 0))
 
 
@@ -194,7 +202,7 @@ def test_negative_index_beside_a_master_host(user_error):
 
 
 def test_bad_job_in_the_environment(user_error):
-    with user_error("'boss'", "ps or worker"):
+    with user_error("'boss'", "a ps, a worker, a master or an evaluator"):
         task(ENVIRONMENT | {"JOB_NAME": "boss"})
 
 
@@ -208,22 +216,117 @@ def test_host_without_a_port_that_can_be(user_error, host):
 
 
 def test_ipv6_host():
-    assert task(**FLAGS | dict(ps_hosts=["[::1]:2222"])).ps_hosts == ("[::1]:2222",)
+    assert task(**FLAGS | dict(ps_hosts=["[::1]:2222"])).ps_hosts == ["[::1]:2222"]
+
+
+def test_cluster_of_one_task_is_one_process():
+    for cluster in {}, {"chief": ["c:1"]}, {"worker": ["c:1"]}:
+        (job,) = cluster or ["master"]
+        assert task(tf_config(cluster, job, 0)) is None
+    assert task({"TF_CONFIG": '{"cluster": {}}'}) is None
+
+
+def test_evaluator_of_tf_config():
+    for cluster in {"ps": ["p:1"], "chief": ["c:2"], "worker": ["w:3"]}, {"chief": ["c:2"]}:
+        found = task(tf_config(cluster, "evaluator", 0))
+        assert found.is_evaluator() and not (found.is_worker() or found.is_master() or found.is_ps())
+        assert (found.device_fn(), found.create_server(), found.target()) == (None, None, "")
+
+
+def test_hosts_as_text_and_as_lists():
+    of_text = TaskSpecDef("ps", 1, None, "a:1, b:1", "c:1,d:1")
+    assert of_text == TaskSpecDef("ps", 1, ps_hosts=["a:1", "b:1"], worker_hosts=("c:1", "d:1"), trial=None)
+    assert of_text.hosts == {"ps": ["a:1", "b:1"], "worker": ["c:1", "d:1"]}
+
+
+def test_dictionary_of_hosts_in_tf_config():
+    """A platform may name only some tasks, by their index; TensorFlow's resolver knows that."""
+    assert task(tf_config({"ps": {"0": "p:1"}, "worker": {"0": "v:1", "1": "w:1"}}, "worker", 1)).worker_hosts == ["v:1", "w:1"]
+
+
+def test_trial():
+    config = {"cluster": {"ps": ["i:1"], "worker": ["j:2"]}, "task": {"type": "ps", "index": 0, "trial": "7"}}
+    assert task({"TF_CONFIG": json.dumps(config)}).trial == "7"
+
+
+def test_one_process():
+    for alone in TaskSpecDef(), TaskSpecDef("worker"):
+        assert (alone.num_ps, alone.num_workers, alone.shard_index) == (0, 1, 0)
+        assert alone.is_master() and alone.is_worker() and not alone.is_ps()
+        assert (alone.device_fn(), alone.create_server(), alone.target()) == (None, None, "")
 
 
 def test_what_a_task_knows():
-    chief = TaskSpecDef("worker", 0, ("a:1", "b:1"), ("c:1", "d:1", "e:1"))
-    other = TaskSpecDef("worker", 2, ("a:1", "b:1"), ("c:1", "d:1", "e:1"))
-    ps = TaskSpecDef("ps", 0, ("a:1", "b:1"), ("c:1", "d:1", "e:1"))
-    assert (chief.num_ps, chief.num_workers) == (2, 3)
+    hosts = {"ps_hosts": "a:1,b:1", "worker_hosts": "c:1,d:1,e:1"}
+    chief, other, ps = TaskSpecDef("worker", 0, **hosts), TaskSpecDef("worker", 2, **hosts), TaskSpecDef("ps", 0, **hosts)
+    assert (chief.num_ps, chief.num_workers, chief.type) == (2, 3, "worker")
     assert [t.is_master() for t in (chief, other, ps)] == [True, False, False]
+    assert [t.is_worker() for t in (chief, other, ps)] == [True, True, False]
     assert [t.is_ps() for t in (chief, other, ps)] == [False, False, True]
     assert other.device == "/job:worker/task:2"
     assert list(other.config().device_filters) == ["/job:ps", "/job:worker/task:2"]
 
 
+def test_configuration_of_ones_own_gets_the_filters():
+    task = TaskSpecDef("worker", 1, ps_hosts="a:1", worker_hosts="b:1,c:1")
+    own = tf.ConfigProto(log_device_placement=True)
+    assert task.config(own).log_device_placement
+    assert list(task.config(own).device_filters) == ["/job:ps", "/job:worker/task:1"]
+    assert not own.device_filters  # it may be another task's, too
+    own.device_filters.append("/job:ps")
+    assert list(task.config(own).device_filters) == ["/job:ps"]
+
+
+@pytest.mark.parametrize("master", [None, "m:1"])
+def test_last_worker_as_evaluator(master):
+    hosts = {"ps_hosts": "a:1", "worker_hosts": "b:1,c:1,d:1", "master": master}
+    before = [TaskSpecDef("worker", i, **hosts) for i in range(3)] + [TaskSpecDef("ps", 0, **hosts)]
+    after = [task.use_last_worker_as_evaluator() for task in before]
+    assert [t.is_evaluator() for t in after] == [False, False, True, False]
+    assert {t.num_workers for t in after} == {before[0].num_workers - 1}
+    assert [t.shard_index for t in after[:2]] == [t.shard_index for t in before[:2]]
+    assert not before[2].is_evaluator() and before[2].num_workers == after[0].num_workers + 1
+    assert all(t.use_last_worker_as_evaluator() == t for t in after if t.is_evaluator())
+
+
+@pytest.mark.parametrize("hosts", [{}, {"ps_hosts": "a:1", "worker_hosts": "b:1"}, {"ps_hosts": "a:1", "master": "b:1"}])
+def test_evaluator_with_one_worker_only(user_error, hosts):
+    task = TaskSpecDef("ps", **hosts) if hosts else TaskSpecDef()
+    with user_error("one only", "has to train"):
+        task.use_last_worker_as_evaluator()
+
+
+@pytest.mark.parametrize(
+    "arguments, texts",
+    [
+        (("worker", 2, None, "a:1", "b:1,c:1"), ["worker 2", "has 2: 0 to 1"]),
+        (("worker", 1, None, "a:1", "b:1", "m:1"), ["worker 1", "has 1: 0 to 0"]),
+        (("master", 0, None, "a:1", "b:1"), ["master 0", "none"]),
+        (("worker", "x", None, "a:1", "b:1"), ["whole number", "'x'"]),
+        (("worker", 1), ["worker 1", "has 1: 0 to 0"]),
+        (("ps", 0), ["ps 0", "none"]),
+        (("worker", 0, None, "a:1"), ["no worker"]),
+        (("worker", 0, None, None, "a:1"), ["no ps"]),
+        (("worker", 0, None, "a:1", "b:1,,c:1"), ["''", "expected host:port"]),
+        (("boss", 0), ["'boss'"]),
+    ],
+)
+def test_task_that_cannot_be(user_error, arguments, texts):
+    with user_error(*texts):
+        TaskSpecDef(*arguments)
+
+
+def test_task_spec_reads_the_environment(monkeypatch):
+    for name in ("TF_CONFIG", "MASTER_HOST", *ENVIRONMENT):
+        monkeypatch.delenv(name, raising=False)
+    assert TaskSpec() is None
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    assert TaskSpec() == TaskSpecDef("worker", 1, ps_hosts="d:4,e:5", worker_hosts="f:6,g:7,h:8")
+
+
 def test_variables_go_to_the_ps_tasks_in_turn(graph):
-    with tf.device(TaskSpecDef("worker", 1, ("a:1", "b:1"), ("c:1", "d:1")).device_fn()):
+    with tf.device(TaskSpecDef("worker", 1, ps_hosts="a:1,b:1", worker_hosts="c:1,d:1").device_fn()):
         variables = [tf.get_variable(f"v{i}", [], use_resource=True) for i in range(3)]
         product = 2 * variables[0]
     assert [v.device for v in variables] == ["/job:ps/task:0", "/job:ps/task:1", "/job:ps/task:0"]

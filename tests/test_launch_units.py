@@ -36,7 +36,7 @@ def finished_run(tmp_path):
     return tmp_path / "run"
 
 
-CHIEF, OTHER = (TaskSpecDef("worker", index, ("a:1",), ("b:1", "c:1")) for index in (0, 1))
+CHIEF, OTHER = (TaskSpecDef("worker", index, ps_hosts="a:1", worker_hosts="b:1,c:1") for index in (0, 1))
 
 
 def test_folder_is_made(prepare, tmp_path):

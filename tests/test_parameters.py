@@ -498,7 +498,7 @@ def test_gradient_of_an_embedding(initialized, known_batches):
 @pytest.mark.parametrize("num_ps", [1, 2, 3])
 def test_further_vectors_lie_beside_their_piece(graph, num_ps):
     """Memory and slots, too: nothing of a push goes from one ps to another."""
-    task = TaskSpecDef("worker", 0, tuple(f"host:{i + 1}" for i in range(num_ps)), ("host:100",))
+    task = TaskSpecDef("worker", 0, ps_hosts=[f"host:{i + 1}" for i in range(num_ps)], worker_hosts="host:100")
     center = GlobalParameters(np.zeros(7, np.float32), num_ps, task.device_fn())
     devices = [piece.device for piece in center.pieces]
     assert len(set(devices)) == num_ps
@@ -528,7 +528,7 @@ from common import tf
 from common.cluster import TaskSpecDef
 from common.parameters import GlobalParameters
 
-task = TaskSpecDef("worker", 0, (sys.argv[1],), tuple(sys.argv[2].split(",")))
+task = TaskSpecDef("worker", 0, ps_hosts=sys.argv[1], worker_hosts=sys.argv[2])
 server = task.create_server()
 tf.disable_eager_execution()
 center = GlobalParameters(np.zeros(4, np.float32), 1, task.device_fn())
@@ -547,8 +547,8 @@ def test_who_is_killed_holds_no_lock(graph, tmp_path):
         ports = [stack.enter_context(launch.reserved_port()).getsockname()[1] for _ in range(3)]
         ps, killed, other = (f"localhost:{port}" for port in ports)
         os.environ["TF_GRPC_REUSE_PORT"] = "true"
-        ps_server = TaskSpecDef("ps", 0, (ps,), (killed, other)).create_server()
-        task = TaskSpecDef("worker", 1, (ps,), (killed, other))
+        ps_server = TaskSpecDef("ps", 0, ps_hosts=ps, worker_hosts=[killed, other]).start_server()
+        task = TaskSpecDef("worker", 1, ps_hosts=ps, worker_hosts=[killed, other])
         server = task.create_server()
         victim = stack.enter_context(subprocess.Popen([sys.executable, "-c", LOCKS_AND_WAITS, ps, f"{killed},{other}"]))
         stack.callback(victim.kill)

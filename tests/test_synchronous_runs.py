@@ -146,7 +146,7 @@ def test_the_hook_in_a_program_of_ones_own(tmp_path):
             stack.callback(process.kill)
             return process, log
 
-        begin("ps", 0)
+        server, _ = begin("ps", 0)
         running = [begin("worker", i, steps[i], milliseconds) for i, milliseconds in enumerate([0, 10, 30])]
         slowest, log = running[2]
         while not (log.exists() and len(log.read_text().splitlines()) >= 20):
@@ -158,6 +158,7 @@ def test_the_hook_in_a_program_of_ones_own(tmp_path):
         running[2] = begin("worker", 2, steps[2], 30)
         for process, _ in running:
             assert process.wait(SECONDS) == 0
+        assert server.wait(SECONDS) == 0
         ahead = [[int(line) for line in log.read_text().splitlines()] for _, log in running]
     assert [len(of_worker) >= n for of_worker, n in zip(ahead, steps, strict=True)] == [True] * 3
     assert max(ahead[0]) == staleness and max(max(of_worker) for of_worker in ahead) == staleness

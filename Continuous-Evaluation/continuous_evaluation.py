@@ -1,0 +1,190 @@
+"""Continuous evaluation: while workers train, one more process evaluates each checkpoint, keeps the best, says when to stop.
+
+The workers train with HogWild; any other scheme would do. Whoever is last among the workers is the evaluator
+(`TaskSpecDef.use_last_worker_as_evaluator`): it is no part of their cluster, gets no samples to train with and sends nothing to
+the ps. All that it knows of the training is in the run's folder, which it shares with the chief:
+
+    checkpoints/            read: the chief writes one every --checkpoint_secs
+    training-has-ended      read: the chief writes it after its last checkpoint
+    evaluator-says-stop     written when the validation loss has not improved for --patience evaluations
+    best/                   written: the checkpoint of the least validation loss; at the end its model.keras, evaluation.json
+    tensorboard/evaluator/  written: loss and accuracy, in the charts of the workers' own
+"""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from common import data, models, tf
+from common.main import main
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "HogWild"))
+from hogwild import hogwild  # noqa: E402
+
+
+def new_checkpoints(checkpoint_dir, has_ended):
+    """Yields the path of the newest checkpoint whenever there is a new one; ends after the last one of the training.
+
+    Args:
+      checkpoint_dir: where the chief saves them.
+      has_ended: function that says whether it has saved the last.
+    """
+    seen = None
+
+    def nothing_follows():
+        return has_ended() and tf.train.latest_checkpoint(checkpoint_dir) == seen
+
+    # Looks every second. The order matters: first whether training has ended, then whether there is a later checkpoint.
+    for seen in tf.train.checkpoints_iterator(checkpoint_dir, timeout=2, timeout_fn=nothing_follows):
+        yield seen
+
+
+class Evaluator:
+    """Loss and accuracy of a model on held-out samples and on the test set.
+
+    Args:
+      model: a `common.models.Model`.
+      validation: a `common.data.Data` whose test set are the held-out samples, see `common.data.hold_out`.
+      dataset: the `common.data.Data` with the real test set.
+    """
+
+    def __init__(self, model, validation, dataset):
+        from common.training import fed_test_set
+
+        with tf.Graph().as_default():
+            self._parameters = tf.placeholder(tf.float32, [model.size])
+            self._state = [tf.placeholder(value.dtype, value.shape) for value in model.initial_state]
+            self._fetches, feeds = [], {}
+            for name, of in ("validation", validation), ("test", dataset):
+                with tf.variable_scope(name):
+                    x, y, fed = fed_test_set(of)
+                feeds.update(fed)
+                self._fetches.append(model.evaluate(self._parameters, self._state, x, y))
+            self._session = tf.Session()
+            self._session.run(tf.local_variables_initializer(), feeds)
+
+    def _evaluate(self, fetches, values):
+        parameters, state = values
+        loss, accuracy = self._session.run(fetches, {self._parameters: parameters, **dict(zip(self._state, state))})
+        return float(loss), None if np.isnan(accuracy) else float(accuracy)
+
+    def validate(self, values):
+        """Returns (loss, accuracy) on the held-out samples; accuracy is None for regression.
+
+        Args:
+          values: parameters `[size]` and state of the model, as `values_in` returns them.
+        """
+        return self._evaluate(self._fetches[0], values)
+
+    def test(self, values):
+        """Returns the same on the test set, which is for the end: what was chosen by it, it cannot judge."""
+        return self._evaluate(self._fetches[1], values)
+
+
+def values_in(checkpoint, model):
+    """Returns what the model needs of a checkpoint: its parameters `[size]`, its state, and the global step.
+
+    The state (moving means, say) is the chief's: other workers' never leave them.
+    """
+    reader = tf.train.load_checkpoint(checkpoint)
+    state = [reader.get_tensor(f"worker_0/state_{i}") for i in range(len(model.initial_state))]
+    return (reader.get_tensor("parameters"), state), int(reader.get_tensor("global_step"))
+
+
+class Best:
+    """The best checkpoint so far, in a folder of its own, from where it can be restored like any other.
+
+    Attributes:
+      loss: its validation loss, infinite if there is none yet.
+      checkpoint: its path.
+    """
+
+    def __init__(self, folder):
+        self._folder, self._notes = Path(folder), Path(folder, "evaluation.json")
+        self._folder.mkdir(exist_ok=True)
+        self.notes = json.loads(self._notes.read_text()) if self._notes.exists() else {}  # of before this process
+        self.loss = self.notes.get("validation_loss", math.inf)
+        self.checkpoint = tf.train.latest_checkpoint(folder)
+        self._remove_others()
+
+    def copy(self, checkpoint):
+        """Copies a checkpoint here before it is looked at, since the chief keeps the newest five only. Returns the path."""
+        for file in Path(checkpoint).parent.glob(Path(checkpoint).name + ".*"):
+            tf.gfile.Copy(str(file), str(self._folder / file.name), overwrite=True)
+        return str(self._folder / Path(checkpoint).name)
+
+    def keep(self, copy, **notes):
+        """Makes the copy the best one, and what it replaces is removed. All or nothing."""
+        from common.launch import write_json
+
+        tf.train.update_checkpoint_state(str(self._folder), copy, [copy])
+        self.checkpoint, self.notes, self.loss = copy, notes, notes["validation_loss"]
+        write_json(self._notes, notes)
+        self._remove_others()
+
+    def note(self, **notes):
+        """Adds to what is known of the best one."""
+        self.keep(self.checkpoint, **{**self.notes, **notes})
+
+    def _remove_others(self):
+        for file in self._folder.glob("model.ckpt-*"):
+            if self.checkpoint is None or file.stem != Path(self.checkpoint).name:
+                file.unlink()
+
+
+def evaluate(task, settings):
+    """The life of the evaluator; returns the exit status.
+
+    Args:
+      task: its `common.cluster.TaskSpecDef`.
+      settings: all flags as a namespace.
+
+    Raises:
+      UserError: for data and model that cannot be evaluated.
+    """
+    from common import plots
+    from common.hooks import MetricsLog
+    from common.training import ENDED, STOP, last_step
+
+    dataset = data.load(settings.data, settings.seed)
+    training, validation = data.hold_out(dataset, settings.validation, settings.seed)
+    model = models.build(settings.model, training, settings.seed)
+    run_dir = Path(settings.run_dir)
+    evaluator, best = Evaluator(model, validation, dataset), Best(run_dir / "best")
+    with tf.Graph().as_default():  # TensorBoard's writer of TensorFlow 1 refuses to begin outside a graph
+        # The tags are those of the workers, so that TensorBoard draws both in one chart.
+        tags = {"validation_loss": "loss", "validation_accuracy": "test_accuracy"}
+        log = MetricsLog(run_dir, "evaluator", last_step(settings, len(training.x_train)), tags)
+    without_improvement = 0
+    for checkpoint in new_checkpoints(str(run_dir / "checkpoints"), (run_dir / ENDED).exists):
+        try:
+            copy = best.copy(checkpoint)
+            values, step = values_in(copy, model)
+        except tf.errors.OpError:
+            continue  # it was so old that the chief has just removed it: there is a newer one
+        loss, accuracy = evaluator.validate(values)
+        log.write(step, validation_loss=loss, validation_accuracy=accuracy)
+        is_better = loss < best.loss
+        if is_better:
+            best.keep(copy, global_step=step, validation_loss=loss, validation_accuracy=accuracy)
+        without_improvement = 0 if is_better else without_improvement + 1
+        accuracy_text = "" if accuracy is None else f", accuracy {accuracy:.3f}"
+        print(f"step {step:,}: validation loss {loss:.4f}{accuracy_text}{', the best' if is_better else ''}", flush=True)
+        if without_improvement == settings.patience:
+            print(f"no improvement in {settings.patience} evaluations: training may stop", flush=True)
+            (run_dir / STOP).touch()
+    log.close()
+    if best.checkpoint:  # none if no loss was finite
+        values, _ = values_in(best.checkpoint, model)
+        model.save(*values, run_dir / "best" / "model.keras")
+        best.note(**dict(zip(("test_loss", "test_accuracy"), evaluator.test(values))))
+    plots.curve(run_dir)
+    return 0
+
+
+if __name__ == "__main__":
+    options = {"validation": 0.1, "patience": 5, "checkpoint_secs": 1}
+    main(hogwild, evaluate=evaluate, epochs=600, batch_size=32, learning_rate=0.1, **options)
