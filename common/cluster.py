@@ -124,6 +124,8 @@ class TaskSpecDef:
         """
         merged = tf.ConfigProto(allow_soft_placement=True)
         merged = merged if config is None else type(merged).FromString(config.SerializeToString())
+        if self.is_ps():
+            merged.device_count["GPU"] = 0  # it adds what it is sent to what it has, which both are in the host's memory
         if self._has_server():
             if not merged.device_filters:
                 merged.device_filters.extend(["/job:ps", self.device])

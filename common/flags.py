@@ -105,6 +105,7 @@ def define(defaults):
 
     define_integer("num_ps", own("num_ps", 1), "ps tasks to start", least=1)
     define_integer("num_workers", own("num_workers", 2), "workers to start", least=1)
+    flags.DEFINE_string("gpus", None, "all, or numbers as 0,2: a GPU for each worker (--num_workers: as many as GPUs)")
     define_number("epochs", own("epochs"), "passes over the training set, all workers together", above=0)
     define_integer("steps", None, "stop at this many global updates (default: from --epochs)", least=1)
     define_number("seconds", None, "stop after this many seconds of training", above=0)

@@ -9,6 +9,7 @@ import datetime
 import json
 import os
 import queue
+import re
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from common import progress
@@ -57,17 +58,72 @@ def launch(script, arguments, settings):
             f"--ps_hosts={','.join(hosts['ps'])}",
             f"--worker_hosts={','.join(hosts['worker'])}",
         ]
-        tasks = [Task(job, i, command, settings.run_dir) for job in hosts for i in range(len(hosts[job]))]
+        tasks = [
+            Task(job, i, command, settings.run_dir, environ=_devices_of(job, i, settings.gpus))
+            for job in hosts
+            for i in range(len(hosts[job]))
+        ]
         shown = [*range(settings.num_workers), *(["evaluator"] if settings.num_evaluators else [])]
         display = stack.enter_context(progress.Display(settings, shown))
         display.say(
             f"{settings.scheme}: --num_ps={settings.num_ps} --num_workers={settings.num_workers} --run_dir={settings.run_dir}"
         )
+        if settings.gpus is not None:
+            display.say(_say_gpus(settings))
         status = _Run(tasks, settings, display).run()
     if status == 0:
         _complete_result(settings, tasks)
     progress.summary(settings, status)
     return status
+
+
+def assign_gpus(settings, num_workers_given):
+    """Turns `settings.gpus` from the flag's text into a list: what `CUDA_VISIBLE_DEVICES` calls them, empty if there is none.
+
+    Unless the number of workers is given, there will be one for each.
+
+    Raises:
+      UserError: if the text names none, or one that is not there.
+    """
+    text = settings.gpus
+    if text != "all" and not re.fullmatch(r"\d+(,\d+)*", text):
+        raise UserError(f"--gpus must be all, or numbers of GPUs as 0,2, not {text!r}")
+    named = [] if text == "all" else [int(number) for number in text.split(",")]
+    if len(set(named)) < len(named):
+        raise UserError(f"--gpus={text} names a GPU twice; to have workers share GPUs, give more --num_workers")
+    count = _count_gpus()
+    numbers = named or list(range(count))
+    if max(numbers, default=-1) >= count:
+        those = f"{count}: 0 to {count - 1}" if count else "none"
+        raise UserError(f"--gpus={text} names GPU {max(numbers)}, but of those TensorFlow sees {those}")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # if it is set, numbers count what it lists
+    names = visible.split(",") if visible else [str(number) for number in range(count)]
+    settings.gpus = [names[number] for number in numbers]
+    if numbers and not num_workers_given:
+        settings.num_workers = len(numbers)
+
+
+def _count_gpus():
+    """Asks another process, as this one imports no tensorflow. Only that knows what its build and the drivers make of them."""
+    program = "import tensorflow as tf; print(len(tf.config.list_physical_devices('GPU')))"
+    asked = subprocess.run([sys.executable, "-c", program], capture_output=True, stdin=subprocess.DEVNULL, text=True)
+    if asked.returncode:
+        raise UserError(f"--gpus: TensorFlow cannot be asked for GPUs: {_last_error(asked.stderr, '')}")
+    return int(asked.stdout.split()[-1])
+
+
+def _devices_of(job, index, gpus):
+    """Returns the variables that give a task its GPU: the workers one each, in turn; a ps computes next to nothing."""
+    if job == "ps":
+        return {"CUDA_VISIBLE_DEVICES": "-1"}
+    return {"CUDA_VISIBLE_DEVICES": gpus[index % len(gpus)]} if gpus else {}
+
+
+def _say_gpus(settings):
+    if not settings.gpus:
+        return "TensorFlow sees no GPU here: each worker computes on its CPU device"
+    each = [f"worker {i}: GPU {settings.gpus[i % len(settings.gpus)]}" for i in range(settings.num_workers)]
+    return ", ".join(each)
 
 
 def _complete_result(settings, tasks):
@@ -169,6 +225,7 @@ class Task:
     index: int
     command: list
     run_dir: str
+    environ: dict = field(default_factory=dict)  # of its own
     restarts: int = 0
     process: subprocess.Popen | None = None
     status: int | None = None
@@ -190,7 +247,7 @@ class Task:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env={**environment, **self.environ},
                 start_new_session=True,  # so that a terminal's Ctrl-C reaches the launcher alone
             )
         threading.Thread(target=self._wait, args=(self.process, events), daemon=True).start()

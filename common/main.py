@@ -61,6 +61,8 @@ def _run(scheme, train, without, lockstep, check, evaluate, script, arguments, d
     values = flags.define(defaults)
     if train:
         without = (*without, "warm_start_steps")  # which is of `training.train`
+    if "launch" in without:
+        without = (*without, "gpus")
     settings = flags.parse(values, arguments, script.name, without)
     settings.scheme, settings.began = script.parent.name, time.time()
     settings.gradients_per_update, settings.lockstep = 1, lockstep
@@ -72,12 +74,14 @@ def _run(scheme, train, without, lockstep, check, evaluate, script, arguments, d
     launches = task is None and settings.launch
     settings.num_evaluators = 1 if evaluate and (task or launches) else 0
     if task is None and not launches:
-        for name in flags.present(values, "num_ps", "num_workers"):
+        for name in flags.present(values, "num_ps", "num_workers", "gpus"):
             raise UserError(
                 f"--{name} is for --launch, which `bash {settings.scheme}/run.sh` gives; without it, one process trains"
             )
     if not launches:  # what a scheme may ask for
         settings.num_ps, settings.num_workers = (task.num_ps, task.num_workers) if task else (0, 1)
+    elif settings.gpus and not settings.check:
+        launch.assign_gpus(settings, flags.present(values, "num_workers"))
     if "beta" in defaults and settings.beta > settings.num_workers:
         raise UserError(
             f"--beta must be at most the number of workers, {settings.num_workers}, not {settings.beta:g}: a worker would be "

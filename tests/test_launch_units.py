@@ -174,7 +174,7 @@ def start(tmp_path):
         script.write_text(code)
         events: queue.SimpleQueue = queue.SimpleQueue()
         task = launch.Task("ps", 3, [sys.executable, str(script)], str(tmp_path))
-        task.start(events, environment)
+        task.start(events, environment or {})
         assert events.get(timeout=60) == (task, task.process)
         return task
 
@@ -201,7 +201,7 @@ def test_signal_to_a_task(tmp_path):
     (tmp_path / "logs").mkdir()
     events: queue.SimpleQueue = queue.SimpleQueue()
     task = launch.Task("worker", 0, [sys.executable, "-c", "import signal; signal.pause()"], str(tmp_path))
-    task.start(events, None)
+    task.start(events, {})
     task.signal(signal.SIGKILL)
     events.get(timeout=60)
     assert task.process and task.process.returncode == -signal.SIGKILL
@@ -218,3 +218,85 @@ def test_signal_to_a_task(tmp_path):
 )
 def test_last_words(start, code, words):
     assert start(code).last_words() == words
+
+
+@pytest.fixture
+def assign(monkeypatch):
+    """A function that assigns GPUs of a machine on which TensorFlow sees so many, and returns the settings."""
+
+    def assign(text, count, num_workers=None, visible=None):
+        monkeypatch.setattr(launch, "_count_gpus", lambda: count)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        settings = types.SimpleNamespace(gpus=text, num_workers=num_workers or 2)
+        launch.assign_gpus(settings, num_workers is not None)
+        return settings
+
+    return assign
+
+
+@pytest.mark.parametrize(
+    "text, count, more, gpus, num_workers",
+    [
+        ("all", 4, {}, ["0", "1", "2", "3"], 4),
+        ("all", 1, {}, ["0"], 1),
+        ("0,2", 4, {}, ["0", "2"], 2),
+        ("3", 4, {"num_workers": 3}, ["3"], 3),
+        ("all", 2, {"visible": "5,7"}, ["5", "7"], 2),
+        ("1", 2, {"visible": "GPU-a,GPU-b"}, ["GPU-b"], 1),
+        ("all", 0, {}, [], 2),
+    ],
+)
+def test_gpus_and_workers(assign, text, count, more, gpus, num_workers):
+    settings = assign(text, count, **more)
+    assert (settings.gpus, settings.num_workers) == (gpus, num_workers)
+
+
+def test_each_worker_has_its_gpu_and_the_ps_has_none(assign):
+    settings = assign("all", 2, num_workers=3)
+    tasks = [launch._devices_of(job, i, settings.gpus) for job, i in (("ps", 0), *(("worker", i) for i in range(3)))]
+    assert [task["CUDA_VISIBLE_DEVICES"] for task in tasks] == ["-1", "0", "1", "0"]
+    assert launch._say_gpus(settings) == "worker 0: GPU 0, worker 1: GPU 1, worker 2: GPU 0"
+
+
+def test_workers_without_a_gpu(assign):
+    settings = assign("all", 0)
+    assert launch._devices_of("worker", 0, settings.gpus) == {}
+    assert "no GPU" in launch._say_gpus(settings) and "CPU" in launch._say_gpus(settings)
+
+
+@pytest.mark.parametrize(
+    "text, texts",
+    [
+        ("2", ["names GPU 2", "TensorFlow sees 2: 0 to 1"]),
+        ("0,0", ["twice", "--num_workers"]),
+        ("some", ["must be all, or numbers of GPUs as 0,2", "'some'"]),
+        ("-1", ["must be all"]),
+        ("0,", ["must be all"]),
+    ],
+)
+def test_gpus_that_cannot_be(assign, user_error, text, texts):
+    with user_error(*texts):
+        assign(text, 2)
+
+
+def test_gpu_that_is_not_there_where_there_is_none(assign, user_error):
+    with user_error("--gpus=0 names GPU 0, but of those TensorFlow sees none"):
+        assign("0", 0)
+
+
+def test_task_has_variables_of_its_own(tmp_path):
+    (tmp_path / "logs").mkdir()
+    program = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['OTHER'])"
+    events: queue.SimpleQueue = queue.SimpleQueue()
+    task = launch.Task("worker", 1, [sys.executable, "-c", program], str(tmp_path), {"CUDA_VISIBLE_DEVICES": "1"})
+    task.start(events, {"CUDA_VISIBLE_DEVICES": "0,1", "OTHER": "is kept"})
+    events.get(timeout=60)
+    assert task.log.read_text().strip() == "1 is kept"
+
+
+def test_ps_computes_on_no_gpu():
+    ps, worker = (TaskSpecDef(job, 0, ps_hosts="a:1", worker_hosts="b:1") for job in ("ps", "worker"))
+    assert ps.config().device_count["GPU"] == 0 and "GPU" in ps.config().device_count
+    assert "GPU" not in worker.config().device_count
