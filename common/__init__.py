@@ -44,10 +44,12 @@ def _import_tensorflow():
     # A third of that time goes into packages that Keras takes along if it finds them, for wrappers and galleries that no
     # task needs. They stay importable afterwards.
     is_first = "tensorflow" not in sys.modules
+    is_quiet = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "0") != "0"
     hidden: dict[str, Any] = {package: None for package in ("sklearn", "matplotlib") if package not in sys.modules}
     sys.modules.update(hidden)
     try:
-        module = importlib.import_module("tensorflow.compat.v1")
+        with silent() if is_quiet else contextlib.nullcontext():
+            module = importlib.import_module("tensorflow.compat.v1")
         if is_first:  # otherwise a script may have set what it wants to see
             module.logging.set_verbosity(module.logging.ERROR)  # it warns that it is deprecated, in most of its parts
         return module

@@ -47,10 +47,7 @@ def launch(script, arguments, settings):
     _check_input(script, arguments, settings)
     prepare_run_dir(settings)
     with contextlib.ExitStack() as stack:
-        hosts: dict[str, list[str]] = {"ps": [], "worker": []}
-        for job, count in (("ps", settings.num_ps), ("worker", settings.num_workers + settings.num_evaluators)):
-            for _ in range(count):
-                hosts[job].append(f"127.0.0.1:{stack.enter_context(reserved_port()).getsockname()[1]}")
+        hosts = reserved_hosts(stack, settings.num_ps, settings.num_workers + settings.num_evaluators)
         command = [
             *(sys.executable, str(script)),
             *(argument for argument in arguments if argument != "--launch"),
@@ -59,7 +56,13 @@ def launch(script, arguments, settings):
             f"--worker_hosts={','.join(hosts['worker'])}",
         ]
         tasks = [
-            Task(job, i, command, settings.run_dir, environ=_devices_of(job, i, settings.gpus))
+            Task(
+                job,
+                i,
+                [*command, f"--job_name={job}", f"--task_index={i}"],
+                settings.run_dir,
+                devices_of(job, i, settings.gpus),
+            )
             for job in hosts
             for i in range(len(hosts[job]))
         ]
@@ -69,8 +72,8 @@ def launch(script, arguments, settings):
             f"{settings.scheme}: --num_ps={settings.num_ps} --num_workers={settings.num_workers} --run_dir={settings.run_dir}"
         )
         if settings.gpus is not None:
-            display.say(_say_gpus(settings))
-        status = _Run(tasks, settings, display).run()
+            display.say(say_gpus(settings))
+        status = Run(tasks, settings, display.say).run()
     if status == 0:
         _complete_result(settings, tasks)
     progress.summary(settings, status)
@@ -112,14 +115,15 @@ def _count_gpus():
     return int(asked.stdout.split()[-1])
 
 
-def _devices_of(job, index, gpus):
+def devices_of(job, index, gpus):
     """Returns the variables that give a task its GPU: the workers one each, in turn; a ps computes next to nothing."""
     if job == "ps":
         return {"CUDA_VISIBLE_DEVICES": "-1"}
     return {"CUDA_VISIBLE_DEVICES": gpus[index % len(gpus)]} if gpus else {}
 
 
-def _say_gpus(settings):
+def say_gpus(settings):
+    """Returns which worker has which GPU, in one line."""
     if not settings.gpus:
         return "TensorFlow sees no GPU here: each worker computes on its CPU device"
     each = [f"worker {i}: GPU {settings.gpus[i % len(settings.gpus)]}" for i in range(settings.num_workers)]
@@ -194,6 +198,15 @@ def _last_error(text, script_name):
     return "it printed nothing"
 
 
+def reserved_hosts(stack, num_ps, num_workers):
+    """Returns {job: addresses} for so many tasks on this machine, reserved until the `contextlib.ExitStack` is closed."""
+
+    def hosts(count):
+        return [f"127.0.0.1:{stack.enter_context(reserved_port()).getsockname()[1]}" for _ in range(count)]
+
+    return {"ps": hosts(num_ps), "worker": hosts(num_workers)}
+
+
 @contextlib.contextmanager
 def reserved_port(port=0):
     """A port of this machine that nobody else gets as long as the context lasts: `port`, or any that is free.
@@ -219,13 +232,14 @@ def die_with_parent(launcher):
 
 @dataclass
 class Task:
-    """A process of the cluster, and its log."""
+    """A process of the cluster, and its log; one that `is_shown` writes to the terminal instead."""
 
     job: str
     index: int
     command: list
     run_dir: str
     environ: dict = field(default_factory=dict)  # of its own
+    is_shown: bool = False
     restarts: int = 0
     process: subprocess.Popen | None = None
     status: int | None = None
@@ -241,12 +255,12 @@ class Task:
     def start(self, events, environment):
         """Starts the process; when it ends, the task is put into the queue `events`."""
         self.status = None
-        with open(self.log, "ab") as log:
+        with contextlib.nullcontext() if self.is_shown else open(self.log, "ab") as log:
             self.process = subprocess.Popen(
-                [*self.command, f"--job_name={self.job}", f"--task_index={self.index}"],
+                self.command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
-                stderr=subprocess.STDOUT,
+                stderr=None if self.is_shown else subprocess.STDOUT,
                 env={**environment, **self.environ},
                 start_new_session=True,  # so that a terminal's Ctrl-C reaches the launcher alone
             )
@@ -263,14 +277,22 @@ class Task:
 
     def last_words(self):
         """The last error in the log, one line."""
+        if self.is_shown:
+            return "what it said is above"
         return _last_error(self.log.read_text(errors="replace"), Path(self.command[1]).name)
 
 
-class _Run:
-    """The tasks of a run from start to end."""
+class Run:
+    """The tasks of a run from start to end.
 
-    def __init__(self, tasks, settings, display):
-        self._tasks, self._settings, self._display = tasks, settings, display
+    Args:
+      tasks: every `Task`.
+      settings: `num_workers`, `max_restarts`, and `lockstep`: whether all are started again with one.
+      say: function that shows a line to the user.
+    """
+
+    def __init__(self, tasks, settings, say):
+        self._tasks, self._settings, self._say = tasks, settings, say
         self._events: queue.SimpleQueue = queue.SimpleQueue()  # its put may be called by a signal handler
         threads = str(max(1, (os.cpu_count() or 1) // settings.num_workers))  # or the tasks fight over the cores
         self._environment = {
@@ -331,9 +353,10 @@ class _Run:
                 raise UserError(task.last_words())
             ended = f"was killed by {signal.Signals(-task.status).name}" if task.status < 0 else f"failed ({task.status})"
             if task.restarts == self._settings.max_restarts:
-                raise RunFailed(f"{task.name} {ended} after {task.restarts} restarts: {task.last_words()} (log: {task.log})")
+                log = "" if task.is_shown else f" (log: {task.log})"
+                raise RunFailed(f"{task.name} {ended} after {task.restarts} restarts: {task.last_words()}{log}")
             task.restarts += 1
-            self._display.say(f"{task.name} {ended}; restart {task.restarts} of {self._settings.max_restarts}")
+            self._say(f"{task.name} {ended}; restart {task.restarts} of {self._settings.max_restarts}")
             self._start_again(self._tasks if self._settings.lockstep else [task])
         deadline = time.monotonic() + PS_SECONDS
         while any(task.status is None for task in self._tasks):
@@ -351,7 +374,7 @@ class _Run:
 
     def _stop_workers(self):
         """Lets the workers end, the chief with a checkpoint, for which it needs the ps. A second Ctrl-C ends the patience."""
-        self._display.say("stopping; Ctrl-C again stops at once")
+        self._say("stopping; Ctrl-C again stops at once")
         for worker in self._workers():
             worker.signal(signal.SIGTERM)
         deadline = time.monotonic() + STOP_SECONDS

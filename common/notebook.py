@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from common import cluster, launch, silent, tf
+from common import cluster, launch, tf
 
 _open: set[object] = set()  # clusters, which thus live on while nobody has a reference to them
 
@@ -23,9 +23,8 @@ def quiet():
 
     To be called before anything else imports tensorflow.
     """
-    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # read at the import
-    with silent():
-        tf.train  # noqa: B018, any attribute: the first one imports tensorflow
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+    tf.train  # noqa: B018, any attribute: the first one imports tensorflow, which reads it
 
 
 class Message(NamedTuple):

@@ -181,11 +181,11 @@ def start(tmp_path):
     return start
 
 
-def test_task_is_told_who_it_is_and_logs(start, tmp_path):
-    task = start("import os, sys; print(sys.argv[1:], os.environ['MINE']); print('oops', file=sys.stderr)", {"MINE": "yes"})
+def test_task_has_an_environment_and_logs(start, tmp_path):
+    task = start("import os, sys; print(os.environ['MINE']); print('oops', file=sys.stderr)", {"MINE": "yes"})
     assert task.process.returncode == 0
     assert task.log == tmp_path / "logs" / "ps-3.log"
-    assert sorted(task.log.read_text().splitlines()) == ["['--job_name=ps', '--task_index=3'] yes", "oops"]
+    assert sorted(task.log.read_text().splitlines()) == ["oops", "yes"]
 
 
 def test_log_of_a_restarted_task_goes_on(start):
@@ -255,15 +255,15 @@ def test_gpus_and_workers(assign, text, count, more, gpus, num_workers):
 
 def test_each_worker_has_its_gpu_and_the_ps_has_none(assign):
     settings = assign("all", 2, num_workers=3)
-    tasks = [launch._devices_of(job, i, settings.gpus) for job, i in (("ps", 0), *(("worker", i) for i in range(3)))]
+    tasks = [launch.devices_of(job, i, settings.gpus) for job, i in (("ps", 0), *(("worker", i) for i in range(3)))]
     assert [task["CUDA_VISIBLE_DEVICES"] for task in tasks] == ["-1", "0", "1", "0"]
-    assert launch._say_gpus(settings) == "worker 0: GPU 0, worker 1: GPU 1, worker 2: GPU 0"
+    assert launch.say_gpus(settings) == "worker 0: GPU 0, worker 1: GPU 1, worker 2: GPU 0"
 
 
 def test_workers_without_a_gpu(assign):
     settings = assign("all", 0)
-    assert launch._devices_of("worker", 0, settings.gpus) == {}
-    assert "no GPU" in launch._say_gpus(settings) and "CPU" in launch._say_gpus(settings)
+    assert launch.devices_of("worker", 0, settings.gpus) == {}
+    assert "no GPU" in launch.say_gpus(settings) and "CPU" in launch.say_gpus(settings)
 
 
 @pytest.mark.parametrize(

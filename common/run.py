@@ -1,0 +1,81 @@
+"""Runs any script that asks `TaskSpec()` as a cluster on this machine:
+
+    python -m common.run --num_ps=1 --num_workers=2 my_script.py --its=flags
+
+Each task finds in `TF_CONFIG` who it is. Worker 0 writes to the terminal, the others to logs. The run ends with its workers.
+"""
+
+import contextlib
+import datetime
+import json
+import os
+import sys
+from pathlib import Path
+
+from absl import flags as absl_flags
+
+from common import flags, launch
+from common.flags import UserError
+
+PROGRAM = "common.run"
+
+
+def main(arguments):
+    """Runs it and exits: 0 all workers have ended well, 1 one has failed, 2 bad flags or input, 130 stopped by Ctrl-C."""
+    try:
+        sys.exit(_run(arguments))
+    except UserError as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        sys.exit(2)
+    except launch.RunFailed as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _run(arguments):
+    values = absl_flags.FlagValues()
+    flags.define_integer("num_ps", 1, "ps tasks to start", least=1, flag_values=values)
+    flags.define_integer("num_workers", 2, "workers to start, the master among them", least=1, flag_values=values)
+    flags.define_integer("max_restarts", 0, "how often each task may be restarted", least=0, flag_values=values)
+    gpus_help = "all, or numbers as 0,2: a GPU for each worker (--num_workers: as many as GPUs)"
+    absl_flags.DEFINE_string("gpus", None, gpus_help, flag_values=values)
+    absl_flags.DEFINE_string("log_dir", None, "folder for the tasks' logs (default: runs/SCRIPT/TIME)", flag_values=values)
+    absl_flags.DEFINE_bool("help", False, "show this help", flag_values=values)
+    own = next((i for i, argument in enumerate(arguments) if not argument.startswith("-")), len(arguments))
+    settings = flags.parse(values, arguments[:own], PROGRAM)
+    if own == len(arguments):
+        raise UserError("a script is missing: python -m common.run [--num_ps=1 --num_workers=2] SCRIPT.py [its arguments]")
+    script = Path(arguments[own])
+    if not script.is_file():
+        raise UserError(f"there is no script {script}")
+    if settings.gpus:
+        launch.assign_gpus(settings, flags.present(values, "num_workers"))
+    settings.lockstep = False
+    log_dir = Path(settings.log_dir or f"runs/{script.stem}/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S.%f}")
+    try:
+        (log_dir / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--log_dir={log_dir} cannot be written: {error.strerror}") from None
+    with contextlib.ExitStack() as stack:
+        hosts = launch.reserved_hosts(stack, settings.num_ps, settings.num_workers)
+
+        def task(job, index):
+            config = {"cluster": hosts, "task": {"type": job, "index": index}}
+            environ = {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "3"), "TF_CONFIG": json.dumps(config)}
+            is_shown = (job, index) == ("worker", 0)
+            command = [sys.executable, str(script), *arguments[own + 1 :]]
+            return launch.Task(
+                job, index, command, str(log_dir), environ | launch.devices_of(job, index, settings.gpus), is_shown
+            )
+
+        def say(line):
+            print(line, flush=True)
+
+        say(f"{script}: --num_ps={settings.num_ps} --num_workers={settings.num_workers}, logs in {log_dir / 'logs'}")
+        if settings.gpus is not None:
+            say(launch.say_gpus(settings))
+        return launch.Run([task(job, index) for job in hosts for index in range(len(hosts[job]))], settings, say).run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
