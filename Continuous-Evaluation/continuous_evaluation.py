@@ -5,7 +5,7 @@ The workers train with HogWild; any other scheme would do. Whoever is last among
 the ps. All that it knows of the training is in the run's folder, which it shares with the chief:
 
     checkpoints/            read: the chief writes one every --checkpoint_secs
-    training-has-ended      read: the chief writes it after its last checkpoint
+    training-has-ended      read: the chief writes it after its last checkpoint; the evaluator removes it when it ends, too
     evaluator-says-stop     written when the validation loss has not improved for --patience evaluations
     best/                   written: the checkpoint of the least validation loss; at the end its model.keras, evaluation.json
     tensorboard/evaluator/  written: loss and accuracy, in the charts of the workers' own
@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from common import data, models, tf
+from common.flags import UserError
 from common.main import main
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "HogWild"))
@@ -88,51 +89,73 @@ def values_in(checkpoint, model):
     """Returns what the model needs of a checkpoint: its parameters `[size]`, its state, and the global step.
 
     The state (moving means, say) is the chief's: other workers' never leave them.
+
+    Raises:
+      UserError: if it is of another model.
     """
     reader = tf.train.load_checkpoint(checkpoint)
+    parameters = reader.get_tensor("parameters")
+    if parameters.shape != (model.size,):
+        raise UserError(
+            f"the checkpoint {checkpoint} has {parameters.size:,} parameters, the model {model.size:,}: give the evaluator the "
+            "flags of the other tasks"
+        )
     state = [reader.get_tensor(f"worker_0/state_{i}") for i in range(len(model.initial_state))]
-    return (reader.get_tensor("parameters"), state), int(reader.get_tensor("global_step"))
+    return (parameters, state), int(reader.get_tensor("global_step"))
 
 
 class Best:
     """The best checkpoint so far, in a folder of its own, from where it can be restored like any other.
 
+    What `evaluation.json` says is the best, also to a process that takes over from one that was killed.
+
     Attributes:
       loss: its validation loss, infinite if there is none yet.
-      checkpoint: its path.
+      checkpoint: its path, or None.
+      notes: what is known of it.
     """
 
     def __init__(self, folder):
-        self._folder, self._notes = Path(folder), Path(folder, "evaluation.json")
+        self._folder = Path(folder).resolve()
+        self._file = self._folder / "evaluation.json"
         self._folder.mkdir(exist_ok=True)
-        self.notes = json.loads(self._notes.read_text()) if self._notes.exists() else {}  # of before this process
-        self.loss = self.notes.get("validation_loss", math.inf)
-        self.checkpoint = tf.train.latest_checkpoint(folder)
+        self._take(json.loads(self._file.read_text()) if self._file.exists() else {})
+
+    def _take(self, notes):
+        self.notes, self.loss = notes, notes.get("validation_loss", math.inf)
+        self.checkpoint = str(self._folder / notes["checkpoint"]) if notes else None
+        if notes:  # a name without a folder, so that this one can be copied elsewhere
+            tf.train.update_checkpoint_state(str(self._folder), notes["checkpoint"], [notes["checkpoint"]])
         self._remove_others()
 
+    def _remove_others(self):
+        for file in self._folder.glob("model.ckpt-*"):
+            if file.stem != self.notes.get("checkpoint"):
+                file.unlink()
+
     def copy(self, checkpoint):
-        """Copies a checkpoint here before it is looked at, since the chief keeps the newest five only. Returns the path."""
-        for file in Path(checkpoint).parent.glob(Path(checkpoint).name + ".*"):
-            tf.gfile.Copy(str(file), str(self._folder / file.name), overwrite=True)
-        return str(self._folder / Path(checkpoint).name)
+        """Copies a checkpoint here before it is looked at, since the chief keeps the newest five only. Returns the path.
+
+        The copy before it is removed, unless that was kept.
+        """
+        name = Path(checkpoint).name
+        if name != self.notes.get("checkpoint"):
+            self._remove_others()
+            for file in Path(checkpoint).parent.glob(name + ".*"):
+                tf.gfile.Copy(str(file), str(self._folder / file.name), overwrite=True)
+        return str(self._folder / name)
 
     def keep(self, copy, **notes):
         """Makes the copy the best one, and what it replaces is removed. All or nothing."""
         from common.launch import write_json
 
-        tf.train.update_checkpoint_state(str(self._folder), copy, [copy])
-        self.checkpoint, self.notes, self.loss = copy, notes, notes["validation_loss"]
-        write_json(self._notes, notes)
-        self._remove_others()
+        notes = {"checkpoint": Path(copy).name, **notes}
+        write_json(self._file, notes)
+        self._take(notes)
 
     def note(self, **notes):
         """Adds to what is known of the best one."""
         self.keep(self.checkpoint, **{**self.notes, **notes})
-
-    def _remove_others(self):
-        for file in self._folder.glob("model.ckpt-*"):
-            if self.checkpoint is None or file.stem != Path(self.checkpoint).name:
-                file.unlink()
 
 
 def evaluate(task, settings):
@@ -143,7 +166,7 @@ def evaluate(task, settings):
       settings: all flags as a namespace.
 
     Raises:
-      UserError: for data and model that cannot be evaluated.
+      UserError: for data and model that cannot be evaluated, or that are not those of the training.
     """
     from common import plots
     from common.hooks import MetricsLog
@@ -164,6 +187,8 @@ def evaluate(task, settings):
             copy = best.copy(checkpoint)
             values, step = values_in(copy, model)
         except tf.errors.OpError:
+            if tf.train.checkpoint_exists(checkpoint):
+                raise
             continue  # it was so old that the chief has just removed it: there is a newer one
         loss, accuracy = evaluator.validate(values)
         log.write(step, validation_loss=loss, validation_accuracy=accuracy)
@@ -182,6 +207,7 @@ def evaluate(task, settings):
         model.save(*values, run_dir / "best" / "model.keras")
         best.note(**dict(zip(("test_loss", "test_accuracy"), evaluator.test(values))))
     plots.curve(run_dir)
+    (run_dir / ENDED).unlink(missing_ok=True)  # or who goes on with this run would take it for ended
     return 0
 
 

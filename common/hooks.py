@@ -380,13 +380,13 @@ class LoadCheckpoint(tf.train.SessionRunHook):
 class EarlyStoppingHook(tf.train.SessionRunHook):
     """Ends the training of all workers when somebody, say an evaluator, has written a certain file.
 
-    The chief looks for it, and then closes a queue beside the global step; every worker sees that with its next `run`. For any
+    The chief looks for it, and then closes a queue beside the global step; every worker looks whether that is closed. For any
     monitored session of a cluster with parameter servers; every worker has one.
 
     Args:
       path: the chief's: of the file. None for the other workers.
       stop_session: whether the session is asked to stop; otherwise `requested` says that it should.
-      every_secs: how often the chief looks.
+      every_secs: how often they look, after a `run`.
 
     Attributes:
       requested: whether training is to end.
@@ -402,16 +402,15 @@ class EarlyStoppingHook(tf.train.SessionRunHook):
             said = tf.queue.FIFOQueue(1, tf.bool, shared_name="early_stopping")
             self._is_said, self._say = said.is_closed(), said.close()
 
-    def before_run(self, run_context):
-        """Asks whether it is said."""
-        return tf.train.SessionRunArgs(self._is_said)
-
     def after_run(self, run_context, run_values):
-        """The chief says so if there is the file; whoever hears it stops."""
-        self.requested = bool(run_values.results)
-        if self._path and not self.requested and time.monotonic() >= self._next_look:
+        """The chief says so if there is the file; whoever hears it stops.
+
+        In a call of its own: in one call with an all-reduce among the workers, a look at the ps makes that fail.
+        """
+        if not self.requested and time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + self._every_secs
-            if Path(self._path).exists():
+            self.requested = bool(run_context.session.run(self._is_said))
+            if not self.requested and self._path and Path(self._path).exists():
                 run_context.session.run(self._say)
                 self.requested = True
         if self.requested and self._stop_session:

@@ -68,7 +68,9 @@ def _run(scheme, train, without, lockstep, check, evaluate, script, arguments, d
     settings.gradients_per_update, settings.lockstep = 1, lockstep
     task = cluster.task_from(settings) if "job_name" not in without else None
     if task and evaluate:
-        task = task.use_last_worker_as_evaluator()
+        # TF_CONFIG has a type of its own for an evaluator, which is no member of the cluster: no worker has to be taken for it.
+        is_by_tf_config = settings.job_name is None and os.environ.get("TF_CONFIG", "").strip()
+        task = task if is_by_tf_config else task.use_last_worker_as_evaluator()
     elif task and task.is_evaluator():
         raise UserError(f"this task is an evaluator, which {script.name} does not have; Continuous-Evaluation has")
     launches = task is None and settings.launch
@@ -101,7 +103,8 @@ def _run(scheme, train, without, lockstep, check, evaluate, script, arguments, d
     index = task.shard_index if task else 0
     if not launcher:
         launch.prepare_run_dir(settings, task)
-        _log_to(Path(settings.run_dir, "logs", f"{task.job if task else 'worker'}-{index}.log"))
+        name = "evaluator" if task and task.is_evaluator() else task.job if task else "worker"
+        _log_to(Path(settings.run_dir, "logs", f"{name}-{index}.log"))
     if task and task.is_ps():
         print(f"ps {task.index} serves at {task.ps_hosts[task.index]} until all workers are done", flush=True)
         task.create_server()

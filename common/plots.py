@@ -1,6 +1,7 @@
 """Curves from what a run has written."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +45,7 @@ def curve(run_dir):
             axes.set_ylim(bottom=0)
         if key != evaluation:
             axes.legend()
-    unfinished = Path(run_dir, "curve.unfinished.png")
+    unfinished = Path(run_dir, f"curve.unfinished-{os.getpid()}.png")  # chief and evaluator may draw at the same time
     FigureCanvasAgg(figure).print_png(unfinished)
     unfinished.replace(Path(run_dir, "curve.png"))
 
