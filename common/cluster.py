@@ -35,7 +35,7 @@ class TaskSpecDef:
     Attributes:
       type: the task_type, "master" for a chief.
       num_ps, num_workers: how many there are, the master among the workers.
-      shard_index: which part of the samples is this worker's, from 0 (the master's) to num_workers - 1.
+      shard_index: which part of the samples is this worker's, from 0 (the master's) to num_workers - 1; 0 for who has none.
 
     Raises:
       UserError: if the task is not in the cluster, or the cluster is none.
@@ -61,7 +61,8 @@ class TaskSpecDef:
         self._check()
         self.num_ps = len(self.hosts["ps"])
         self.num_workers = len(self.hosts["worker"]) or 1
-        self.shard_index = self.index + 1 if self.master and self.type == "worker" else self.index
+        self.job_index = self.index + 1 if self.master and self.type == "worker" else self.index
+        self.shard_index = self.job_index if self.is_worker() else 0
 
     def _check(self):
         members = {"master": [self.master] if self.master else [], "evaluator": [""], **self.hosts}
@@ -109,7 +110,7 @@ class TaskSpecDef:
     @property
     def device(self):
         """The device of this task, `/job:worker/task:1`; None for one that is in no cluster."""
-        return f"/job:{self.job}/task:{self.shard_index}" if self._has_server() else None
+        return f"/job:{self.job}/task:{self.job_index}" if self._has_server() else None
 
     def device_fn(self):
         """Puts variables on the ps tasks in turn, everything else on this task. What `tf.device` takes."""
@@ -139,7 +140,7 @@ class TaskSpecDef:
         """Starts and returns this task's `tf.train.Server`, and stays with nobody: a ps is left to `serve`."""
         if self._server is None and self._has_server():
             cluster = tf.train.ClusterSpec(self.hosts)
-            self._server = tf.train.Server(cluster, self.job, self.shard_index, config=self.config())
+            self._server = tf.train.Server(cluster, self.job, self.job_index, config=self.config())
         return self._server
 
     def create_server(self):

@@ -330,7 +330,7 @@ class StopAtTimeHook(tf.train.SessionRunHook):
 
     def __init__(self, time_running):
         if not time_running > 0:
-            raise ValueError(f"time_running must be greater than 0 seconds, not {time_running}")
+            raise UserError(f"time_running must be greater than 0 seconds, not {time_running}")
         self._time_running, self._deadline = time_running, math.inf
 
     def after_create_session(self, session, coord):
@@ -348,7 +348,7 @@ class LoadCheckpoint(tf.train.SessionRunHook):
     """Begins training with the values of a checkpoint, say of a model that was trained before. One of the chief's hooks.
 
     It restores once, after the session is created. A session that is created later, because a ps died, has either restored a
-    checkpoint of this training, and then that counts: the global step is not 0; or has lost all, and then this restores again.
+    checkpoint of this training, and then that counts if its global step is not 0; or has lost all, and this restores again.
 
     Args:
       saver: a `tf.train.Saver` of the variables to restore.
@@ -372,8 +372,9 @@ class LoadCheckpoint(tf.train.SessionRunHook):
 
     def after_create_session(self, session, coord):
         """Restores, unless training has gone on from there."""
-        if self._step is None or session.run(self._step) == 0:
-            with restoring(f"the checkpoint {self._checkpoint}", "another checkpoint"):
+        # The step alone would not do: another worker may have made one already. Sessions of other creators don't say.
+        if getattr(session, "is_new", False) or self._step is None or session.run(self._step) == 0:
+            with restoring(f"the checkpoint {self._checkpoint}", "another checkpoint", self._saver, self._checkpoint):
                 self._saver.restore(session, self._checkpoint)
 
 

@@ -104,7 +104,7 @@ def _run(scheme, train, without, lockstep, check, evaluate, script, arguments, d
     if not launcher:
         launch.prepare_run_dir(settings, task)
         name = "evaluator" if task and task.is_evaluator() else task.job if task else "worker"
-        _log_to(Path(settings.run_dir, "logs", f"{name}-{index}.log"))
+        _log_to(Path(settings.run_dir, "logs", f"{name}-{task.job_index if task else 0}.log"))
     if task and task.is_ps():
         print(f"ps {task.index} serves at {task.ps_hosts[task.index]} until all workers are done", flush=True)
         task.create_server()

@@ -21,7 +21,7 @@ _open: set[object] = set()  # clusters, which thus live on while nobody has a re
 def quiet():
     """Imports tensorflow, without what its C++ code writes to standard error; that is silent from now on.
 
-    To be called before anything else imports tensorflow.
+    To be called before anything else imports tensorflow, as `from common import DistributedSession` does.
     """
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     tf.train  # noqa: B018, any attribute: the first one imports tensorflow, which reads it

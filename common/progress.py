@@ -171,7 +171,8 @@ def summary(settings, status):
     if status != 0:
         return
     result = json.loads((run_dir / "result.json").read_text())
-    workers = f"{result['num_workers']} worker{'s' if result['num_workers'] > 1 else ''}"
+    count, what = (result["num_towers"], "tower") if "num_towers" in result else (result["num_workers"], "worker")
+    workers = f"{count} {what}{'s' if count > 1 else ''}"
     tasks = f"{result['num_ps']} ps, {workers}" if result["num_ps"] else f"one process, {workers}"
     speed = (
         f"{result['train_seconds']:.1f} s of training, {result['samples_per_second']:,.0f} samples/s"

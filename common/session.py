@@ -26,31 +26,48 @@ class _Creator(tf.train.SessionCreator):
             recovery_wait_secs=0.1,
         )
         if self._task and not self._task.is_master():
-            return manager.wait_for_session(self._target, config=self._config)
-        with restoring(f"the checkpoint in {self._checkpoint_dir}", "another --run_dir or checkpoint_dir"):
-            return manager.prepare_session(
+            session = manager.wait_for_session(self._target, config=self._config)
+            session.is_new = False
+            return session
+        is_new = []
+
+        def note_and_init(session):
+            is_new.append(True)
+            if scaffold.init_fn:
+                scaffold.init_fn(session)
+
+        newest = tf.train.latest_checkpoint(self._checkpoint_dir) if self._checkpoint_dir else None
+        what, otherwise = f"the checkpoint in {self._checkpoint_dir}", "another --run_dir or checkpoint_dir"
+        with restoring(what, otherwise, scaffold.saver, newest):
+            session = manager.prepare_session(
                 self._target,
                 config=self._config,
                 saver=scaffold.saver,
                 checkpoint_dir=self._checkpoint_dir,
                 init_op=scaffold.init_op,
                 init_feed_dict=scaffold.init_feed_dict,
-                init_fn=scaffold.init_fn,
+                init_fn=note_and_init,  # called if no checkpoint was restored
             )
+        session.is_new = bool(is_new)  # for hooks: whether its variables have their initial values
+        return session
 
 
 @contextlib.contextmanager
-def restoring(what, otherwise):
+def restoring(what, otherwise, saver, checkpoint):
     """Turns the saver's complaint that a checkpoint does not fit into one line.
 
     Args:
       what: names the checkpoint.
       otherwise: what else to give than the model that it is of.
+      saver: the `tf.train.Saver` that restores it.
+      checkpoint: its path; None if there is none.
 
     Raises:
       UserError: in place of the saver's errors.
     """
     try:
+        if checkpoint:
+            _check_shapes(what, otherwise, saver, checkpoint)
         yield
     except tf.errors.DataLossError as error:
         raise UserError(f"{what} is damaged: {error.message.splitlines()[0]}; give {otherwise}") from None
@@ -61,9 +78,21 @@ def restoring(what, otherwise):
         if "Restoring from checkpoint failed" not in str(error) or not is_of_another:
             raise
         why = f"it has no {missing[1]!r}" if missing else "its parameters are as many as another model has"
-        raise UserError(
-            f"{what} is not of this scheme and model: {why}; give the flags and the model that it was made with, or {otherwise}"
-        ) from None
+        raise UserError(f"{what} does not fit: {why}; give what it was made with, or {otherwise}") from None
+
+
+def _check_shapes(what, otherwise, saver, checkpoint):
+    """Raises a `UserError` unless variables have the shapes that they have in the checkpoint: the saver assigns any."""
+    saved, variables = tf.train.load_checkpoint(checkpoint).get_variable_to_shape_map(), saver._var_list or []
+    named = variables.items() if isinstance(variables, dict) else ((v.op.name, v) for v in variables if hasattr(v, "shape"))
+    for name, variable in named:
+        if not hasattr(variable, "shape") or variable._get_save_slice_info():
+            continue  # a part of a variable, which the saver itself checks
+        if name in saved and not variable.shape.is_compatible_with(saved[name]):
+            raise UserError(
+                f"{what} does not fit: it has {name!r} of shape {saved[name]}, not {variable.shape.as_list()}; "
+                f"give what it was made with, or {otherwise}"
+            )
 
 
 class _LeavingSession(tf.train.MonitoredSession):
@@ -138,7 +167,7 @@ def DistributedSession(
     if tf.executing_eagerly():
         raise UserError("there is no graph: build it, and open the session, inside `with tf.Graph().as_default():`")
     target = task_spec.target() if task_spec is not None else ""
-    scaffold, all_hooks = scaffold or tf.train.Scaffold(), list(hooks or [])
+    scaffold, all_hooks = scaffold or _scaffold(), list(hooks or [])
     if task_spec is None or task_spec.is_master():
         own = list(chief_only_hooks or [])
         if checkpoint_dir:
@@ -159,6 +188,14 @@ def DistributedSession(
         all_hooks = own + all_hooks
     creator = _Creator(task_spec, scaffold, target, checkpoint_dir, config)
     return _LeavingSession(task_spec, creator, all_hooks, stop_grace_period_secs)
+
+
+def _scaffold():
+    """A scaffold whose saver lets the master write checkpoints. TensorFlow's own default lets each ps write its part, on its
+    machine, and fails unless that has the folder, too."""
+    if tf.get_collection(tf.GraphKeys.SAVERS):
+        return tf.train.Scaffold()  # uses that one
+    return tf.train.Scaffold(saver=tf.train.Saver(allow_empty=True, save_relative_paths=True, defer_build=True))
 
 
 def _saver_hook(checkpoint_dir, checkpoint_secs, scaffold):

@@ -75,7 +75,7 @@ def test_master_host_is_the_first_worker(job, index, expected):
         environ["TASK_INDEX"] = index
     found = task(environ)
     assert (found.hosts["worker"], found.num_workers) == (["m:2", "v:3", "w:4"], 3)
-    assert (found.type, found.shard_index) == (job, expected)
+    assert (found.type, found.job_index) == (job, expected)
     assert found.is_master() == (job == "master") and found.is_ps() == (job == "ps") and found.is_worker() == (job != "ps")
 
 
@@ -263,6 +263,10 @@ def test_what_a_task_knows():
     assert [t.is_master() for t in (chief, other, ps)] == [True, False, False]
     assert [t.is_worker() for t in (chief, other, ps)] == [True, True, False]
     assert [t.is_ps() for t in (chief, other, ps)] == [False, False, True]
+    assert TaskSpecDef("ps", 1, **hosts).device == "/job:ps/task:1"
+    assert (
+        TaskSpecDef("ps", 1, **hosts).shard_index == 0
+    )  # a script may ask on a ps as well, where there may be more ps than shards
     assert other.device == "/job:worker/task:2"
     assert list(other.config().device_filters) == ["/job:ps", "/job:worker/task:2"]
 

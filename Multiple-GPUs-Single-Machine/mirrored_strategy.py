@@ -1,0 +1,118 @@
+"""TensorFlow's own way: `tf.distribute.MirroredStrategy` keeps a copy of every variable on each GPU of this process.
+
+The model is built and compiled as in Non-Distributed-Setup, but in the strategy's scope: there every variable becomes one with
+a copy on each device. `fit` cuts each batch into a part for each of them. Each computes the gradient of its part, an
+all-reduce adds them up on all devices, and each makes the same update of its own copy. There is no x̃ beside the copies.
+"""
+
+import math
+import sys
+import time
+import types
+from pathlib import Path
+
+import numpy as np
+from multiple_gpus import begin, define_flags, end
+
+from common import models, tf
+from common.main import main
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "Non-Distributed-Setup"))
+from non_distributed_setup import OF_CLUSTERS, Recorder, batches, compiled
+
+
+class FirstReplica:
+    """A mirrored Keras model as `Recorder` takes one.
+
+    It is evaluated by its copy on the first device, as Keras's own `evaluate` fails if the devices cannot share the samples
+    evenly.
+
+    Args:
+      model: a `common.models.Model` whose Keras model is compiled.
+    """
+
+    def __init__(self, model):
+        self._model, self._keras_model, self._evaluate = model, model.keras_model, tf.function(model.evaluate)
+        # Not the variable: int() of one with several copies fails.
+        self.optimizer = types.SimpleNamespace(iterations=self._keras_model.optimizer.iterations.numpy())
+
+    def evaluate(self, x, y, **_):
+        """Returns loss and accuracy on these samples as `keras.Model.evaluate` does."""
+        parameters = np.concatenate([v.numpy().ravel() for v in self._keras_model.trainable_variables])
+        state = [v.numpy() for v in self._keras_model.non_trainable_variables]
+        loss, accuracy = self._evaluate(parameters, state, x, y)
+        return {"loss": float(loss), "accuracy": float(accuracy) if self._model.is_classification else None}
+
+    @property
+    def stop_training(self):
+        """Whether `fit` is to stop."""
+        return self._keras_model.stop_training
+
+    @stop_training.setter
+    def stop_training(self, stop):
+        self._keras_model.stop_training = stop
+
+
+def train(task, settings):
+    """Trains with a replica on each device and returns the exit status: 0, or 130 after Ctrl-C, when a checkpoint is saved.
+
+    What differs from `non_distributed_setup.train` is the scope, the batch size, and who evaluates.
+
+    Args:
+      task: None.
+      settings: all flags as a namespace; `--num_towers` says how many replicas.
+
+    Raises:
+      UserError: if data and model cannot be trained.
+    """
+    import keras
+    import tensorflow
+
+    from common.hooks import MetricsLog
+    from common.training import Interruption, last_step, write_result
+
+    interruption = Interruption()
+    names, dataset, whole = begin(settings, is_keras=True)
+    with tf.distribute.MirroredStrategy(names).scope():
+        built = models.build(settings.model, dataset, settings.seed)
+        model = compiled(built, settings.learning_rate)
+        checkpoint = tensorflow.train.Checkpoint(model=model)
+        checkpoints = tensorflow.train.CheckpointManager(checkpoint, Path(settings.run_dir, "checkpoints"), max_to_keep=1)
+        if settings.resume:
+            checkpoint.restore(checkpoints.latest_checkpoint)
+    last = last_step(whole, len(dataset.x_train))
+    with tf.Graph().as_default():  # TensorBoard's writer of TensorFlow 1 refuses to begin outside a graph
+        log = MetricsLog(settings.run_dir, 0, last)
+
+    recorder = Recorder(FirstReplica(built), dataset, log, whole, last, lambda: interruption.requested)
+    first_step = recorder.step
+    interruption.training_begins()
+    recorder.evaluate()
+    began = time.time()
+    if first_step < last:
+        steps_per_epoch = math.ceil(len(dataset.x_train) / whole.batch_size)
+        model.fit(
+            batches(dataset.x_train, dataset.y_train, whole.batch_size, settings.seed),
+            epochs=math.ceil((last - first_step) / steps_per_epoch),
+            steps_per_epoch=steps_per_epoch,
+            callbacks=[keras.callbacks.LambdaCallback(recorder.on_epoch_end, on_train_batch_end=recorder.on_train_batch_end)],
+            shuffle=False,  # the batches are shuffled already
+            verbose=0,
+        )
+    ended = time.time()
+    checkpoints.save()
+    if interruption.requested:
+        return 130
+    interruption.training_ends()
+    loss, accuracy = recorder.evaluate()
+    log.close()
+    model.save(Path(settings.run_dir, "model.keras"))
+    report = [0, began, first_step, ended, recorder.updates * whole.batch_size, recorder.updates, 0, 0, 0]
+    write_result(whole, None, [report], recorder.step, loss, accuracy)
+    end(settings, names)
+    return 0
+
+
+if __name__ == "__main__":
+    define_flags()
+    main(train=train, without=(*OF_CLUSTERS, "delays"), epochs=60, batch_size=32, learning_rate=0.2)

@@ -1,0 +1,183 @@
+"""Several GPUs in one process: a copy of the model on each, a tower, and one update with the mean of their gradients.
+
+The parameters x̃ lie on the first device, with the first tower, which so has no way to go for them; every update is made
+there, at the speed of that device. On the CPU they would cross the bus to each GPU, and all the gradients back.
+
+Without a GPU the towers are on logical devices of the CPU: the same graph, to look at, on the cores that one would have, too.
+"""
+
+import json
+import types
+from pathlib import Path
+
+from common import data, devices, models, tf
+from common.flags import UserError, define_integer
+from common.launch import write_json
+from common.main import main
+from common.parameters import GlobalParameters, LocalParameters
+
+# Flags of the schemes that mean nothing here.
+OF_CLUSTERS = ("launch", "num_ps", "num_workers", "job_name", "task_index", "ps_hosts", "worker_hosts", "max_restarts")
+
+
+def multiple_gpus(center, towers, hp):
+    """x_i ← x̃;  x̃ ← x̃ − η (1/n) Σ g_i(x_i), over all n towers.
+
+    Each tower i has a device of its own, where its parameters x_i and its samples are, and where it computes g_i, the gradient
+    of its next batch. All x_i are the same x̃, so this is SGD with a batch n times as large: n batches, one update.
+
+    η is `hp.learning_rate`.
+    """
+    sgd = tf.train.GradientDescentOptimizer(hp.learning_rate)
+    yield towers.pull(center)  # x_i ← x̃, a copy to every device
+    yield towers.compute_gradients()  # g_i(x_i), on all devices at the same time
+    yield center.push(sgd, towers.mean_gradient())  # x̃ ← x̃ − η (1/n) Σ g_i, on the device of x̃
+
+
+class Towers:
+    """What `multiple_gpus` and `build_rounds` see of all towers: operations that belong to all, each on its own device.
+
+    Args:
+      center: the `GlobalParameters`.
+      built: a `common.models.Model` for each tower.
+      batches: for each tower a function of its name that gives its `common.data.Batches`.
+      names: of the devices, one for each.
+    """
+
+    def __init__(self, center, built, batches, names):
+        self.names, self.model, self.num_workers = names, built[0], 1  # all together make each update
+        self.towers, self.init_feed_dict = [], {}
+        for i, name in enumerate(names):
+            with tf.device(name):
+                own = batches[i](f"batches_{i}")
+                tower = LocalParameters(center, built[i], own, f"tower_{i}", i, len(names))
+            self.towers.append(tower)
+            self.init_feed_dict.update(tower.init_feed_dict)
+        self.state = self.towers[0].state
+        self.pulled = self.loss = None
+
+    @property
+    def windows(self):
+        """How many copies of the model there are in the graph."""
+        return sum(tower.windows for tower in self.towers)
+
+    def pull(self, center):
+        """x_i ← x̃ on every device."""
+        operations = self._on_each_device(lambda tower: tower.pull(center))
+        self.pulled = self.towers[0].pulled
+        return operations
+
+    def compute_gradients(self):
+        """The gradient of each tower's next batch, which stays on its device; `loss` is the mean over the towers."""
+        operations = self._on_each_device(lambda tower: tower.train(1, lambda g: tf.no_op()))  # x_i does not change
+        self.loss = tf.add_n([tower.loss for tower in self.towers]) / len(self.towers)
+        return operations
+
+    def mean_gradient(self):
+        """Returns (1/n) Σ g_i as a tensor `[size]` on the first device."""
+        with tf.device(self.names[0]):
+            return tf.add_n([tower.gradient.read_value() for tower in self.towers]) / len(self.towers)
+
+    def _on_each_device(self, function):
+        operations = []
+        for name, tower in zip(self.names, self.towers, strict=True):
+            with tf.device(name), tf.name_scope(f"{tower.name}/"):
+                operations += function(tower)
+        return operations
+
+
+def define_flags():
+    """Defines the flag that both scripts of this folder have."""
+    define_integer("num_towers", None, "copies of the model, a device each (default: the number of GPUs, at least 2)", least=1)
+
+
+def begin(settings, is_keras=False):
+    """Loads the data, makes the devices, and prints what they are.
+
+    Args:
+      settings: all flags as a namespace.
+      is_keras: whether checkpoints hold a Keras model, as those of MirroredStrategy do, and not x̃.
+
+    Returns:
+      The names of the devices, the data, and the flags with the batch size of all devices together.
+
+    Raises:
+      UserError: if the data cannot be trained with, there are more devices than samples, or the run was the other script's.
+    """
+    if settings.resume:
+        checkpoint = tf.train.load_checkpoint(str(Path(settings.run_dir, "checkpoints")))
+        if checkpoint.has_tensor("_CHECKPOINTABLE_OBJECT_GRAPH") != is_keras:
+            other = "run.sh" if is_keras else "run_mirrored_strategy.sh"
+            raise UserError(f"the checkpoint in {settings.run_dir} is of the other script here: go on with it by bash {other}")
+    dataset = data.load(settings.data, settings.seed)
+    count = settings.num_towers or max(2, len(devices.gpus()))
+    if len(dataset.x_train) < count:
+        raise UserError(
+            f"{len(dataset.x_train)} training samples are too few for {count} towers: --num_towers or the data must change"
+        )
+    names, line = devices.logical_devices(count)
+    print(line, flush=True)
+    return names, dataset, types.SimpleNamespace(**{**vars(settings), "batch_size": count * settings.batch_size})
+
+
+def end(settings, names):
+    """Adds the devices to `result.json`; the batch size in it is that of one of them."""
+    path = Path(settings.run_dir, "result.json")
+    result = json.loads(path.read_text())
+    result.update(batch_size=settings.batch_size, num_towers=len(names), devices=names)
+    write_json(path, result)
+
+
+def train(task, settings):
+    """Trains with `--num_towers` towers and returns the exit status: 0, or 130 when interrupted.
+
+    Args:
+      task: None.
+      settings: all flags as a namespace.
+
+    Raises:
+      UserError: if data and model cannot be trained.
+    """
+    # Imported only now, with tensorflow, which costs seconds: a bad flag is told at once.
+    from common.session import monitored_session
+    from common.training import Interruption, Plan, build_calls, fed_test_set, work, write_result
+
+    interruption = Interruption()
+    names, dataset, whole = begin(settings)
+    n = len(names)
+    # Of the initial values only the first one's count; the seed of Dropout is to differ.
+    built = [models.build(settings.model, dataset, settings.seed + i) for i in range(n)]
+
+    with tf.Graph().as_default():
+        with tf.device("/CPU:0"):
+            tf.train.get_or_create_global_step()  # integers are the CPU's
+        center = GlobalParameters(built[0].initial_parameters, device_fn=names[0])
+
+        def batches_of(i):
+            x, y = data.shard(dataset, i, n)
+            return lambda name: data.Batches(x, y, settings.batch_size, settings.seed + i, name)
+
+        towers = Towers(center, built, [batches_of(i) for i in range(n)], names)
+        last, next_call = build_calls(multiple_gpus, center, towers, whole, len(dataset.x_train))
+        parameters, step = center.read()
+        final = parameters, [v.read_value() for v in towers.state]
+        x_test, y_test, feed_dict = fed_test_set(dataset)
+        evaluation = step, *built[0].evaluate(*final, x_test, y_test)
+        scaffold = tf.train.Scaffold(
+            saver=tf.train.Saver(save_relative_paths=True),
+            init_feed_dict=center.init_feed_dict,
+            local_init_op=tf.local_variables_initializer(),
+            local_init_feed_dict={**towers.init_feed_dict, **feed_dict},
+        )
+        plan = Plan(last, center.step, next_call, evaluation, final, scaffold)
+        outcome = work(plan, None, whole, None, interruption, monitored_session)
+    if outcome.final:
+        built[0].save(*outcome.final, Path(settings.run_dir, "model.keras"))
+        write_result(whole, None, outcome.reports, *outcome.evaluated)
+        end(settings, names)
+    return outcome.status
+
+
+if __name__ == "__main__":
+    define_flags()
+    main(train=train, without=(*OF_CLUSTERS, "window", "delays"), epochs=60, batch_size=32, learning_rate=0.2)
