@@ -43,14 +43,14 @@ def _import_tensorflow():
     os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")  # or the first of two processes would take all of a GPU
     # A third of that time goes into packages that Keras takes along if it finds them, for wrappers and galleries that no
     # task needs. They stay importable afterwards.
-    is_first = "tensorflow" not in sys.modules
     is_quiet = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "0") != "0"
     hidden: dict[str, Any] = {package: None for package in ("sklearn", "matplotlib") if package not in sys.modules}
     sys.modules.update(hidden)
     try:
         with silent() if is_quiet else contextlib.nullcontext():
             module = importlib.import_module("tensorflow.compat.v1")
-        if is_first:  # otherwise a script may have set what it wants to see
+        default = module.logging.INFO if hasattr(sys, "ps1") else module.logging.WARN  # ps1: in a notebook
+        if module.logging.get_verbosity() == default:  # otherwise a script has set what it wants to see
             module.logging.set_verbosity(module.logging.ERROR)  # it warns that it is deprecated, in most of its parts
         return module
     finally:

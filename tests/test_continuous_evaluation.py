@@ -473,7 +473,6 @@ def test_a_killed_evaluator_costs_nothing(run_dir):
     [
         ("--validation=0", "--validation must be greater than 0, not 0"),
         ("--patience=0", "--patience must be at least 1, not 0"),
-        ("--validation=0.00001", "--validation=1e-05 holds out 0 of 1438 samples: expected some, not all"),
     ],
 )
 @pytest.mark.cluster

@@ -162,4 +162,4 @@ def test_the_hook_in_a_program_of_ones_own(tmp_path):
         ahead = [[int(line) for line in log.read_text().splitlines()] for _, log in running]
     assert [len(of_worker) >= n for of_worker, n in zip(ahead, steps, strict=True)] == [True] * 3
     assert max(ahead[0]) == staleness and max(max(of_worker) for of_worker in ahead) == staleness
-    assert set(ahead[2][:20]) <= {0, 1}  # the slowest
+    assert np.mean(ahead[2]) < np.mean(ahead[0])  # the slowest, whoever began first
