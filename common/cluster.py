@@ -57,6 +57,8 @@ class TaskSpecDef:
             self.index = int(self.index)
         except (TypeError, ValueError):
             raise UserError(f"the index of a task must be a whole number, not {self.index!r}") from None
+        if len(master) > 1:
+            raise UserError(f"there is one master at most, not {len(master)}: {', '.join(master)}")
         self.hosts = {"ps": self.ps_hosts, "worker": [*master, *self.worker_hosts]}
         self._check()
         self.num_ps = len(self.hosts["ps"])
@@ -263,9 +265,7 @@ def _from_tf_config():
     masters = [*hosts.get("chief", []), *hosts.get("master", [])]
     if not ps and len(masters) + len(workers) <= 1 and job != "ps":
         return TaskSpecDef("evaluator", trial=trial) if job == "evaluator" else None
-    if len(masters) > 1:
-        raise UserError(f"TF_CONFIG names {len(masters)} masters, expected one at most")
-    return _task("TF_CONFIG", job, index, trial, ps, workers, masters[0] if masters else None)
+    return _task("TF_CONFIG", job, index, trial, ps, workers, masters)
 
 
 def _task(source, *arguments):

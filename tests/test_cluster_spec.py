@@ -313,6 +313,7 @@ def test_evaluator_with_one_worker_only(user_error, hosts):
         (("worker", 0, None, None, "a:1"), ["no ps"]),
         (("worker", 0, None, "a:1", "b:1,,c:1"), ["''", "expected host:port"]),
         (("boss", 0), ["'boss'"]),
+        (("master", 0, None, "a:1", "b:1", "m:1,n:1"), ["one master at most, not 2"]),
     ],
 )
 def test_task_that_cannot_be(user_error, arguments, texts):
