@@ -5,9 +5,7 @@ a copy on each device. `fit` cuts each batch into a part for each of them. Each 
 all-reduce adds them up on all devices, and each makes the same update of its own copy. There is no x̃ beside the copies.
 """
 
-import math
 import sys
-import time
 import types
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from common import models, tf
 from common.main import main
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "Non-Distributed-Setup"))
-from non_distributed_setup import OF_CLUSTERS, Recorder, batches, compiled
+from non_distributed_setup import OF_CLUSTERS, Recorder, compiled, fit
 
 
 class FirstReplica:
@@ -65,11 +63,10 @@ def train(task, settings):
     Raises:
       UserError: if data and model cannot be trained.
     """
-    import keras
     import tensorflow
 
     from common.hooks import MetricsLog
-    from common.training import Interruption, last_step, write_result
+    from common.training import Interruption, last_step
 
     interruption = Interruption()
     names, dataset, whole = begin(settings, is_keras=True)
@@ -85,32 +82,10 @@ def train(task, settings):
         log = MetricsLog(settings.run_dir, 0, last)
 
     recorder = Recorder(FirstReplica(built), dataset, log, whole, last, lambda: interruption.requested)
-    first_step = recorder.step
-    interruption.training_begins()
-    recorder.evaluate()
-    began = time.time()
-    if first_step < last:
-        steps_per_epoch = math.ceil(len(dataset.x_train) / whole.batch_size)
-        model.fit(
-            batches(dataset.x_train, dataset.y_train, whole.batch_size, settings.seed),
-            epochs=math.ceil((last - first_step) / steps_per_epoch),
-            steps_per_epoch=steps_per_epoch,
-            callbacks=[keras.callbacks.LambdaCallback(recorder.on_epoch_end, on_train_batch_end=recorder.on_train_batch_end)],
-            shuffle=False,  # the batches are shuffled already
-            verbose=0,
-        )
-    ended = time.time()
-    checkpoints.save()
-    if interruption.requested:
-        return 130
-    interruption.training_ends()
-    loss, accuracy = recorder.evaluate()
-    log.close()
-    model.save(Path(settings.run_dir, "model.keras"))
-    report = [0, began, first_step, ended, recorder.updates * whole.batch_size, recorder.updates, 0, 0, 0]
-    write_result(whole, None, [report], recorder.step, loss, accuracy)
-    end(settings, names)
-    return 0
+    status = fit(model, recorder, checkpoints, dataset, whole, interruption)
+    if status == 0:
+        end(settings, names)
+    return status
 
 
 if __name__ == "__main__":

@@ -42,11 +42,14 @@ class Recorder:
       settings: all flags as a namespace.
       last: step at which to stop.
       is_interrupted: function that says whether to stop now.
+
+    Attributes:
+      step, last: the present step, and the one at which to stop.
     """
 
     def __init__(self, model, dataset, log, settings, last, is_interrupted):
-        self._model, self._dataset, self._log, self._batch_size = model, dataset, log, settings.batch_size
-        self._last, self._is_interrupted = last, is_interrupted
+        self._model, self._dataset, self.log, self._batch_size = model, dataset, log, settings.batch_size
+        self.last, self._is_interrupted = last, is_interrupted
         self._deadline = time.monotonic() + (settings.seconds or math.inf)
         self.step = self._first_step = self._written_step = int(model.optimizer.iterations)
         self._written = self._evaluated = time.monotonic()
@@ -61,7 +64,7 @@ class Recorder:
         """Evaluates on the test set, writes and returns (loss, accuracy or None)."""
         x, y = self._dataset.x_test, self._dataset.y_test
         result = self._model.evaluate(x, y, batch_size=500, verbose=0, return_dict=True)
-        self._log.write(self.step, test_loss=result["loss"], test_accuracy=result.get("accuracy"))
+        self.log.write(self.step, test_loss=result["loss"], test_accuracy=result.get("accuracy"))
         self._evaluated = time.monotonic()
         return result["loss"], result.get("accuracy")
 
@@ -72,11 +75,11 @@ class Recorder:
         self._epoch_loss = logs["loss"] * (batch + 1)  # Keras gives the mean of the epoch so far
         self._losses.append(self._epoch_loss - before)
         now = time.monotonic()
-        stop = self.step >= self._last or now >= self._deadline or self._is_interrupted()
+        stop = self.step >= self.last or now >= self._deadline or self._is_interrupted()
         if stop or now - self._written >= 0.5:
             speed = (self.step - self._written_step) * self._batch_size / (now - self._written)
             samples = self.updates * self._batch_size
-            self._log.write(self.step, loss=sum(self._losses) / len(self._losses), samples=samples, samples_per_second=speed)
+            self.log.write(self.step, loss=sum(self._losses) / len(self._losses), samples=samples, samples_per_second=speed)
             self._written, self._written_step, self._losses = now, self.step, []
         if stop:
             self._model.stop_training = True
@@ -85,6 +88,49 @@ class Recorder:
         """Evaluates, at most once a second."""
         if time.monotonic() - self._evaluated >= 1:
             self.evaluate()
+
+
+def fit(model, recorder, checkpoints, dataset, settings, interruption):
+    """Trains up to the recorder's last step, saves, and writes the result; returns the exit status, as `train` does.
+
+    Args:
+      model: a compiled Keras model.
+      recorder: its `Recorder`.
+      checkpoints: a `tf.train.CheckpointManager` of TensorFlow 2.
+      dataset: a `common.data.Data`.
+      settings: all flags as a namespace.
+      interruption: a `common.training.Interruption`.
+    """
+    import keras
+
+    from common.training import write_result
+
+    first_step = recorder.step
+    interruption.training_begins()
+    recorder.evaluate()
+    began = time.time()
+    if first_step < recorder.last:
+        steps_per_epoch = math.ceil(len(dataset.x_train) / settings.batch_size)
+        model.fit(
+            batches(dataset.x_train, dataset.y_train, settings.batch_size, settings.seed),
+            epochs=math.ceil((recorder.last - first_step) / steps_per_epoch),
+            steps_per_epoch=steps_per_epoch,
+            callbacks=[keras.callbacks.LambdaCallback(recorder.on_epoch_end, on_train_batch_end=recorder.on_train_batch_end)],
+            shuffle=False,  # the batches are shuffled already
+            verbose=0,
+        )
+    ended = time.time()
+    checkpoints.save()
+    if interruption.requested:
+        return 130
+    interruption.training_ends()
+    loss, accuracy = recorder.evaluate()
+    recorder.log.close()
+    model.save(Path(settings.run_dir, "model.keras"))
+    # As `common.training.REPORT` has it; an update is never stale, or dropped, where nobody else makes any.
+    report = [0, began, first_step, ended, recorder.updates * settings.batch_size, recorder.updates, 0, 0, 0]
+    write_result(settings, None, [report], recorder.step, loss, accuracy)
+    return 0
 
 
 def train(task, settings):
@@ -98,11 +144,10 @@ def train(task, settings):
       UserError: for data and model that cannot be trained.
     """
     # Imported only now: tensorflow takes seconds, and a wrong flag is to be told at once.
-    import keras
     import tensorflow
 
     from common.hooks import MetricsLog
-    from common.training import Interruption, last_step, write_result
+    from common.training import Interruption, last_step
 
     interruption = Interruption()
     dataset = data.load(settings.data, settings.seed)
@@ -111,36 +156,12 @@ def train(task, settings):
     checkpoints = tensorflow.train.CheckpointManager(checkpoint, Path(settings.run_dir, "checkpoints"), max_to_keep=1)
     if settings.resume:
         checkpoint.restore(checkpoints.latest_checkpoint)
-    first_step, last = int(model.optimizer.iterations), last_step(settings, len(dataset.x_train))
+    last = last_step(settings, len(dataset.x_train))
     with tf.Graph().as_default():  # TensorBoard's writer of TensorFlow 1 refuses to begin outside a graph
         log = MetricsLog(settings.run_dir, 0, last)
 
     recorder = Recorder(model, dataset, log, settings, last, lambda: interruption.requested)
-    interruption.training_begins()
-    recorder.evaluate()
-    began = time.time()
-    if first_step < last:
-        steps_per_epoch = math.ceil(len(dataset.x_train) / settings.batch_size)
-        model.fit(
-            batches(dataset.x_train, dataset.y_train, settings.batch_size, settings.seed),
-            epochs=math.ceil((last - first_step) / steps_per_epoch),
-            steps_per_epoch=steps_per_epoch,
-            callbacks=[keras.callbacks.LambdaCallback(recorder.on_epoch_end, on_train_batch_end=recorder.on_train_batch_end)],
-            shuffle=False,  # the batches are shuffled already
-            verbose=0,
-        )
-    ended = time.time()
-    checkpoints.save()
-    if interruption.requested:
-        return 130
-    interruption.training_ends()
-    loss, accuracy = recorder.evaluate()
-    log.close()
-    model.save(Path(settings.run_dir, "model.keras"))
-    # As `common.training.REPORT` has it; an update is never stale, or dropped, where nobody else makes any.
-    report = [0, began, first_step, ended, recorder.updates * settings.batch_size, recorder.updates, 0, 0, 0]
-    write_result(settings, None, [report], recorder.step, loss, accuracy)
-    return 0
+    return fit(model, recorder, checkpoints, dataset, settings, interruption)
 
 
 if __name__ == "__main__":

@@ -82,6 +82,12 @@ def define_numbers(name, default, help, least=None, above=None, flag_values=flag
     flags.DEFINE(_Numbers(_Number(name, float, least, above)), name, default, help, flag_values, flags.ListSerializer(","))
 
 
+def define_gpus(flag_values=flags.FLAGS):
+    """Defines the flag that `common.launch.assign_gpus` reads."""
+    text = "all, or numbers as 0,2: a GPU for each worker (--num_workers: as many as GPUs)"
+    flags.DEFINE_string("gpus", None, text, flag_values)
+
+
 _aliases: dict[str, str] = {}
 
 
@@ -105,7 +111,7 @@ def define(defaults):
 
     define_integer("num_ps", own("num_ps", 1), "ps tasks to start", least=1)
     define_integer("num_workers", own("num_workers", 2), "workers to start", least=1)
-    flags.DEFINE_string("gpus", None, "all, or numbers as 0,2: a GPU for each worker (--num_workers: as many as GPUs)")
+    define_gpus()
     define_number("epochs", own("epochs"), "passes over the training set, all workers together", above=0)
     define_integer("steps", None, "stop at this many global updates (default: from --epochs)", least=1)
     define_number("seconds", None, "stop after this many seconds of training", above=0)

@@ -394,14 +394,15 @@ class LocalParameters:
     def __init__(self, center, model, batches, name="local", index=0, num_workers=1, delay=0.0, is_saved=False):
         self.model, self.batches, self.name = model, batches, name
         self.index, self.num_workers, self.delay = index, num_workers, delay
-        self.init_feed_dict = dict(batches.init_feed_dict)
+        self.init_feed_dict, self.state_feed_dict = dict(batches.init_feed_dict), {}
         with tf.variable_scope(name):
             self.value = local_variable("x", center.read()[0])
             self.state = []
             for i, value in enumerate(model.initial_state):
                 feed = tf.placeholder(value.dtype, value.shape)
-                self.init_feed_dict[feed] = value
+                self.state_feed_dict[feed] = value
                 self.state.append(local_variable(f"state_{i}", feed, is_saved))
+            self.init_feed_dict.update(self.state_feed_dict)
         self.memory = Memory()  # set by a pull that is remembered
         self._vectors: dict[str, Any] = {}
         self._optimizers: dict[Any, Any] = {}

@@ -37,8 +37,7 @@ def _run(arguments):
     flags.define_integer("num_ps", 1, "ps tasks to start", least=1, flag_values=values)
     flags.define_integer("num_workers", 2, "workers to start, the master among them", least=1, flag_values=values)
     flags.define_integer("max_restarts", 0, "how often each task may be restarted", least=0, flag_values=values)
-    gpus_help = "all, or numbers as 0,2: a GPU for each worker (--num_workers: as many as GPUs)"
-    absl_flags.DEFINE_string("gpus", None, gpus_help, flag_values=values)
+    flags.define_gpus(values)
     absl_flags.DEFINE_string("log_dir", None, "folder for the tasks' logs (default: runs/SCRIPT/TIME)", flag_values=values)
     absl_flags.DEFINE_bool("help", False, "show this help", flag_values=values)
     own = next((i for i, argument in enumerate(arguments) if not argument.startswith("-")), len(arguments))

@@ -63,7 +63,7 @@ def train(scheme, task, settings):
             scaffold = tf.train.Scaffold(
                 # Not sharded: the chief alone writes, so the ps tasks need no folder in common with it.
                 saver=tf.train.Saver(sharded=False, save_relative_paths=True),
-                init_feed_dict={**center.init_feed_dict, **local.init_feed_dict},
+                init_feed_dict={**center.init_feed_dict, **local.state_feed_dict},
                 ready_for_local_init_op=ready,
                 local_init_op=tf.local_variables_initializer(),
                 local_init_feed_dict=local_init_feed_dict,
