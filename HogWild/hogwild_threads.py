@@ -46,7 +46,7 @@ def train(task, settings):
     """
     # Imported only now, with tensorflow, which costs seconds: a bad flag is told at once.
     from common.hooks import EvaluationHook
-    from common.session import monitored_session
+    from common.session import Saver, monitored_session
     from common.training import Interruption, fed_test_set, last_step, write_result
 
     interruption = Interruption()
@@ -74,6 +74,7 @@ def train(task, settings):
         for worker in workers:
             local_init_feed_dict.update(worker.local.init_feed_dict)
         scaffold = tf.train.Scaffold(
+            saver=Saver(save_relative_paths=True),
             init_feed_dict=center.init_feed_dict,
             local_init_op=tf.local_variables_initializer(),
             local_init_feed_dict=local_init_feed_dict,

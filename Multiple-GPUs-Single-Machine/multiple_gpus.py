@@ -139,7 +139,7 @@ def train(task, settings):
       UserError: if data and model cannot be trained.
     """
     # Imported only now, with tensorflow, which costs seconds: a bad flag is told at once.
-    from common.session import monitored_session
+    from common.session import Saver, monitored_session
     from common.training import Interruption, Plan, build_calls, fed_test_set, work, write_result
 
     interruption = Interruption()
@@ -164,7 +164,7 @@ def train(task, settings):
         x_test, y_test, feed_dict = fed_test_set(dataset)
         evaluation = step, *built[0].evaluate(*final, x_test, y_test)
         scaffold = tf.train.Scaffold(
-            saver=tf.train.Saver(save_relative_paths=True),
+            saver=Saver(save_relative_paths=True),
             init_feed_dict=center.init_feed_dict,
             local_init_op=tf.local_variables_initializer(),
             local_init_feed_dict={**towers.init_feed_dict, **feed_dict},

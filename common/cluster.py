@@ -297,12 +297,12 @@ class Rendezvous:
             arrivals = tf.queue.FIFOQueue(1000, tf.int64, shared_name="arrivals")
             dismissal = tf.queue.FIFOQueue(1, tf.bool, shared_name="dismissal")
             index = tf.constant(task.shard_index, tf.int64)
-            self._hand_in = tf.raw_ops.LookupTableInsertV2(table_handle=table, keys=[index], values=[report])
-            with tf.control_dependencies([self._hand_in]):
+            hand_in = tf.raw_ops.LookupTableInsertV2(table_handle=table, keys=[index], values=[report])
+            with tf.control_dependencies([hand_in]):
                 arrive = arrivals.enqueue(index)
             with tf.control_dependencies([arrive]):
                 self._hand_in_and_wait = dismissal.dequeue()
-            self._reports = tf.raw_ops.LookupTableExportV2(table_handle=table, Tkeys=tf.int64, Tvalues=tf.float64)
+                self._hand_in_and_list = tf.raw_ops.LookupTableExportV2(table_handle=table, Tkeys=tf.int64, Tvalues=tf.float64)
             self._next_arrival = arrivals.dequeue()
             self._dismiss = dismissal.close()
 
@@ -315,9 +315,9 @@ class Rendezvous:
 
     def gather(self, session, report):
         """Adds the chief's own report, waits for those of all workers, and returns them `[num_workers, size]` in order."""
-        session.run(self._hand_in, {self._report: report})
         while True:
-            workers, reports = session.run(self._reports)
+            # Its own again each time, since a ps that was restarted has forgotten it.
+            workers, reports = session.run(self._hand_in_and_list, {self._report: report})
             if len(workers) == self._num_workers:
                 return reports[workers.argsort()]
             session.run(self._next_arrival)

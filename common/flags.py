@@ -1,6 +1,7 @@
 """The flags of every scheme, and mistakes of the user's as one clear line. Imports no tensorflow."""
 
 import difflib
+import errno
 import os
 import sys
 import types
@@ -17,14 +18,25 @@ class UserError(Exception):
     """
 
 
-def _print_user_error(kind, error, traceback, otherwise=sys.excepthook):
-    if not issubclass(kind, UserError):
+# What a disk that is full, read-only, failing or another user's says to who writes
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
+
+
+class TrainingFailed(Exception):
+    """Training cannot go on, and a new start would not mend it. Its text is one line: what happened, where, what to do.
+
+    As with a `UserError`, a program that it ends prints that line, but exits with status 1.
+    """
+
+
+def _print_one_line(kind, error, traceback, otherwise=sys.excepthook):
+    if not issubclass(kind, (UserError, TrainingFailed)):
         return otherwise(kind, error, traceback)
     print(f"{os.path.basename(sys.argv[0])}: {error}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(2 if issubclass(kind, UserError) else 1)
 
 
-sys.excepthook = _print_user_error
+sys.excepthook = _print_one_line
 
 
 class _Number(flags.ArgumentParser):
@@ -88,6 +100,13 @@ def define_gpus(flag_values=flags.FLAGS):
     flags.DEFINE_string("gpus", None, text, flag_values)
 
 
+def define_isolation(flag_values=flags.FLAGS):
+    """Defines the flags that `common.launch.fork_server` reads."""
+    text = "run the tasks in a network of their own, where the system allows it, see SECURITY.md"
+    flags.DEFINE_bool("isolation", True, text, flag_values)
+    flags.DEFINE_bool("require_isolation", False, "end, rather than run the tasks in the machine's network", flag_values)
+
+
 _aliases: dict[str, str] = {}
 
 
@@ -141,6 +160,8 @@ def define(defaults):
     flags.DEFINE_bool("resume", False, "go on from the newest checkpoint in --run_dir")
     define_number("checkpoint_secs", own("checkpoint_secs", 5), "seconds between checkpoints", above=0)
     define_integer("max_restarts", 3, "how often each task may be restarted", least=0)
+    define_number("hang_secs", 60, "seconds without a sign of life after which a task is killed and restarted", least=2)
+    define_isolation()
     flags.DEFINE_bool("launch", False, "start --num_ps and --num_workers processes on this machine")
     flags.DEFINE_bool("check", False, "check the flags, the data and the model, and train nothing")
     flags.DEFINE_enum("job_name", None, ["ps", "worker"], "the job of this task, when started by hand")

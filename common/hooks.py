@@ -3,6 +3,7 @@
 import collections
 import json
 import math
+import os
 import threading
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 
 from common import tf
 from common.coordination import Clocks, Lock
-from common.flags import UserError
+from common.flags import TrainingFailed, UserError
 from common.parameters import Rounds
 from common.session import restoring
 
@@ -33,6 +34,7 @@ class MetricsLog:
         name = worker if worker == "evaluator" else f"worker-{worker}"
         path = Path(run_dir, "metrics", f"{name}.jsonl")
         path.parent.mkdir(parents=True, exist_ok=True)
+        _drop_unfinished_line(path)
         self._file = open(path, "a", buffering=1)
         # Written out every second, not every two minutes: to be seen while training, and not lost when a task is killed.
         self._events = tf.summary.FileWriter(str(Path(run_dir, "tensorboard", name)), flush_secs=1)
@@ -51,6 +53,13 @@ class MetricsLog:
             self._file.write(line + "\n")
             self._events.add_summary(tf.Summary(value=scalars), global_step)
 
+    def failure(self, global_step, loss):
+        """Returns the `TrainingFailed` of a worker whose loss is not finite."""
+        return TrainingFailed(
+            f"worker {self._constant['worker']}: the loss is {loss} at step {global_step}; the checkpoints of before are kept: "
+            "go on from the newest good one with --resume and a smaller --learning_rate, or look at the data"
+        )
+
     def close(self):
         """Closes both files."""
         with self._lock:
@@ -58,8 +67,25 @@ class MetricsLog:
             self._events.close()
 
 
+def _drop_unfinished_line(path):
+    """Cuts off what a process wrote last that was killed amid a line."""
+    if path.exists():
+        written = path.read_bytes()
+        os.truncate(path, written.rfind(b"\n") + 1)
+
+
+def seconds_between(every_secs, age):
+    """How long to wait from one line to the next, `age` seconds after the first: so the number of lines grows ever slower.
+
+    With 0.5 it is a thousand lines in the first 500 s, five thousand in eight hours, ten thousand in a month and a half.
+    """
+    return max(every_secs, age / 1000)
+
+
 class MetricsHook(tf.train.SessionRunHook):
     """Writes loss, samples per second and staleness of one worker every `every_secs` seconds, and keeps the totals.
+
+    In a long run it writes more seldom, see `seconds_between`. Training ends when the loss is not finite.
 
     It counts the calls that fetch a `common.parameters.Rounds`; others (an evaluation, say) pass it by. Staleness of an
     update: how many updates of others came between this worker's pull and its push.
@@ -67,6 +93,9 @@ class MetricsHook(tf.train.SessionRunHook):
     Args:
       log: a `MetricsLog`.
       samples_per_update: batch size × window.
+
+    Raises:
+      TrainingFailed: after a call whose loss was not finite.
     """
 
     def __init__(self, log, samples_per_update, every_secs=0.5):
@@ -74,8 +103,9 @@ class MetricsHook(tf.train.SessionRunHook):
         self.staleness: collections.Counter[int] = collections.Counter()  # number of updates by their staleness
         self._new: collections.Counter[int] = collections.Counter()  # the same since the last line
         self.dropped = self._new_dropped = 0  # gradients that no update was made of
-        self._losses: list[float] = []
-        self._began, self._step = 0.0, 0
+        self._loss_sum, self._num_calls = 0.0, 0  # since the last line
+        self._first = self._began = 0.0  # the time of the first call, and of the last line
+        self._step = 0
 
     def totals(self):
         """Returns how many samples and updates this worker has made, the sum and the maximum of their staleness, and how many
@@ -90,6 +120,7 @@ class MetricsHook(tf.train.SessionRunHook):
         if not isinstance(rounds, Rounds):
             return None
         self._began = self._began or time.perf_counter()
+        self._first = self._first or self._began
         return tf.train.SessionRunArgs([rounds.loss, rounds.steps])
 
     def after_run(self, run_context, run_values):
@@ -103,8 +134,12 @@ class MetricsHook(tf.train.SessionRunHook):
             else:
                 self._new_dropped += 1
         self._step = int(steps[-1, 1])
-        self._losses.append(float(loss))
-        if time.perf_counter() - self._began >= self._every_secs:
+        if not math.isfinite(loss):
+            raise self._log.failure(self._step, loss)
+        self._loss_sum += float(loss)
+        self._num_calls += 1
+        now = time.perf_counter()
+        if now - self._began >= seconds_between(self._every_secs, now - self._first):
             self.flush()
 
     def end(self, session):
@@ -124,18 +159,19 @@ class MetricsHook(tf.train.SessionRunHook):
         staleness, self._new, self._new_dropped = self._new, collections.Counter(), 0
         self._log.write(
             self._step,
-            loss=float(np.mean(self._losses)),
+            loss=self._loss_sum / self._num_calls,
             samples=self.totals()[0],
             samples_per_second=gradients * self._samples_per_update / (now - self._began),
             staleness_mean=sum(k * n for k, n in staleness.items()) / updates if updates else None,
             staleness={str(k): n for k, n in sorted(staleness.items())},
             **dropped,
         )
-        self._losses, self._began = [], now
+        self._loss_sum, self._num_calls, self._began = 0.0, 0, now
 
 
 class EvaluationHook(tf.train.SessionRunHook):
-    """Evaluates the global parameters while training goes on: at the start, then about every `every_secs` seconds.
+    """Evaluates the global parameters while training goes on: at the start, then about every `every_secs` seconds, and more
+    seldom in a long run, see `seconds_between`.
 
     A thread of its own does it, so the worker's rounds don't wait; and it pauses ten times as long as an evaluation took, so
     that on a large test set evaluation takes no more than a tenth of one core.
@@ -157,7 +193,7 @@ class EvaluationHook(tf.train.SessionRunHook):
         self._thread.start()
 
     def _run(self, session, ended):
-        pause, is_first = 0.0, True
+        pause, is_first, first = 0.0, True, time.perf_counter()
         while not ended.wait(pause):
             began = time.perf_counter()
             try:
@@ -166,7 +202,8 @@ class EvaluationHook(tf.train.SessionRunHook):
                 return  # the session has failed or was closed; the training loop meets the same error and handles it
             took = time.perf_counter() - began
             # The first takes long, because the session prepares the graph for it: that says nothing about the next.
-            pause = self._every_secs if is_first else max(self._every_secs - took, 10 * took)
+            every_secs = seconds_between(self._every_secs, began - first)
+            pause = every_secs if is_first else max(every_secs - took, 10 * took)
             is_first = False
 
     def evaluate(self, session):

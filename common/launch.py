@@ -4,32 +4,28 @@ Imports no tensorflow: only the tasks do.
 """
 
 import contextlib
-import ctypes
 import datetime
 import json
+import math
 import os
 import queue
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common import progress
-from common.flags import UserError
+from common import forkserver, progress
+from common.flags import TrainingFailed, UserError
+from common.forkserver import ForkServer, die_with_parent, reserved_port  # noqa: F401
 
 INTERRUPTING_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C, and what the launcher sends to its workers
 STOP_SECONDS = 60  # to save a checkpoint and leave, before a task is killed
 PS_SECONDS = 10  # for a ps to see that all workers are done
-
-
-class RunFailed(Exception):
-    """Training cannot go on. The text is one line: which task, how it ended, what it said last."""
+FAILED_FOR_GOOD = 3  # exit status of a task that a new start will not mend
 
 
 def launch(script, arguments, settings):
@@ -42,12 +38,14 @@ def launch(script, arguments, settings):
 
     Raises:
       UserError: if the run cannot begin.
-      RunFailed: if a task ended too often.
+      TrainingFailed: if a task ended too often.
     """
     _check_input(script, arguments, settings)
+    check_isolation(settings)
     prepare_run_dir(settings)
     with contextlib.ExitStack() as stack:
-        hosts = reserved_hosts(stack, settings.num_ps, settings.num_workers + settings.num_evaluators)
+        server = stack.enter_context(fork_server(settings, settings.run_dir, preloads=True))
+        hosts = reserved_hosts(server, settings.num_ps, settings.num_workers + settings.num_evaluators)
         command = [
             *(sys.executable, str(script)),
             *(argument for argument in arguments if argument != "--launch"),
@@ -71,9 +69,12 @@ def launch(script, arguments, settings):
         display.say(
             f"{settings.scheme}: --num_ps={settings.num_ps} --num_workers={settings.num_workers} --run_dir={settings.run_dir}"
         )
+        if server.problem:
+            display.say(f"the ports of this run can be reached from outside: {server.problem}")
         if settings.gpus is not None:
             display.say(say_gpus(settings))
-        status = Run(tasks, settings, display.say).run()
+        settings.ends_with_chief = True
+        status = Run(tasks, server, settings, display.say).run()
     if status == 0:
         _complete_result(settings, tasks)
     progress.summary(settings, status)
@@ -157,7 +158,8 @@ def prepare_run_dir(settings, task=None):
         settings.run_dir = f"runs/{settings.scheme}/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
     run_dir = Path(settings.run_dir)
     try:
-        has_checkpoint = (run_dir / "checkpoints" / "checkpoint").exists()
+        folder = run_dir / "checkpoints"
+        has_checkpoint = folder.exists() and any(folder.glob("*.index"))
     except OSError as error:  # a folder on the way may not be entered, a name is too long
         raise UserError(f"--run_dir={run_dir} cannot be written: {error.strerror}") from None
     is_chief = task is None or task.is_master()
@@ -166,12 +168,20 @@ def prepare_run_dir(settings, task=None):
     if has_checkpoint and not settings.resume and is_chief:
         raise UserError(f"--run_dir={run_dir} holds a run already: --resume goes on with it, another folder starts anew")
     try:
-        for folder in ("checkpoints", "logs", "metrics"):
-            (run_dir / folder).mkdir(parents=True, exist_ok=True)
+        make_private_folder(run_dir)
+        for name in ("checkpoints", "logs", "metrics"):
+            (run_dir / name).mkdir(exist_ok=True)
         tempfile.TemporaryFile(dir=run_dir).close()  # of a name of its own: other tasks may be trying the same
     except OSError as error:
         raise UserError(f"--run_dir={run_dir} cannot be written: {error.strerror}") from None
     settings.run_dir = str(run_dir.resolve())
+
+
+def make_private_folder(path):
+    """Makes a folder that other users of the machine cannot look into, unless it is there."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
 
 
 def _check_input(script, arguments, settings):
@@ -198,36 +208,30 @@ def _last_error(text, script_name):
     return "it printed nothing"
 
 
-def reserved_hosts(stack, num_ps, num_workers):
-    """Returns {job: addresses} for so many tasks on this machine, reserved until the `contextlib.ExitStack` is closed."""
-
-    def hosts(count):
-        return [f"127.0.0.1:{stack.enter_context(reserved_port()).getsockname()[1]}" for _ in range(count)]
-
-    return {"ps": hosts(num_ps), "worker": hosts(num_workers)}
+def check_isolation(settings):
+    """Raises a `UserError` if there has to be a network for the run alone, and there cannot be."""
+    problem = forkserver.why_no_own_network() if settings.require_isolation else None
+    if problem:
+        raise UserError(f"--require_isolation: this run cannot have a network of its own: {problem}")
 
 
-@contextlib.contextmanager
-def reserved_port(port=0):
-    """A port of this machine that nobody else gets as long as the context lasts: `port`, or any that is free.
+def fork_server(settings, run_dir, preloads):
+    """Returns the `ForkServer` that starts the tasks of a run."""
+    threads = str(max(1, (os.cpu_count() or 1) // settings.num_workers))  # or the tasks fight over the cores
+    environment = {
+        "TF_NUM_INTRAOP_THREADS": threads,
+        "TF_NUM_INTEROP_THREADS": threads,
+        **os.environ,
+        "TF_GRPC_REUSE_PORT": "true",
+        "PYTHONUNBUFFERED": "1",
+    }
+    return ForkServer(environment, Path(run_dir, "logs", "fork-server.log"), settings.isolation, preloads)
 
-    The socket is bound but does not listen; the task's server can bind to the port as well, since both allow reuse, also
-    again after a restart. Closing the socket first would let another program take the port in between.
-    """
-    with socket.socket() as reserved:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        reserved.bind(("", port))
-        yield reserved
 
-
-def die_with_parent(launcher):
-    """Makes this process end when its launcher, process `launcher`, ends in whatever way (Linux)."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "prctl"):
-        pr_set_pdeathsig = 1
-        libc.prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != launcher:
-        os._exit(1)
+def reserved_hosts(server, num_ps, num_workers):
+    """Returns {job: addresses} for so many tasks on this machine, reserved as long as the `ForkServer` lives."""
+    hosts = [f"127.0.0.1:{port}" for port in server.reserve_ports(num_ps + num_workers)]
+    return {"ps": hosts[:num_ps], "worker": hosts[num_ps:]}
 
 
 @dataclass
@@ -241,8 +245,10 @@ class Task:
     environ: dict = field(default_factory=dict)  # of its own
     is_shown: bool = False
     restarts: int = 0
-    process: subprocess.Popen | None = None
-    status: int | None = None
+    is_running: bool = False
+    status: int | None = None  # how it ended
+    heard: float = 0.0  # when it gave the last sign of life, as time.monotonic()
+    is_silent: bool = False  # whether it was killed because it gave none
 
     @property
     def name(self):
@@ -252,28 +258,10 @@ class Task:
     def log(self):
         return Path(self.run_dir, "logs", f"{self.job}-{self.index}.log")
 
-    def start(self, events, environment):
-        """Starts the process; when it ends, the task is put into the queue `events`."""
-        self.status = None
-        with contextlib.nullcontext() if self.is_shown else open(self.log, "ab") as log:
-            self.process = subprocess.Popen(
-                self.command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=None if self.is_shown else subprocess.STDOUT,
-                env={**environment, **self.environ},
-                start_new_session=True,  # so that a terminal's Ctrl-C reaches the launcher alone
-            )
-        threading.Thread(target=self._wait, args=(self.process, events), daemon=True).start()
-
-    def _wait(self, process, events):
-        process.wait()
-        events.put((self, process))
-
-    def signal(self, number):
-        """Sends a signal if the process is alive."""
-        if self.process and self.process.poll() is None:
-            self.process.send_signal(number)
+    def start(self, server):
+        """Starts the process."""
+        self.is_running, self.status, self.heard, self.is_silent = True, None, time.monotonic(), False
+        server.start(self.name, self.command, None if self.is_shown else str(self.log), self.environ)
 
     def last_words(self):
         """The last error in the log, one line."""
@@ -287,100 +275,134 @@ class Run:
 
     Args:
       tasks: every `Task`.
-      settings: `num_workers`, `max_restarts`, and `lockstep`: whether all are started again with one.
+      server: the `ForkServer` that starts them.
+      settings: `max_restarts`; `hang_secs`, seconds without a sign of life after which a task is killed, or None; `lockstep`:
+        whether all are started again with one; `ends_with_chief`: whether worker 0 ends the training of all others, and
+        `num_evaluators`: how many of the last workers then still have something to do.
       say: function that shows a line to the user.
     """
 
-    def __init__(self, tasks, settings, say):
-        self._tasks, self._settings, self._say = tasks, settings, say
+    def __init__(self, tasks, server, settings, say):
+        self._tasks, self._server, self._settings, self._say = {task.name: task for task in tasks}, server, settings, say
         self._events: queue.SimpleQueue = queue.SimpleQueue()  # its put may be called by a signal handler
-        threads = str(max(1, (os.cpu_count() or 1) // settings.num_workers))  # or the tasks fight over the cores
-        self._environment = {
-            "TF_NUM_INTRAOP_THREADS": threads,
-            "TF_NUM_INTEROP_THREADS": threads,
-            **os.environ,
-            "TF_GRPC_REUSE_PORT": "true",
-            "PYTHONUNBUFFERED": "1",
-            "LAUNCHER_PID": str(os.getpid()),
-        }
+        self._workers = [task for task in tasks if task.job == "worker"]
+        self._chief = self._workers[0]
+        self._evaluators = self._workers[len(self._workers) - settings.num_evaluators :]
 
     def run(self):
-        """Returns the exit status of the run; no task is left when it returns."""
+        """Returns the exit status of the run; whatever task is left then ends with the server."""
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         before = {number: signal.signal(number, self._interrupt) for number in numbers}
+        self._server.listen(lambda *end: self._events.put(end), self._hear)
         try:
-            for task in self._tasks:
-                task.start(self._events, self._environment)
+            for task in self._tasks.values():
+                task.start(self._server)
             return self._watch()
         except KeyboardInterrupt:
             self._stop_workers()
             return 130
         finally:
-            for task in self._tasks:
-                task.signal(signal.SIGKILL)
-            for task in self._tasks:
-                if task.process:
-                    task.process.wait()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
     def _interrupt(self, number, frame):
         self._events.put(None)  # not an exception, which could strike between the start of a task and the note of it
 
-    def _next_end(self, timeout=None):
-        """Waits for a task to end; returns it, or None after `timeout` seconds. Raises KeyboardInterrupt on Ctrl-C."""
-        try:
-            event = self._events.get(timeout=timeout)
-        except queue.Empty:
-            return None
-        if event is None:
-            raise KeyboardInterrupt
-        task, process = event
-        if process is not task.process:  # one that was started again since
-            return self._next_end(timeout)
-        task.status = process.returncode
-        return task
+    def _hear(self, name, text):
+        self._tasks[name].heard = time.monotonic()
+        if text:
+            self._say(text)
 
-    def _workers(self):
-        return [task for task in self._tasks if task.job == "worker"]
+    def _next_end(self, deadline=math.inf):
+        """Waits for a task to end; returns it, or None when it is past `deadline`. Raises KeyboardInterrupt on Ctrl-C."""
+        looked = time.monotonic()
+        while True:
+            try:
+                event = self._events.get(timeout=max(0, min(1, deadline - time.monotonic())))
+            except queue.Empty:
+                if time.monotonic() >= deadline:
+                    return None
+                self._look_for_silent_tasks(looked)
+                looked = time.monotonic()
+                continue
+            if event is None:
+                raise KeyboardInterrupt
+            name, status = event
+            if name is None:
+                raise TrainingFailed("the process that starts the tasks was killed; --resume goes on")
+            task = self._tasks[name]
+            task.is_running, task.status = False, status
+            return task
+
+    def _look_for_silent_tasks(self, last_look):
+        now = time.monotonic()
+        for task in self._tasks.values():
+            if now - last_look > 5:  # this process itself was stopped, and could not hear
+                task.heard = now
+            elif self._settings.hang_secs and task.is_running and now - task.heard > self._settings.hang_secs:
+                task.is_silent, task.heard = True, now
+                self._server.signal(task.name, signal.SIGKILL)
 
     def _watch(self):
-        while any(worker.status != 0 for worker in self._workers()):
+        needed = [self._chief, *self._evaluators] if self._settings.ends_with_chief else self._workers
+        while any(task.status != 0 for task in needed):
             task = self._next_end()
-            if task.status == 0:
+            if task.status == 0 or (self._has_ended() and task not in needed):
                 continue
-            if task.status == 2:  # the user's mistake: no restart will mend it
-                raise UserError(task.last_words())
-            ended = f"was killed by {signal.Signals(-task.status).name}" if task.status < 0 else f"failed ({task.status})"
-            if task.restarts == self._settings.max_restarts:
-                log = "" if task.is_shown else f" (log: {task.log})"
-                raise RunFailed(f"{task.name} {ended} after {task.restarts} restarts: {task.last_words()}{log}")
+            self._must_be_mendable(task)
             task.restarts += 1
-            self._say(f"{task.name} {ended}; restart {task.restarts} of {self._settings.max_restarts}")
-            self._start_again(self._tasks if self._settings.lockstep else [task])
+            self._say(f"{task.name} {_how(task)}; restart {task.restarts} of {self._settings.max_restarts}")
+            self._start_again(task)
         deadline = time.monotonic() + PS_SECONDS
-        while any(task.status is None for task in self._tasks):
-            if self._next_end(max(0, deadline - time.monotonic())) is None:
+        while any(task.is_running for task in self._tasks.values()):
+            if self._next_end(deadline) is None:
                 break  # a ps that was restarted at the very end may have missed a worker's word
         return 0
 
-    def _start_again(self, tasks):
-        """Workers that reduce among themselves wait for ever for one that is gone, so all of them begin anew."""
-        for task in tasks:
-            task.signal(signal.SIGKILL)
-        for task in tasks:
-            task.process.wait()
-            task.start(self._events, self._environment)
+    def _has_ended(self):
+        return self._settings.ends_with_chief and self._chief.status == 0
+
+    def _must_be_mendable(self, task):
+        """Raises what ends the run, unless a new start may mend what this task ended with."""
+        if task.status == 2:  # the user's mistake
+            raise UserError(task.last_words())
+        log = "" if task.is_shown else f" (log: {task.log})"
+        if task.status == FAILED_FOR_GOOD:
+            raise TrainingFailed(f"{task.last_words()}{log}")
+        if task.restarts == self._settings.max_restarts:
+            raise TrainingFailed(f"{task.name} {_how(task)} after {task.restarts} restarts: {task.last_words()}{log}")
+
+    def _start_again(self, task):
+        """Starts a task again, and with it those without whom it cannot go on."""
+        others = [other for other in self._tasks.values() if other is not task]
+        if self._settings.lockstep and not self._has_ended():
+            # Workers that reduce among themselves wait for ever for one that is gone, so all of them begin anew.
+            for other in others:
+                self._server.signal(other.name, signal.SIGKILL)
+            while any(other.is_running for other in others):
+                self._next_end()
+        task.start(self._server)
+        if self._settings.ends_with_chief and not self._has_ended():
+            for other in others:
+                if not other.is_running and (self._settings.lockstep or other not in self._evaluators):
+                    other.start(self._server)  # it had done its part, but the chief asks all for their report
 
     def _stop_workers(self):
         """Lets the workers end, the chief with a checkpoint, for which it needs the ps. A second Ctrl-C ends the patience."""
         self._say("stopping; Ctrl-C again stops at once")
-        for worker in self._workers():
-            worker.signal(signal.SIGTERM)
+        for worker in self._workers:
+            self._server.signal(worker.name, signal.SIGTERM)
         deadline = time.monotonic() + STOP_SECONDS
         try:
-            while any(worker.process and worker.process.poll() is None for worker in self._workers()):
-                if self._next_end(max(0, deadline - time.monotonic())) is None:
+            while any(worker.is_running for worker in self._workers):
+                if self._next_end(deadline) is None:
                     break
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, TrainingFailed):
             pass
+
+
+def _how(task):
+    """How a task ended that did not end well."""
+    if task.is_silent:
+        return "gave no sign of life and was killed"
+    return f"was killed by {signal.Signals(-task.status).name}" if task.status < 0 else f"failed ({task.status})"

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from common import cluster, flags, launch, progress
-from common.flags import UserError
+from common.flags import UNWRITABLE, TrainingFailed, UserError
 
 
 def main(scheme=None, train=None, without=(), lockstep=False, check=None, evaluate=None, **defaults):
@@ -30,12 +30,20 @@ def main(scheme=None, train=None, without=(), lockstep=False, check=None, evalua
       **defaults: the scheme's own defaults, by the name of the flag.
     """
     script = Path(sys.argv[0]).resolve()
+    failed = launch.FAILED_FOR_GOOD if os.environ.get("LAUNCHER_KEY") else 1
     try:
         sys.exit(_run(scheme, train, without, lockstep, check, evaluate, script, sys.argv[1:], defaults))
     except UserError as error:
         sys.exit(_say(2, f"{script.name}: {error}"))
-    except launch.RunFailed as error:
-        sys.exit(_say(1, f"{script.name}: {error}"))
+    except TrainingFailed as error:
+        sys.exit(_say(failed, f"{script.name}: {error}"))
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        where = error.filename or "what the run writes"
+        sys.exit(
+            _say(failed, f"{script.name}: {where} cannot be written: {error.strerror}; --resume goes on when that is mended")
+        )
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -74,6 +82,8 @@ def _run(scheme, train, without, lockstep, check, evaluate, script, arguments, d
     elif task and task.is_evaluator():
         raise UserError(f"this task is an evaluator, which {script.name} does not have; Continuous-Evaluation has")
     launches = task is None and settings.launch
+    if settings.require_isolation and not settings.isolation:
+        raise UserError("--require_isolation and --noisolation contradict each other: leave one away")
     settings.num_evaluators = 1 if evaluate and (task or launches) else 0
     if task is None and not launches:
         for name in flags.present(values, "num_ps", "num_workers", "gpus"):

@@ -1,15 +1,16 @@
 """Curves from what a run has written."""
 
-import json
 import os
 from pathlib import Path
 
 import numpy as np
 
+from common.progress import parsed
+
 
 def read_metrics(run_dir):
     """Returns the lines of all workers' metrics, and the evaluator's, oldest first."""
-    lines = [json.loads(line) for path in Path(run_dir, "metrics").glob("*.jsonl") for line in open(path)]
+    lines = [line for path in Path(run_dir, "metrics").glob("*.jsonl") for line in parsed(open(path))]
     return sorted(lines, key=lambda line: line["time"])
 
 

@@ -1,6 +1,8 @@
 """What a run shows while it trains, and the summary at its end. Reads what the workers write; imports no tensorflow."""
 
+import contextlib
 import json
+import os
 import sys
 import threading
 from pathlib import Path
@@ -21,7 +23,16 @@ class _Tail:
                 return []
             self._file = open(self._path)
         *lines, self._rest = (self._rest + self._file.read()).split("\n")
-        return [json.loads(line) for line in lines]
+        return parsed(lines)
+
+
+def parsed(lines):
+    """Returns the JSON objects among these lines, without those that a full disk has cut short."""
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return [line for line in found if isinstance(line, dict)]
 
 
 class Progress:
@@ -133,7 +144,7 @@ class Display:
         if self._live:
             self._live.console.print(line, highlight=False, markup=False)
         else:
-            print(line, flush=True)
+            _print(line)
 
     def __enter__(self):
         if self._live:
@@ -158,7 +169,16 @@ class Display:
         if self._live:
             self._live.update(self.progress.table(), refresh=True)
         else:
-            print(self.progress.line(), flush=True)
+            _print(self.progress.line())
+
+
+def _print(line):
+    """Prints, unless nobody reads any more: a run that was begun with `| head` goes on to its end."""
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def summary(settings, status):
@@ -166,8 +186,8 @@ def summary(settings, status):
     run_dir = Path(settings.run_dir)
     if run_dir.is_relative_to(Path.cwd()):
         run_dir = run_dir.relative_to(Path.cwd())  # as a user would type it
-    if status == 130 and (run_dir / "checkpoints" / "checkpoint").exists():
-        print(f"stopped; a checkpoint is saved: --resume --run_dir={run_dir} goes on from there")
+    if status == 130 and any(run_dir.glob("checkpoints/*.index")):
+        _print(f"stopped; a checkpoint is saved: --resume --run_dir={run_dir} goes on from there")
     if status != 0:
         return
     result = json.loads((run_dir / "result.json").read_text())
@@ -185,9 +205,9 @@ def summary(settings, status):
         if result["staleness_mean"] is not None
         else ""
     )
-    print(f"{result['scheme']}, {tasks}: {result['global_steps']:,} updates, {result['samples']:,} samples")
-    print(f"{speed}; {result['wall_seconds']:.1f} s in all")
-    print(
+    _print(f"{result['scheme']}, {tasks}: {result['global_steps']:,} updates, {result['samples']:,} samples")
+    _print(f"{speed}; {result['wall_seconds']:.1f} s in all")
+    _print(
         f"{accuracy}test loss {_number(result, 'test_loss', '.4f') or 'not finite'}; {staleness}{result['restarts']} restarts"
     )
     names = ["curve.png", "model.keras"]
@@ -195,10 +215,10 @@ def summary(settings, status):
     if best.exists():
         result = json.loads(best.read_text())
         accuracy = f"accuracy {result['test_accuracy']:.3f}, " if result["test_accuracy"] is not None else ""
-        print(
+        _print(
             f"best checkpoint, of step {result['global_step']:,} and validation loss {result['validation_loss']:.4f}: "
             f"test {accuracy}test loss {_number(result, 'test_loss', '.4f')}"
         )
         names.append("best/model.keras")
     for name in names:
-        print(run_dir / name)
+        _print(run_dir / name)

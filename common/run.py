@@ -5,7 +5,6 @@
 Each task finds in `TF_CONFIG` who it is. Worker 0 writes to the terminal, the others to logs. The run ends with its workers.
 """
 
-import contextlib
 import datetime
 import json
 import os
@@ -15,7 +14,7 @@ from pathlib import Path
 from absl import flags as absl_flags
 
 from common import flags, launch
-from common.flags import UserError
+from common.flags import TrainingFailed, UserError
 
 PROGRAM = "common.run"
 
@@ -27,7 +26,7 @@ def main(arguments):
     except UserError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         sys.exit(2)
-    except launch.RunFailed as error:
+    except TrainingFailed as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         sys.exit(1)
 
@@ -38,6 +37,7 @@ def _run(arguments):
     flags.define_integer("num_workers", 2, "workers to start, the master among them", least=1, flag_values=values)
     flags.define_integer("max_restarts", 0, "how often each task may be restarted", least=0, flag_values=values)
     flags.define_gpus(values)
+    flags.define_isolation(values)
     absl_flags.DEFINE_string("log_dir", None, "folder for the tasks' logs (default: runs/SCRIPT/TIME)", flag_values=values)
     absl_flags.DEFINE_bool("help", False, "show this help", flag_values=values)
     own = next((i for i, argument in enumerate(arguments) if not argument.startswith("-")), len(arguments))
@@ -49,14 +49,17 @@ def _run(arguments):
         raise UserError(f"there is no script {script}")
     if settings.gpus:
         launch.assign_gpus(settings, flags.present(values, "num_workers"))
-    settings.lockstep = False
+    settings.lockstep = settings.ends_with_chief = False
+    settings.num_evaluators, settings.hang_secs = 0, None
+    launch.check_isolation(settings)
     log_dir = Path(settings.log_dir or f"runs/{script.stem}/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S.%f}")
     try:
-        (log_dir / "logs").mkdir(parents=True, exist_ok=True)
+        launch.make_private_folder(log_dir)
+        (log_dir / "logs").mkdir(exist_ok=True)
     except OSError as error:
         raise UserError(f"--log_dir={log_dir} cannot be written: {error.strerror}") from None
-    with contextlib.ExitStack() as stack:
-        hosts = launch.reserved_hosts(stack, settings.num_ps, settings.num_workers)
+    with launch.fork_server(settings, log_dir, preloads=False) as server:
+        hosts = launch.reserved_hosts(server, settings.num_ps, settings.num_workers)
 
         def task(job, index):
             config = {"cluster": hosts, "task": {"type": job, "index": index}}
@@ -73,7 +76,9 @@ def _run(arguments):
         say(f"{script}: --num_ps={settings.num_ps} --num_workers={settings.num_workers}, logs in {log_dir / 'logs'}")
         if settings.gpus is not None:
             say(launch.say_gpus(settings))
-        return launch.Run([task(job, index) for job in hosts for index in range(len(hosts[job]))], settings, say).run()
+        if server.problem:
+            say(f"the ports of this run can be reached from outside: {server.problem}")
+        return launch.Run([task(job, index) for job in hosts for index in range(len(hosts[job]))], server, settings, say).run()
 
 
 if __name__ == "__main__":

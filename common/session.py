@@ -1,10 +1,87 @@
 """The monitored session of a task: created anew when a ps dies and comes back, restored from the newest checkpoint."""
 
 import contextlib
+import os
 import re
+from pathlib import Path
+
+import numpy as np
 
 from common import cluster, tf
-from common.flags import UserError
+from common.flags import UNWRITABLE, TrainingFailed, UserError
+from common.forkserver import say
+
+
+class Saver(tf.train.Saver):
+    """A saver that says in one line why a checkpoint cannot be written. TensorFlow leaves those before it as they are."""
+
+    def save(self, sess, save_path, *args, **kwargs):
+        """As `tf.train.Saver.save`.
+
+        Raises:
+          TrainingFailed: if the disk is full, read-only or gone.
+        """
+        try:
+            return super().save(sess, save_path, *args, **kwargs)
+        except (tf.errors.OpError, ValueError) as error:  # the second for a folder that is not there any more
+            folder = os.path.dirname(save_path)
+            reasons = [os.strerror(number) for number in UNWRITABLE if os.strerror(number) in str(error)]
+            if not os.path.isdir(folder):
+                reasons.append("there is no such folder any more")
+            if not reasons:
+                raise
+            raise TrainingFailed(
+                f"no checkpoint can be written into {folder}: {reasons[0]}; those in it are whole, and --resume goes on from "
+                "the newest when that is mended"
+            ) from None
+
+
+def checkpoints_in(folder):
+    """Returns the paths of all checkpoints in a folder, the oldest first."""
+    state = tf.train.get_checkpoint_state(str(folder)) if folder else None
+    if state and state.all_model_checkpoint_paths:
+        return list(state.all_model_checkpoint_paths)
+    # The file that lists them is damaged, or they were copied without it.
+    files = Path(folder).glob("*-*.index") if folder else []
+    steps = {int(step): str(file.with_suffix("")) for file in files if (step := file.stem.rpartition("-")[2]).isdigit()}
+    return [path for _, path in sorted(steps.items())]
+
+
+def newest_good_checkpoint(folder):
+    """Returns the path of the newest checkpoint in a folder of which every value can be read; None if there are none at all.
+
+    It says a line about each newer one that is damaged: cut short, with other bytes than were written, or with a trainable
+    variable that is not finite.
+
+    Raises:
+      UserError: if all are damaged.
+    """
+    paths, problem = checkpoints_in(folder), None
+    for path in reversed(paths):
+        problem = _damage(path)
+        if problem is None:
+            return path
+        line = f"the checkpoint {path} is damaged: {problem}; looking for an older one"
+        print(line, flush=True)
+        say(line)
+    if problem:
+        raise UserError(f"all checkpoints in {folder} are damaged, {Path(paths[0]).name}: {problem}; give another folder")
+    return None
+
+
+def _damage(path):
+    """What is wrong with a checkpoint, or None. Reads all of it: each value has a checksum."""
+    variables = [(v, v._get_save_slice_info()) for v in tf.trainable_variables()]
+    trainable = {part.full_name if part else v.op.name for v, part in variables}
+    try:
+        checkpoint = tf.train.load_checkpoint(path)
+        for name in checkpoint.get_variable_to_shape_map():
+            value = checkpoint.get_tensor(name)
+            if name in trainable and not np.isfinite(value).all():
+                return f"{name} has values that are not finite"
+    except (tf.errors.OpError, IndexError, ValueError, RuntimeError) as error:
+        return str(error).splitlines()[0].removeprefix("TensorBundle at ")
+    return None
 
 
 class _Creator(tf.train.SessionCreator):
@@ -36,14 +113,16 @@ class _Creator(tf.train.SessionCreator):
             if scaffold.init_fn:
                 scaffold.init_fn(session)
 
-        newest = tf.train.latest_checkpoint(self._checkpoint_dir) if self._checkpoint_dir else None
+        newest, paths = newest_good_checkpoint(self._checkpoint_dir), checkpoints_in(self._checkpoint_dir)
+        if newest:
+            scaffold.saver.recover_last_checkpoints(paths[: paths.index(newest) + 1])  # which are to be removed in their turn
         what, otherwise = f"the checkpoint in {self._checkpoint_dir}", "another --run_dir or checkpoint_dir"
         with restoring(what, otherwise, scaffold.saver, newest):
             session = manager.prepare_session(
                 self._target,
                 config=self._config,
                 saver=scaffold.saver,
-                checkpoint_dir=self._checkpoint_dir,
+                checkpoint_filename_with_path=newest,
                 init_op=scaffold.init_op,
                 init_feed_dict=scaffold.init_feed_dict,
                 init_fn=note_and_init,  # called if no checkpoint was restored
@@ -195,7 +274,7 @@ def _scaffold():
     machine, and fails unless that has the folder, too."""
     if tf.get_collection(tf.GraphKeys.SAVERS):
         return tf.train.Scaffold()  # uses that one
-    return tf.train.Scaffold(saver=tf.train.Saver(allow_empty=True, save_relative_paths=True, defer_build=True))
+    return tf.train.Scaffold(saver=Saver(allow_empty=True, save_relative_paths=True, defer_build=True))
 
 
 def _saver_hook(checkpoint_dir, checkpoint_secs, scaffold):

@@ -16,7 +16,7 @@ from common import cluster, data, models, plots, tf
 from common.hooks import EarlyStoppingHook, EvaluationHook, MeetingHook, MetricsHook, MetricsLog, WarmStartHook
 from common.launch import INTERRUPTING_SIGNALS, write_json
 from common.parameters import GlobalParameters, LocalParameters, build_rounds
-from common.session import monitored_session
+from common.session import Saver, monitored_session
 
 
 def train(scheme, task, settings):
@@ -62,7 +62,7 @@ def train(scheme, task, settings):
                     ready = tf.report_uninitialized_variables([*tf.global_variables(), gate])
             scaffold = tf.train.Scaffold(
                 # Not sharded: the chief alone writes, so the ps tasks need no folder in common with it.
-                saver=tf.train.Saver(sharded=False, save_relative_paths=True),
+                saver=Saver(sharded=False, save_relative_paths=True),
                 init_feed_dict={**center.init_feed_dict, **local.state_feed_dict},
                 ready_for_local_init_op=ready,
                 local_init_op=tf.local_variables_initializer(),

@@ -21,7 +21,7 @@ def processes(folder, *words):
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            arguments = path.read_bytes().decode(errors="replace").split("\0")
+            arguments = path.read_bytes().decode(errors="replace").replace("\0", " ").split()  # a fork has set its title
             if any(argument.endswith(str(folder)) for argument in arguments) and all(word in arguments for word in words):
                 found.append(int(path.parent.name))
     return found

@@ -1,0 +1,330 @@
+"""The process that starts the tasks of a run: in a network of their own, as forks of itself, so tensorflow is imported once.
+
+The launcher makes one with `ForkServer`, which runs this file as a program. A launcher imports no tensorflow, so that a wrong
+flag is told at once; while this imports it, the launcher goes on.
+
+A task that is started again, after it was killed, is another fork: it is back in a moment. The tasks are this process's
+children, and end with it; it ends with the launcher.
+"""
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import runpy
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection, Pipe, wait
+
+BEAT_SECONDS = 0.5  # from one sign of life of a task to the next
+
+
+class ForkServer:
+    """The launcher's side: starts the process, asks it for tasks, and hears of their ends. To be used as a context.
+
+    Args:
+      environment: variables of the process, and of all tasks.
+      log: path of a file for what the process itself has to say.
+      is_isolated: whether the tasks are to be in a network of their own.
+      preloads: whether tasks are scripts that want tensorflow; otherwise each begins as a new program.
+
+    Attributes:
+      problem: why the tasks are in no network of their own, one line; None if they are, or need not be.
+    """
+
+    def __init__(self, environment, log, is_isolated, preloads=True):
+        self._connection, theirs = Pipe()
+        self._words, their_words = os.pipe()
+        os.set_blocking(their_words, False)  # no task is to wait for a launcher that was stopped
+        numbers = theirs.fileno(), their_words
+        with open(log, "ab") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, *map(str, (*numbers, file.fileno(), int(is_isolated), int(preloads)))],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **environment, "LAUNCHER_PID": str(os.getpid())},
+                pass_fds=(*numbers, file.fileno()),
+                start_new_session=True,  # so that a terminal's Ctrl-C reaches the launcher alone
+            )
+        theirs.close()
+        os.close(their_words)
+        self.problem = self._ask("problem")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        """Kills all that is left."""
+        with contextlib.suppress(OSError):
+            self._connection.send(("stop",))
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:  # it may have been stopped by a signal
+            self._process.kill()
+            self._process.wait()
+
+    def _ask(self, *request):
+        try:
+            self._connection.send(request)
+            return self._connection.recv()
+        except (EOFError, OSError):
+            raise ConnectionError("the process that starts the tasks has ended") from None
+
+    def reserve_ports(self, count):
+        """Returns so many ports, in the network of the tasks, that nobody else gets; see `reserved_port`. Before any start."""
+        return self._ask("ports", count)
+
+    def listen(self, ended, said):
+        """From now on calls `ended(key, status)` when a task has ended, and `said(key, text)` when one gives a sign of life.
+
+        Both are called from threads. The key is None when this process itself has ended.
+        """
+
+        def hear_ends():
+            try:
+                while True:
+                    ended(*self._connection.recv())
+            except (EOFError, OSError):
+                ended(None, None)
+
+        def hear_words():
+            with open(self._words, encoding="utf-8", errors="replace") as lines:
+                for line in lines:
+                    key, _, text = line.rstrip("\n").partition("\t")
+                    said(key, text)
+
+        for hear in (hear_ends, hear_words):
+            threading.Thread(target=hear, daemon=True).start()
+
+    def start(self, key, command, log, environ):
+        """Starts a task: `command` is an interpreter, a script and its arguments. None for `log` is this terminal."""
+        with contextlib.suppress(OSError):  # if the process has ended, the listener hears it
+            self._connection.send(("start", key, command, log, environ))
+
+    def signal(self, key, number):
+        """Sends a signal to a task that has not ended."""
+        with contextlib.suppress(OSError):
+            self._connection.send(("signal", key, number))
+
+
+def say(text=""):
+    """Shows a line to the user of the launcher that has started this task, if one has. Without text, a sign of life."""
+    words, key = os.environ.get("LAUNCHER_WORDS"), os.environ.get("LAUNCHER_KEY")
+    if words and key:
+        line = f"{key}\t{' '.join(text.split())}"[:2000] + "\n"  # short enough to be written as a whole
+        with contextlib.suppress(OSError):  # a launcher that was stopped reads nothing, and the pipe is full
+            os.write(int(words), line.encode())
+
+
+def die_with_parent(parent):
+    """Makes this process end when its parent, process `parent`, ends in whatever way (Linux)."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "prctl"):
+        pr_set_pdeathsig = 1
+        libc.prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+@contextlib.contextmanager
+def reserved_port(port=0):
+    """A port of this machine that nobody else gets as long as the context lasts: `port`, or any that is free.
+
+    The socket is bound but does not listen; the task's server can bind to the port as well, since both allow reuse, also
+    again after a restart. Closing the socket first would let another program take the port in between.
+    """
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind(("", port))
+        yield reserved
+
+
+def why_no_own_network():
+    """Tries `enter_own_network` in another process; returns None, or what stands in the way and how to change that."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            enter_own_network()
+            os._exit(0)
+        except OSError as error:
+            os._exit(error.errno or errno.EPERM)
+    number = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return _how_to_allow(number) if number else None
+
+
+def enter_own_network():
+    """Puts this process, which must have one thread only, and its children into a network that nobody else is in.
+
+    It is a Linux network namespace with a loopback interface, inside a user namespace, which needs no rights. Some systems
+    refuse a later step, when there is no way back: to be tried before, see `why_no_own_network`.
+
+    Raises:
+      OSError: if the system forbids it.
+    """
+    clone_newuser, clone_newnet = 0x10000000, 0x40000000
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "unshare"):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    user, group = os.geteuid(), os.getegid()
+    if libc.unshare(clone_newuser | clone_newnet):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    for file, text in ("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1"):
+        with open(f"/proc/self/{file}", "w") as opened:
+            opened.write(text)
+    siocgifflags, siocsifflags, iff_up = 0x8913, 0x8914, 1
+    with socket.socket() as any_socket:
+        request = struct.pack("16sH14x", b"lo", 0)
+        flags = struct.unpack("16sH14x", fcntl.ioctl(any_socket, siocgifflags, request))[1]
+        fcntl.ioctl(any_socket, siocsifflags, struct.pack("16sH14x", b"lo", flags | iff_up))
+
+
+def _how_to_allow(number):
+    """What stands in the way of `enter_own_network`, which ended with this error number, and how to change that."""
+
+    def says(path, value):
+        with contextlib.suppress(OSError), open(f"/proc/sys/{path}") as file:
+            return file.read().strip() == value
+        return False
+
+    for path, bad, good in (
+        ("kernel/apparmor_restrict_unprivileged_userns", "1", "0"),
+        ("kernel/unprivileged_userns_clone", "0", "1"),
+        ("user/max_user_namespaces", "0", "10000"),
+        ("user/max_net_namespaces", "0", "10000"),
+    ):
+        if says(path, bad):
+            return f"the system forbids it; `sudo sysctl {path.replace('/', '.')}={good}` allows it"
+    if number == errno.ENOSYS:
+        return "this system has no network namespaces"
+    return f"the system forbids it ({os.strerror(number)}), as containers do; SECURITY.md says how to allow it"
+
+
+def _serve(connection, words, terminal, is_isolated, preloads):
+    """The life of the process. Returns in each task, with its command; in the process itself when it is to stop."""
+    problem = why_no_own_network() if is_isolated else None
+    if is_isolated and not problem:
+        enter_own_network()
+    reserved = contextlib.ExitStack()
+    running: dict[str, int] = {}
+    keys: dict[int, str] = {}
+    wakeup, woken = os.pipe()
+    for end in (wakeup, woken):
+        os.set_blocking(end, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+    is_loaded = not preloads
+    while True:
+        try:
+            if wakeup in wait([connection, wakeup]):
+                os.read(wakeup, 1000)
+                _reap(connection, running, keys)
+                continue
+            request, *arguments = connection.recv()
+        except (EOFError, OSError):
+            return None  # the launcher has ended
+        if request == "problem":
+            connection.send(problem)
+        elif request == "ports":
+            ports = [reserved.enter_context(reserved_port()).getsockname()[1] for _ in range(arguments[0])]
+            connection.send(ports)
+        elif request == "start":
+            if not is_loaded:
+                _load()
+                is_loaded = True
+            key, command, log, environ = arguments
+            server = os.getpid()
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                for descriptor in (wakeup, woken):
+                    os.close(descriptor)
+                connection.close()
+                _become_task(server, key, words, log, terminal, environ)
+                return command
+            running[key], keys[pid] = pid, key
+        elif request == "signal":
+            key, number = arguments
+            if key in running:
+                os.kill(running[key], number)
+        else:
+            for pid in running.values():
+                os.kill(pid, signal.SIGKILL)
+            while running:
+                _end(running, keys, *os.waitpid(-1, 0))
+            return None
+
+
+def _reap(connection, running, keys):
+    while running:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            break
+        connection.send((_end(running, keys, pid, status), os.waitstatus_to_exitcode(status)))
+
+
+def _end(running, keys, pid, status):
+    key = keys.pop(pid)
+    del running[key]
+    return key
+
+
+def _load():
+    """Imports what all tasks need. Whatever threads this makes are not in a fork, so no session may begin here."""
+    from common import training  # and with it tensorflow and keras
+
+    os.register_at_fork(after_in_child=training.np.random.seed)  # or all tasks would draw the same
+
+
+def _become_task(server, key, words, log, terminal, environ):
+    os.setsid()
+    die_with_parent(server)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if log is not None:
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        for standard in (1, 2):
+            os.dup2(descriptor, standard)
+        os.close(descriptor)
+    else:
+        os.dup2(terminal, 2)
+    os.close(terminal)
+    os.environ.update(environ, LAUNCHER_PID=str(server), LAUNCHER_KEY=key, LAUNCHER_WORDS=str(words))
+
+
+def _run(command, preloads):
+    """Runs what a task is to run, as `python SCRIPT ARGUMENTS` would."""
+    if not preloads:
+        os.execv(command[0], command)
+    import setproctitle
+
+    setproctitle.setproctitle(" ".join(command))  # what `ps` shows
+    threading.Thread(target=_beat, daemon=True).start()
+    sys.argv = command[1:]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(command[1])))
+    runpy.run_path(command[1], run_name="__main__")
+
+
+def _beat():
+    while True:
+        say()
+        time.sleep(BEAT_SECONDS)
+
+
+def _main(connection, words, log, is_isolated, preloads):
+    sys.path.pop(0)  # this folder, whose names are not for all to import
+    die_with_parent(int(os.environ["LAUNCHER_PID"]))
+    terminal = os.dup(2)
+    os.dup2(log, 2)
+    os.close(log)
+    command = _serve(Connection(connection), words, terminal, bool(is_isolated), bool(preloads))
+    if command:
+        _run(command, bool(preloads))
+
+
+if __name__ == "__main__":
+    _main(*map(int, sys.argv[1:]))

@@ -1,0 +1,266 @@
+"""Runs schemes again and again, kills and stops their tasks at random times, and looks whether every run comes through.
+
+    python tests/chaos.py --rounds=200 --seed=1            # prints a table
+    python tests/chaos.py --rounds=1 --seed=1 --first=137  # that round again: the same scheme, faults and times
+
+A round is one run of a scheme through its launcher. At times drawn from the seed a task, drawn too, gets SIGKILL or SIGSTOP, or
+the launcher gets SIGKILL and is started again with --resume. What has to hold in the end is in `Round.problems`. The folder
+of a round that failed is kept.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+ROOT = Path(__file__).resolve().parents[1]
+
+# Script and updates of each scheme: some seconds of training on two cores.
+SCHEMES = {
+    "HogWild": ("hogwild.py", 5000),
+    "DOWNPOUR": ("downpour.py", 3000),
+    "AEASGD": ("aeasgd.py", 2000),
+    "Synchronous-SGD": ("synchronous_sgd.py", 1000),
+    "Semi-Synchronous-SGD": ("semi_synchronous_sgd.py", 3000),
+    "DiLoCo": ("diloco.py", 800),
+}
+HANG_SECS = 4
+SECONDS = 150  # within which a run has to end, whatever happened to it
+ACCURACY = 0.95
+FAULTS_UNTIL = 14  # seconds after the start of a run, when most would have ended undisturbed
+
+
+@dataclass
+class Round:
+    """One run, what is done to it, and what came of it.
+
+    Args:
+      seed, number: all that is random is drawn from these two.
+      folder: where the run writes.
+      scheme: one of `SCHEMES`; by default the round's turn.
+    """
+
+    seed: int
+    number: int
+    folder: Path
+    scheme: str = ""
+    injected: list = field(default_factory=list)  # (seconds, what, whom)
+    seconds: float = 0.0
+    gap: float = 0.0  # longest time without a line of metrics, from the first to the last
+    problem: str = ""
+    _checkpoints: list = field(default_factory=list)  # (time at which it was seen, step)
+
+    def __post_init__(self):
+        drawn = random.Random(f"{self.seed}-{self.number}")
+        self.scheme = self.scheme or list(SCHEMES)[self.number % len(SCHEMES)]
+        self.num_ps, self.num_workers = drawn.choice([1, 1, 2]), drawn.choice([2, 2, 3])
+        tasks = [("ps", i) for i in range(self.num_ps)] + [("worker", i) for i in range(self.num_workers)]
+        self.plan = []
+        for _ in range(drawn.randint(1, 3)):
+            kind = drawn.choices(["SIGKILL", "SIGSTOP", "launcher"], [6, 3, 1])[0]
+            whom = drawn.choice(tasks)
+            self.plan.append((drawn.uniform(0, FAULTS_UNTIL), kind, None if kind == "launcher" else whom))
+        self.plan.sort(key=lambda fault: fault[0])
+
+    def run(self):
+        """Runs it to the end; `problem` is empty if all is well."""
+        began = time.monotonic()
+        process = self._start()
+        watching = threading.Event()
+        watcher = threading.Thread(target=self._watch_checkpoints, args=(watching,), daemon=True)
+        watcher.start()
+        status = None
+        try:
+            for at, kind, whom in self.plan:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    status = process.wait(max(0.0, began + at - time.monotonic()))
+                    break  # it has ended before
+                if kind == "launcher":
+                    process = self._kill_launcher(process, at)
+                else:
+                    self._signal(at, kind, whom)
+            status = process.wait(max(0.0, began + SECONDS - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            status = "hung"
+            process.kill()
+            process.wait()
+        finally:
+            watching.set()
+            watcher.join()
+        self.seconds = time.monotonic() - began
+        self.problem = next(self.problems(status), "")
+        for pid in self._pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return self
+
+    def _start(self):
+        script, steps = SCHEMES[self.scheme]
+        resume = ["--resume"] if any(self.folder.glob("checkpoints/*.index")) else []
+        flags = [f"--num_ps={self.num_ps}", f"--num_workers={self.num_workers}", f"--steps={steps}", *resume]
+        flags += [f"--hang_secs={HANG_SECS}", "--checkpoint_secs=1", "--max_restarts=10", f"--run_dir={self.folder}"]
+        with open(f"{self.folder}.out", "a") as out:
+            return subprocess.Popen(
+                [sys.executable, str(ROOT / self.scheme / script), "--launch", *flags],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _pids(self, *words):
+        """Processes of this run whose command line has these words."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                arguments = path.read_bytes().decode(errors="replace").replace("\0", " ").split()
+                if f"--run_dir={self.folder}" in arguments and all(word in arguments for word in words):
+                    found.append(int(path.parent.name))
+        return found
+
+    def _signal(self, at, kind, whom):
+        for pid in self._pids(f"--job_name={whom[0]}", f"--task_index={whom[1]}"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.Signals[kind])
+                self.injected.append((round(at, 2), kind, f"{whom[0]} {whom[1]}"))
+
+    def _kill_launcher(self, process, at):
+        process.kill()
+        process.wait()
+        self.injected.append((round(at, 2), "SIGKILL", "launcher"))
+        deadline = time.monotonic() + 10
+        while self._pids() and time.monotonic() < deadline:  # they end with it, but it cannot wait for them any more
+            time.sleep(0.05)
+        if self._pids():
+            self.injected.append((round(at, 2), "left", f"processes {self._pids()}"))
+        return self._start()
+
+    def _watch_checkpoints(self, ended):
+        while not ended.wait(0.05):
+            with contextlib.suppress(OSError):
+                found = re.search(r'^model_checkpoint_path: ".*-(\d+)"', (self.folder / "checkpoints/checkpoint").read_text())
+                if found and (not self._checkpoints or self._checkpoints[-1][1] != int(found[1])):
+                    self._checkpoints.append((time.time(), int(found[1])))
+
+    def problems(self, status):
+        """Yields what is wrong with the run, the first is the worst: each a line."""
+        if status == "hung":
+            yield f"hung: it had not ended after {SECONDS} s"
+        if status != 0:
+            last = Path(f"{self.folder}.out").read_text(errors="replace").splitlines()[-1:]
+            yield f"exit status {status}: {' '.join(last)}"
+        if self._pids() or any(what == "left" for _, what, _ in self.injected):
+            yield f"processes left: {self._pids() or self.injected}"
+        accuracy = json.loads((self.folder / "result.json").read_text())["test_accuracy"]
+        if accuracy < ACCURACY:
+            yield f"test accuracy {accuracy:.3f}"
+        lines: list[dict] = []
+        for path in (self.folder / "metrics").iterdir():
+            lines += map(json.loads, path.read_text().splitlines())
+        training = sorted((line["time"], line["global_step"]) for line in lines if "samples" in line)
+        self.gap = max((after[0] - before[0] for before, after in zip(training, training[1:])), default=0.0)
+        for seen, step in self._checkpoints:
+            # A second for a line that was under way when the checkpoint was saved.
+            if back := [line for line in training if line[0] > seen + 1 and line[1] < step]:
+                yield f"step {back[0][1]} after a checkpoint of step {step}"
+        yield from self._unreadable()
+        listening = listening_ports()
+        ports = {
+            int(port) for log in self.folder.glob("logs/ps-*.log") for port in re.findall(r"127.0.0.1:(\d+)", log.read_text())
+        }
+        if ports & listening:
+            yield f"ports that listen: {ports & listening}"
+
+    def _unreadable(self):
+        from common import tf
+        from common.session import checkpoints_in, newest_good_checkpoint
+
+        paths = checkpoints_in(self.folder / "checkpoints")
+        with tf.Graph().as_default():
+            if not paths or newest_good_checkpoint(self.folder / "checkpoints") != paths[-1]:
+                yield "a checkpoint that cannot be read"
+        if (self.folder / "curve.png").read_bytes()[-8:-4] != b"IEND":
+            yield "curve.png is cut short"
+        import keras
+
+        keras.models.load_model(self.folder / "model.keras")
+
+
+def listening_ports():
+    """Returns the TCP ports on which anybody listens in the network of this process."""
+    ports = set()
+    for name in "tcp", "tcp6":
+        for line in Path("/proc/net", name).read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            if state == "0A":
+                ports.add(int(local.rpartition(":")[2], 16))
+    return ports
+
+
+def table(rounds):
+    """Returns a row for each scheme, as Markdown."""
+    rows = [
+        "| scheme | rounds | killed | stopped | launcher killed | came through | longest gap |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    groups = collections.defaultdict(list)
+    for one in rounds:
+        groups[one.scheme].append(one)
+    for name, group in [*groups.items(), ("together", rounds)]:
+        faults = [fault for one in group for fault in one.injected]
+        launcher = sum(whom == "launcher" for _, _, whom in faults)
+        killed = sum(kind == "SIGKILL" for _, kind, _ in faults) - launcher
+        stopped = sum(kind == "SIGSTOP" for _, kind, _ in faults)
+        good = sum(not one.problem for one in group)
+        gap = max(one.gap for one in group)
+        rows.append(f"| {name} | {len(group)} | {killed} | {stopped} | {launcher} | {good} | {gap:.1f} s |")
+    return "\n".join(rows)
+
+
+def main():
+    """Runs the rounds, says what came of each, and prints the table; the exit status is 1 if any failed."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0, help="number of the first round")
+    parser.add_argument("--at_once", type=int, default=1, help="rounds that run at the same time")
+    options = parser.parse_args()
+    base, done = Path(tempfile.mkdtemp(prefix="chaos-")), []
+    rounds = [Round(options.seed, options.first + i, base / str(options.first + i)) for i in range(options.rounds)]
+    with concurrent.futures.ThreadPoolExecutor(options.at_once) as pool:
+        for future in concurrent.futures.as_completed([pool.submit(one.run) for one in rounds]):
+            one = future.result()
+            done.append(one)
+            faults = ", ".join(f"{kind} {whom} at {at:.1f} s" for at, kind, whom in one.injected) or "none: it had ended before"
+            tasks = f"{one.num_ps} ps, {one.num_workers} workers"
+            print(
+                f"round {one.number}: {one.scheme}, {tasks}: {faults}; {one.problem or 'well'} after {one.seconds:.0f} s",
+                flush=True,
+            )
+            if not one.problem:
+                shutil.rmtree(one.folder)
+                Path(f"{one.folder}.out").unlink()
+    print("\n" + table(sorted(done, key=lambda one: one.number)))
+    failed = [one for one in done if one.problem]
+    print(f"\n{len(done)} rounds, {len(failed)} failed" + (f": see {base}" if failed else ""))
+    if not failed:
+        shutil.rmtree(base)
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
