@@ -3,6 +3,7 @@
 import difflib
 import errno
 import os
+import re
 import sys
 import types
 
@@ -186,8 +187,9 @@ def parse(values, arguments, program, without=()):
         close = difflib.get_close_matches(error.flagname, _own_names(values), 1)
         near = f"; did you mean --{close[0]}?" if close else ""
         raise UserError(f"unknown flag --{error.flagname}{near} (--help lists all)") from None
-    except flags.Error as error:
-        raise UserError(" ".join(str(error).split())) from None
+    except (flags.Error, ValueError) as error:
+        text = re.sub(r"\('(.*)', '(.*)'\)", r"\1, \2", " ".join(str(error).split()))
+        raise UserError(f"{text} (--help lists all)") from None
     if values.help:
         print_help(values, program, without)
         sys.exit(0)

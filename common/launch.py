@@ -179,9 +179,7 @@ def prepare_run_dir(settings, task=None):
 
 def make_private_folder(path):
     """Makes a folder that other users of the machine cannot look into, unless it is there."""
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir(mode=0o700, exist_ok=True)
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def _check_input(script, arguments, settings):
@@ -221,6 +219,7 @@ def fork_server(settings, run_dir, preloads):
     environment = {
         "TF_NUM_INTRAOP_THREADS": threads,
         "TF_NUM_INTEROP_THREADS": threads,
+        "MALLOC_ARENA_MAX": "2",  # or the memory of a long run grows, as glibc's many heaps become full of holes
         **os.environ,
         "TF_GRPC_REUSE_PORT": "true",
         "PYTHONUNBUFFERED": "1",

@@ -81,6 +81,9 @@ def _run(scheme, train, without, lockstep, check, evaluate, script, arguments, d
         task = task if is_by_tf_config else task.use_last_worker_as_evaluator()
     elif task and task.is_evaluator():
         raise UserError(f"this task is an evaluator, which {script.name} does not have; Continuous-Evaluation has")
+    backend = os.environ.get("KERAS_BACKEND") or "tensorflow"
+    if backend != "tensorflow":
+        raise UserError(f"Keras runs on {backend}; unset KERAS_BACKEND or set it to tensorflow")
     launches = task is None and settings.launch
     if settings.require_isolation and not settings.isolation:
         raise UserError("--require_isolation and --noisolation contradict each other: leave one away")
@@ -104,9 +107,12 @@ def _run(scheme, train, without, lockstep, check, evaluate, script, arguments, d
     if check:
         check(settings)
     if settings.check:
+        from common import data
+
+        dataset = data.load(settings.data, settings.seed)  # before tensorflow is imported, which takes seconds
         from common import training
 
-        training.check(settings)
+        training.check(settings, dataset)
         return 0
     if launches:
         return launch.launch(script, arguments, settings)

@@ -38,9 +38,10 @@ class Saver(tf.train.Saver):
 
 def checkpoints_in(folder):
     """Returns the paths of all checkpoints in a folder, the oldest first."""
-    state = tf.train.get_checkpoint_state(str(folder)) if folder else None
-    if state and state.all_model_checkpoint_paths:
-        return list(state.all_model_checkpoint_paths)
+    with contextlib.suppress(ValueError):  # an empty file
+        state = tf.train.get_checkpoint_state(str(folder)) if folder else None
+        if state and state.all_model_checkpoint_paths:
+            return list(state.all_model_checkpoint_paths)
     # The file that lists them is damaged, or they were copied without it.
     files = Path(folder).glob("*-*.index") if folder else []
     steps = {int(step): str(file.with_suffix("")) for file in files if (step := file.stem.rpartition("-")[2]).isdigit()}

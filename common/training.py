@@ -224,7 +224,11 @@ STOP, ENDED = "evaluator-says-stop", "training-has-ended"
 
 def load_data(settings):
     """Returns the `common.data.Data` to train with, without what is held out for an evaluator."""
-    dataset = data.load(settings.data, settings.seed)
+    return training_part(data.load(settings.data, settings.seed), settings)
+
+
+def training_part(dataset, settings):
+    """Returns what there is to train with of all the data."""
     return data.hold_out(dataset, settings.validation, settings.seed)[0] if settings.num_evaluators else dataset
 
 
@@ -344,8 +348,8 @@ class Interruption(tf.train.SessionRunHook):
         self._is_training, self._has_ended = False, True
 
 
-def check(settings):
-    """Raises a `UserError` if data and model cannot be trained by this many workers; trains nothing."""
-    dataset = load_data(settings)
+def check(settings, dataset):
+    """Raises a `UserError` if this data and the model cannot be trained by this many workers; trains nothing."""
+    dataset = training_part(dataset, settings)
     data.shard(dataset, 0, settings.num_workers if settings.launch else 1)
     models.build(settings.model, dataset, settings.seed)
