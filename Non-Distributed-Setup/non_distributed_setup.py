@@ -74,7 +74,7 @@ class Recorder:
         before = self._epoch_loss if batch else 0.0
         self._epoch_loss = logs["loss"] * (batch + 1)  # Keras gives the mean of the epoch so far
         if not math.isfinite(self._epoch_loss):
-            raise self.log.failure(self.step, self._epoch_loss)
+            raise self.log.failure(self.step, self._epoch_loss, "start again with")
         self._losses.append(self._epoch_loss - before)
         now = time.monotonic()
         stop = self.step >= self.last or now >= self._deadline or self._is_interrupted()

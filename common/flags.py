@@ -20,7 +20,13 @@ class UserError(Exception):
 
 
 # What a disk that is full, read-only, failing or another user's says to who writes
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
+_UNWRITABLE = [os.strerror(n) for n in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)]
+
+
+def why_unwritable(error):
+    """Returns why something cannot be written, if this exception says so; TensorFlow's have it in their text."""
+    text = error.strerror or "" if isinstance(error, OSError) else str(error)
+    return next((reason for reason in _UNWRITABLE if reason in text), None)
 
 
 class TrainingFailed(Exception):

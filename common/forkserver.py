@@ -40,6 +40,7 @@ class ForkServer:
 
     def __init__(self, environment, log, is_isolated, preloads=True):
         self._connection, theirs = Pipe()
+        self._log = log
         self._words, their_words = os.pipe()
         os.set_blocking(their_words, False)  # no task is to wait for a launcher that was stopped
         numbers = theirs.fileno(), their_words
@@ -73,7 +74,9 @@ class ForkServer:
             self._connection.send(request)
             return self._connection.recv()
         except (EOFError, OSError):
-            raise ConnectionError("the process that starts the tasks has ended") from None
+            from common.flags import TrainingFailed  # not above: the process itself needs none of it
+
+            raise TrainingFailed(f"the process that starts the tasks has ended (log: {self._log})") from None
 
     def reserve_ports(self, count):
         """Returns so many ports, in the network of the tasks, that nobody else gets; see `reserved_port`. Before any start."""
@@ -93,7 +96,7 @@ class ForkServer:
                 ended(None, None)
 
         def hear_words():
-            with open(self._words, encoding="utf-8", errors="replace") as lines:
+            with open(self._words, encoding="utf-8", errors="replace", newline="\n") as lines:
                 for line in lines:
                     key, _, text = line.rstrip("\n").partition("\t")
                     said(key, text)
@@ -112,13 +115,21 @@ class ForkServer:
             self._connection.send(("signal", key, number))
 
 
+LAST = "\f"  # begins what a task says with `say_last`
+
+
+def say_last(text):
+    """Tells the launcher that has started this task, if one has, what the task ends with."""
+    say(LAST + text)
+
+
 def say(text=""):
     """Shows a line to the user of the launcher that has started this task, if one has. Without text, a sign of life."""
     words, key = os.environ.get("LAUNCHER_WORDS"), os.environ.get("LAUNCHER_KEY")
     if words and key:
-        line = f"{key}\t{' '.join(text.split())}"[:2000] + "\n"  # short enough to be written as a whole
+        line = f"{key}\t{text}".replace("\n", " ").encode(errors="replace")[:2000]  # short, to be written as a whole
         with contextlib.suppress(OSError):  # a launcher that was stopped reads nothing, and the pipe is full
-            os.write(int(words), line.encode())
+            os.write(int(words), line + b"\n")
 
 
 def die_with_parent(parent):

@@ -53,12 +53,10 @@ class MetricsLog:
             self._file.write(line + "\n")
             self._events.add_summary(tf.Summary(value=scalars), global_step)
 
-    def failure(self, global_step, loss):
+    def failure(self, global_step, loss, advice="go on from the newest good checkpoint with --resume and"):
         """Returns the `TrainingFailed` of a worker whose loss is not finite."""
-        return TrainingFailed(
-            f"worker {self._constant['worker']}: the loss is {loss} at step {global_step}; the checkpoints of before are kept: "
-            "go on from the newest good one with --resume and a smaller --learning_rate, or look at the data"
-        )
+        where = f"worker {self._constant['worker']}: the loss is {loss} at step {global_step}"
+        return TrainingFailed(f"{where}; {advice} a smaller --learning_rate, or look at the data")
 
     def close(self):
         """Closes both files."""

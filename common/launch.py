@@ -208,6 +208,8 @@ def _last_error(text, script_name):
 
 def check_isolation(settings):
     """Raises a `UserError` if there has to be a network for the run alone, and there cannot be."""
+    if settings.require_isolation and not settings.isolation:
+        raise UserError("--require_isolation and --noisolation contradict each other: leave one away")
     problem = forkserver.why_no_own_network() if settings.require_isolation else None
     if problem:
         raise UserError(f"--require_isolation: this run cannot have a network of its own: {problem}")
@@ -247,6 +249,7 @@ class Task:
     is_running: bool = False
     status: int | None = None  # how it ended
     heard: float = 0.0  # when it gave the last sign of life, as time.monotonic()
+    last_line: str = ""  # what it said that it ended with
     is_silent: bool = False  # whether it was killed because it gave none
 
     @property
@@ -259,11 +262,13 @@ class Task:
 
     def start(self, server):
         """Starts the process."""
-        self.is_running, self.status, self.heard, self.is_silent = True, None, time.monotonic(), False
+        self.is_running, self.status, self.heard, self.is_silent, self.last_line = True, None, time.monotonic(), False, ""
         server.start(self.name, self.command, None if self.is_shown else str(self.log), self.environ)
 
     def last_words(self):
-        """The last error in the log, one line."""
+        """What it ended with, one line, else the last error in its log."""
+        if self.last_line:
+            return self.last_line.partition(": ")[2]
         if self.is_shown:
             return "what it said is above"
         return _last_error(self.log.read_text(errors="replace"), Path(self.command[1]).name)
@@ -309,8 +314,10 @@ class Run:
 
     def _hear(self, name, text):
         self._tasks[name].heard = time.monotonic()
-        if text:
-            self._say(text)
+        if text.startswith(forkserver.LAST):
+            self._tasks[name].last_line = text.removeprefix(forkserver.LAST)
+        elif text:
+            self._events.put(text)  # to be shown by the main thread: a terminal may keep whoever writes to it waiting
 
     def _next_end(self, deadline=math.inf):
         """Waits for a task to end; returns it, or None when it is past `deadline`. Raises KeyboardInterrupt on Ctrl-C."""
@@ -326,6 +333,9 @@ class Run:
                 continue
             if event is None:
                 raise KeyboardInterrupt
+            if isinstance(event, str):
+                self._say(event)
+                continue
             name, status = event
             if name is None:
                 raise TrainingFailed("the process that starts the tasks was killed; --resume goes on")
@@ -336,7 +346,7 @@ class Run:
     def _look_for_silent_tasks(self, last_look):
         now = time.monotonic()
         for task in self._tasks.values():
-            if now - last_look > 5:  # this process itself was stopped, and could not hear
+            if now - last_look > 2:  # this process itself was stopped, and could not hear
                 task.heard = now
             elif self._settings.hang_secs and task.is_running and now - task.heard > self._settings.hang_secs:
                 task.is_silent, task.heard = True, now
@@ -381,7 +391,7 @@ class Run:
             while any(other.is_running for other in others):
                 self._next_end()
         task.start(self._server)
-        if self._settings.ends_with_chief and not self._has_ended():
+        if (self._settings.lockstep or self._settings.ends_with_chief) and not self._has_ended():
             for other in others:
                 if not other.is_running and (self._settings.lockstep or other not in self._evaluators):
                     other.start(self._server)  # it had done its part, but the chief asks all for their report

@@ -6,6 +6,7 @@ A script is its update rule and one call:
         main(hogwild, epochs=60, batch_size=32, learning_rate=0.1)
 """
 
+import contextlib
 import functools
 import os
 import signal
@@ -13,8 +14,8 @@ import sys
 import time
 from pathlib import Path
 
-from common import cluster, flags, launch, progress
-from common.flags import UNWRITABLE, TrainingFailed, UserError
+from common import cluster, flags, forkserver, launch, progress
+from common.flags import TrainingFailed, UserError, why_unwritable
 
 
 def main(scheme=None, train=None, without=(), lockstep=False, check=None, evaluate=None, **defaults):
@@ -37,13 +38,12 @@ def main(scheme=None, train=None, without=(), lockstep=False, check=None, evalua
         sys.exit(_say(2, f"{script.name}: {error}"))
     except TrainingFailed as error:
         sys.exit(_say(failed, f"{script.name}: {error}"))
-    except OSError as error:
-        if error.errno not in UNWRITABLE:
+    except Exception as error:
+        why = why_unwritable(error)
+        if why is None:
             raise
-        where = error.filename or "what the run writes"
-        sys.exit(
-            _say(failed, f"{script.name}: {where} cannot be written: {error.strerror}; --resume goes on when that is mended")
-        )
+        where = getattr(error, "filename", None) or "the folder of the run"
+        sys.exit(_say(failed, f"{script.name}: {where} cannot be written: {why}; --resume goes on when that is mended"))
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -58,7 +58,9 @@ def _log_to(path):
 
 
 def _say(status, line):
-    print(line, file=sys.stderr)
+    forkserver.say_last(line)
+    with contextlib.suppress(OSError):  # on a full disk there is no place in the log either
+        print(line, file=sys.stderr)
     return status
 
 
@@ -85,8 +87,6 @@ def _run(scheme, train, without, lockstep, check, evaluate, script, arguments, d
     if backend != "tensorflow":
         raise UserError(f"Keras runs on {backend}; unset KERAS_BACKEND or set it to tensorflow")
     launches = task is None and settings.launch
-    if settings.require_isolation and not settings.isolation:
-        raise UserError("--require_isolation and --noisolation contradict each other: leave one away")
     settings.num_evaluators = 1 if evaluate and (task or launches) else 0
     if task is None and not launches:
         for name in flags.present(values, "num_ps", "num_workers", "gpus"):

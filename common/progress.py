@@ -144,7 +144,7 @@ class Display:
         if self._live:
             self._live.console.print(line, highlight=False, markup=False)
         else:
-            _print(line)
+            say(line)
 
     def __enter__(self):
         if self._live:
@@ -169,10 +169,10 @@ class Display:
         if self._live:
             self._live.update(self.progress.table(), refresh=True)
         else:
-            _print(self.progress.line())
+            say(self.progress.line())
 
 
-def _print(line):
+def say(line):
     """Prints, unless nobody reads any more: a run that was begun with `| head` goes on to its end."""
     try:
         print(line, flush=True)
@@ -187,7 +187,7 @@ def summary(settings, status):
     if run_dir.is_relative_to(Path.cwd()):
         run_dir = run_dir.relative_to(Path.cwd())  # as a user would type it
     if status == 130 and any(run_dir.glob("checkpoints/*.index")):
-        _print(f"stopped; a checkpoint is saved: --resume --run_dir={run_dir} goes on from there")
+        say(f"stopped; a checkpoint is saved: --resume --run_dir={run_dir} goes on from there")
     if status != 0:
         return
     result = json.loads((run_dir / "result.json").read_text())
@@ -205,20 +205,18 @@ def summary(settings, status):
         if result["staleness_mean"] is not None
         else ""
     )
-    _print(f"{result['scheme']}, {tasks}: {result['global_steps']:,} updates, {result['samples']:,} samples")
-    _print(f"{speed}; {result['wall_seconds']:.1f} s in all")
-    _print(
-        f"{accuracy}test loss {_number(result, 'test_loss', '.4f') or 'not finite'}; {staleness}{result['restarts']} restarts"
-    )
+    say(f"{result['scheme']}, {tasks}: {result['global_steps']:,} updates, {result['samples']:,} samples")
+    say(f"{speed}; {result['wall_seconds']:.1f} s in all")
+    say(f"{accuracy}test loss {_number(result, 'test_loss', '.4f') or 'not finite'}; {staleness}{result['restarts']} restarts")
     names = ["curve.png", "model.keras"]
     best = run_dir / "best" / "evaluation.json"
     if best.exists():
         result = json.loads(best.read_text())
         accuracy = f"accuracy {result['test_accuracy']:.3f}, " if result["test_accuracy"] is not None else ""
-        _print(
+        say(
             f"best checkpoint, of step {result['global_step']:,} and validation loss {result['validation_loss']:.4f}: "
             f"test {accuracy}test loss {_number(result, 'test_loss', '.4f')}"
         )
         names.append("best/model.keras")
     for name in names:
-        _print(run_dir / name)
+        say(run_dir / name)

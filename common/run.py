@@ -13,7 +13,7 @@ from pathlib import Path
 
 from absl import flags as absl_flags
 
-from common import flags, launch
+from common import flags, launch, progress
 from common.flags import TrainingFailed, UserError
 
 PROGRAM = "common.run"
@@ -70,15 +70,14 @@ def _run(arguments):
                 job, index, command, str(log_dir), environ | launch.devices_of(job, index, settings.gpus), is_shown
             )
 
-        def say(line):
-            print(line, flush=True)
-
-        say(f"{script}: --num_ps={settings.num_ps} --num_workers={settings.num_workers}, logs in {log_dir / 'logs'}")
+        progress.say(f"{script}: --num_ps={settings.num_ps} --num_workers={settings.num_workers}, logs in {log_dir / 'logs'}")
         if settings.gpus is not None:
-            say(launch.say_gpus(settings))
+            progress.say(launch.say_gpus(settings))
         if server.problem:
-            say(f"the ports of this run can be reached from outside: {server.problem}")
-        return launch.Run([task(job, index) for job in hosts for index in range(len(hosts[job]))], server, settings, say).run()
+            progress.say(f"the ports of this run can be reached from outside: {server.problem}")
+        return launch.Run(
+            [task(job, index) for job in hosts for index in range(len(hosts[job]))], server, settings, progress.say
+        ).run()
 
 
 if __name__ == "__main__":

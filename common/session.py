@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from common import cluster, tf
-from common.flags import UNWRITABLE, TrainingFailed, UserError
+from common.flags import TrainingFailed, UserError, why_unwritable
 from common.forkserver import say
 
 
@@ -24,21 +24,20 @@ class Saver(tf.train.Saver):
         try:
             return super().save(sess, save_path, *args, **kwargs)
         except (tf.errors.OpError, ValueError) as error:  # the second for a folder that is not there any more
-            folder = os.path.dirname(save_path)
-            reasons = [os.strerror(number) for number in UNWRITABLE if os.strerror(number) in str(error)]
+            folder, why = os.path.dirname(save_path), why_unwritable(error)
             if not os.path.isdir(folder):
-                reasons.append("there is no such folder any more")
-            if not reasons:
+                raise TrainingFailed(f"no checkpoint can be written: the folder {folder} is gone") from None
+            if why is None:
                 raise
             raise TrainingFailed(
-                f"no checkpoint can be written into {folder}: {reasons[0]}; those in it are whole, and --resume goes on from "
-                "the newest when that is mended"
+                f"no checkpoint can be written into {folder}: {why}; those in it are whole, and --resume goes on from the "
+                "newest when that is mended"
             ) from None
 
 
 def checkpoints_in(folder):
     """Returns the paths of all checkpoints in a folder, the oldest first."""
-    with contextlib.suppress(ValueError):  # an empty file
+    with contextlib.suppress(ValueError):  # of an empty file, or one with other bytes
         state = tf.train.get_checkpoint_state(str(folder)) if folder else None
         if state and state.all_model_checkpoint_paths:
             return list(state.all_model_checkpoint_paths)
@@ -81,7 +80,7 @@ def _damage(path):
             if name in trainable and not np.isfinite(value).all():
                 return f"{name} has values that are not finite"
     except (tf.errors.OpError, IndexError, ValueError, RuntimeError) as error:
-        return str(error).splitlines()[0].removeprefix("TensorBundle at ")
+        return str(error).splitlines()[0].removeprefix(f"TensorBundle at {path} ")
     return None
 
 

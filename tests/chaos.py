@@ -26,6 +26,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from runs import listening_ports
+
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -198,17 +200,6 @@ class Round:
         import keras
 
         keras.models.load_model(self.folder / "model.keras")
-
-
-def listening_ports():
-    """Returns the TCP ports on which anybody listens in the network of this process."""
-    ports = set()
-    for name in "tcp", "tcp6":
-        for line in Path("/proc/net", name).read_text().splitlines()[1:]:
-            _, local, _, state, *_ = line.split()
-            if state == "0A":
-                ports.add(int(local.rpartition(":")[2], 16))
-    return ports
 
 
 def table(rounds):

@@ -27,6 +27,17 @@ def processes(folder, *words):
     return found
 
 
+def listening_ports(pid="self"):
+    """Returns the TCP ports on which anybody listens in the network of a process, by default of this one."""
+    ports = set()
+    for name in "tcp", "tcp6":
+        for line in Path(f"/proc/{pid}/net", name).read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            if state == "0A":
+                ports.add(int(local.rpartition(":")[2], 16))
+    return ports
+
+
 def wait_until_gone(pids, seconds=20):
     """Waits for processes that are not our children; returns those that are still there."""
     descriptors = {}

@@ -2,12 +2,15 @@
 
 import json
 import threading
+import time
+import types
 
 import numpy as np
 import pytest
 
-from common import tf
-from common.hooks import EvaluationHook, MetricsHook, MetricsLog, SemiSyncRunHook
+from common import hooks, tf
+from common.flags import TrainingFailed
+from common.hooks import EvaluationHook, MetricsHook, MetricsLog, SemiSyncRunHook, seconds_between
 from common.parameters import Rounds
 
 
@@ -49,6 +52,26 @@ def test_log_goes_on_where_a_run_stopped(tmp_path, graph, lines):
         log.write(step)
         log.close()
     assert [line["global_step"] for line in lines()] == [1, 2]
+
+
+@pytest.mark.parametrize("half", ['{"time": 1.5, "glob', "{", '{"global_step": 2}'])
+def test_log_goes_on_after_a_line_that_was_not_finished(tmp_path, graph, lines, half):
+    """As a kill or a full disk leaves it. A line without its end counts as half, though it may lack nothing else."""
+    for step in 1, 3:
+        log = MetricsLog(tmp_path, 1, 50)
+        log.write(step)
+        log.close()
+        if step == 1:
+            with open(tmp_path / "metrics" / "worker-1.jsonl", "a") as file:
+                file.write(half)
+    assert [line["global_step"] for line in lines()] == [1, 3]
+
+
+def test_log_whose_only_line_was_not_finished(tmp_path, graph, lines):
+    (tmp_path / "metrics").mkdir()
+    (tmp_path / "metrics" / "worker-1.jsonl").write_text('{"glob')
+    MetricsLog(tmp_path, 1, 50).close()
+    assert lines() == []
 
 
 def test_log_of_a_run_that_diverged_is_json(log, tmp_path):
@@ -125,6 +148,46 @@ def test_dropped_gradients_are_no_updates_but_of_samples(log, lines, call):
     assert [line["gradients_dropped"] for line in lines()] == [1, 1]
     assert [line["samples"] for line in lines()] == [30, 40]
     assert [line["staleness_mean"] for line in lines()] == [0, None]
+
+
+@pytest.mark.parametrize("loss", [np.nan, np.inf, -np.inf])
+def test_training_ends_when_the_loss_is_not_finite(log, lines, call, loss):
+    hook = MetricsHook(log, samples_per_update=1, every_secs=1e9)
+    with pytest.raises(TrainingFailed) as info:
+        with tf.train.MonitoredSession(hooks=[hook]) as session:
+            train(session, call, 0.5, [[0, 1]])
+            train(session, call, loss, [[1, 4], [4, 7]])
+    message = str(info.value)
+    assert message.startswith(f"worker 1: the loss is {loss} at step 7; ") and "\n" not in message
+    assert "--resume" in message and "--learning_rate" in message
+
+
+def test_a_loss_that_no_training_call_fetches_may_be_infinite(log, call):
+    with tf.train.MonitoredSession(hooks=[MetricsHook(log, samples_per_update=1)]) as session:
+        assert np.isnan(session.run(call.loss, {call.loss: np.nan}))
+
+
+def test_lines_come_more_seldom_in_a_long_run():
+    assert [seconds_between(0.5, age) for age in (0, 500, 1000, 3600)] == [0.5, 0.5, 1, 3.6]
+    age, lines, counts = 0.0, 0, {}
+    for end in 500, 8 * 3600, 45 * 24 * 3600:
+        while age < end:
+            age += seconds_between(0.5, age)
+            lines += 1
+        counts[end] = lines
+    assert counts == {500: 1000, 8 * 3600: pytest.approx(5000, rel=0.05), 45 * 24 * 3600: pytest.approx(10000, rel=0.1)}
+
+
+def test_the_hook_keeps_to_that(monkeypatch, log, lines, call):
+    """Calls at these seconds after the first; each makes a line that comes late enough after the one before."""
+    clock = types.SimpleNamespace(now=1e6)
+    monkeypatch.setattr(hooks, "time", types.SimpleNamespace(perf_counter=lambda: clock.now, time=time.time))
+    hook = MetricsHook(log, samples_per_update=1)
+    with tf.train.MonitoredSession(hooks=[hook]) as session:
+        for step, age in enumerate([0, 0.4, 0.6, 10_000, 10_009, 10_011, 10_011.5, 10_021.5]):
+            clock.now = 1e6 + age
+            train(session, call, 1, [[step, step + 1]])
+        assert [line["global_step"] for line in lines()] == [3, 4, 6, 8]
 
 
 def test_flush_without_a_call_writes_nothing(log, lines):

@@ -6,14 +6,17 @@ import json
 import queue
 import signal
 import socket
+import stat
 import sys
+import time
 import types
 from pathlib import Path
 
 import pytest
 
-from common import launch, tf
+from common import launch, run, tf
 from common.cluster import TaskSpecDef
+from common.forkserver import ForkServer
 
 
 @pytest.fixture
@@ -32,7 +35,7 @@ def prepare():
 def finished_run(tmp_path):
     """The folder of a run that has saved a checkpoint."""
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "run" / "checkpoints" / "checkpoint").touch()
+    (tmp_path / "run" / "checkpoints" / "model.ckpt-100.index").touch()
     return tmp_path / "run"
 
 
@@ -49,7 +52,34 @@ def test_folder_is_made(prepare, tmp_path):
 def test_folder_may_exist(prepare, tmp_path):
     """As long as no run was saved there: one that failed at once can be tried again."""
     prepare(tmp_path)
+    (tmp_path / "checkpoints" / "checkpoint").touch()  # of no use without one
+    (tmp_path / "logs" / "worker-0.log").touch()
     prepare(tmp_path)
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_new_folder_is_private(prepare, tmp_path):
+    """And what is in it with it: nobody else can enter."""
+    prepare(tmp_path / "one" / "two")
+    assert mode(tmp_path / "one" / "two") == 0o700
+
+
+def test_folder_that_was_there_is_as_private_as_it_was(prepare, tmp_path):
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o755)
+    prepare(tmp_path / "shared")
+    assert mode(tmp_path / "shared") == 0o755
+
+
+def test_new_log_folder_is_private(tmp_path):
+    (tmp_path / "mine.py").touch()
+    with pytest.raises(SystemExit) as info:
+        run.main(["--num_ps=1", "--num_workers=1", f"--log_dir={tmp_path / 'one' / 'two'}", str(tmp_path / "mine.py")])
+    assert info.value.code == 0
+    assert mode(tmp_path / "one" / "two") == 0o700
 
 
 def test_relative_folder_becomes_absolute(prepare, tmp_path, monkeypatch):
@@ -166,26 +196,34 @@ def test_json_is_written_whole_or_not_at_all(tmp_path):
 
 @pytest.fixture
 def start(tmp_path):
-    """A function that runs Python code as ps 3's process to its end, and returns the task."""
+    """A function that runs Python code as ps 3 to its end, with variables of its own, and returns the task."""
     (tmp_path / "logs").mkdir()
+    ends: queue.SimpleQueue = queue.SimpleQueue()
+    with ForkServer({"MINE": "no", "OTHER": "kept"}, tmp_path / "logs" / "fork-server.log", False, preloads=False) as server:
+        server.listen(lambda *end: ends.put(end), lambda *word: None)
 
-    def start(code, environment=None):
-        script = tmp_path / "scheme.py"
-        script.write_text(code)
-        events: queue.SimpleQueue = queue.SimpleQueue()
-        task = launch.Task("ps", 3, [sys.executable, str(script)], str(tmp_path))
-        task.start(events, environment or {})
-        assert events.get(timeout=60) == (task, task.process)
-        return task
+        def start(code, environ=None):
+            script = tmp_path / "scheme.py"
+            script.write_text(code)
+            task = launch.Task("ps", 3, [sys.executable, str(script)], str(tmp_path), environ or {})
+            task.start(server)
+            assert (task.is_running, task.status) == (True, None)
+            name, task.status = ends.get(timeout=60)
+            assert name == task.name == "ps 3"
+            return task
 
-    return start
+        yield start
+        server.signal("ps 3", signal.SIGTERM)  # has ended: nothing happens, least of all to another process of that number
+    assert ends.get(timeout=60) == (None, None)  # no other end was told
 
 
 def test_task_has_an_environment_and_logs(start, tmp_path):
-    task = start("import os, sys; print(os.environ['MINE']); print('oops', file=sys.stderr)", {"MINE": "yes"})
-    assert task.process.returncode == 0
+    """Its own variables go before those of all tasks."""
+    program = "import os, sys; print(os.environ['MINE'], os.environ['OTHER']); print('oops', file=sys.stderr)"
+    task = start(program, {"MINE": "yes"})
+    assert task.status == 0
     assert task.log == tmp_path / "logs" / "ps-3.log"
-    assert sorted(task.log.read_text().splitlines()) == ["oops", "yes"]
+    assert sorted(task.log.read_text().splitlines()) == ["oops", "yes kept"]
 
 
 def test_log_of_a_restarted_task_goes_on(start):
@@ -193,18 +231,13 @@ def test_log_of_a_restarted_task_goes_on(start):
     assert start("print('three')").log.read_text() == "one\ntwo\nthree\n"
 
 
-def test_signal_to_a_task_that_has_ended(start):
-    start("").signal(signal.SIGTERM)  # nothing happens, least of all to another process of that number
-
-
-def test_signal_to_a_task(tmp_path):
-    (tmp_path / "logs").mkdir()
-    events: queue.SimpleQueue = queue.SimpleQueue()
-    task = launch.Task("worker", 0, [sys.executable, "-c", "import signal; signal.pause()"], str(tmp_path))
-    task.start(events, {})
-    task.signal(signal.SIGKILL)
-    events.get(timeout=60)
-    assert task.process and task.process.returncode == -signal.SIGKILL
+def test_start_forgets_how_the_task_has_ended_before(tmp_path):
+    task = launch.Task("ps", 3, ["python", "scheme.py"], str(tmp_path), status=-9, is_silent=True, heard=-1e9)
+    before, asked = time.monotonic(), []
+    task.start(types.SimpleNamespace(start=lambda *arguments: asked.append(arguments)))
+    assert asked == [("ps 3", ["python", "scheme.py"], str(tmp_path / "logs" / "ps-3.log"), {})]
+    assert (task.is_running, task.status, task.is_silent) == (True, None, False)
+    assert before <= task.heard <= time.monotonic()
 
 
 @pytest.mark.parametrize(
@@ -218,6 +251,29 @@ def test_signal_to_a_task(tmp_path):
 )
 def test_last_words(start, code, words):
     assert start(code).last_words() == words
+
+
+def test_last_words_of_a_task_that_writes_to_the_terminal(tmp_path):
+    assert (
+        launch.Task("worker", 0, ["python", "scheme.py"], str(tmp_path), is_shown=True).last_words() == "what it said is above"
+    )
+
+
+def test_last_words_of_a_task_that_was_killed_within_a_character(start):
+    assert start("import os; os.write(1, b'no caf\\xc3')").last_words() == "no caf\ufffd"
+
+
+@pytest.mark.parametrize(
+    "state, words",
+    [
+        ({"status": 7}, "failed (7)"),
+        ({"status": -9}, "was killed by SIGKILL"),
+        ({"status": -11}, "was killed by SIGSEGV"),
+        ({"status": -9, "is_silent": True}, "gave no sign of life and was killed"),
+    ],
+)
+def test_how_a_task_ended(state, words):
+    assert launch._how(launch.Task("ps", 3, [], "", **state)) == words
 
 
 @pytest.fixture
@@ -284,16 +340,6 @@ def test_gpus_that_cannot_be(assign, user_error, text, texts):
 def test_gpu_that_is_not_there_where_there_is_none(assign, user_error):
     with user_error("--gpus=0 names GPU 0, but of those TensorFlow sees none"):
         assign("0", 0)
-
-
-def test_task_has_variables_of_its_own(tmp_path):
-    (tmp_path / "logs").mkdir()
-    program = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['OTHER'])"
-    events: queue.SimpleQueue = queue.SimpleQueue()
-    task = launch.Task("worker", 1, [sys.executable, "-c", program], str(tmp_path), {"CUDA_VISIBLE_DEVICES": "1"})
-    task.start(events, {"CUDA_VISIBLE_DEVICES": "0,1", "OTHER": "is kept"})
-    events.get(timeout=60)
-    assert task.log.read_text().strip() == "1 is kept"
 
 
 def test_ps_computes_on_no_gpu():

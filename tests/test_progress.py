@@ -8,7 +8,7 @@ import types
 import pytest
 from rich.console import Console
 
-from common import progress, training
+from common import plots, progress, training
 from common.progress import Progress
 
 
@@ -53,6 +53,40 @@ def test_line_that_is_written_in_parts(write, tmp_path):
     assert figures.poll() and figures.newest[0] == {"global_step": 4}
     write(0, 'step": 5}\n')
     assert figures.poll() and figures.newest[0] == {"global_step": 5}
+
+
+BROKEN = ['{"global_step": 3, "lo', "", "{", "3", "null", '["global_step"]', '{"global_step": 3}{"global_step": 4}', "\0\0\0"]
+
+
+def test_lines_that_are_broken_are_left_out():
+    lines = ['{"global_step": 1}', *BROKEN, '{"global_step": 2, "loss": null}\n']
+    assert progress.parsed(lines) == [{"global_step": 1}, {"global_step": 2, "loss": None}]
+    assert progress.parsed([]) == []
+
+
+def test_figures_after_a_broken_line(write, tmp_path):
+    figures = Progress(tmp_path, [0])
+    for line in BROKEN:
+        write(0, line + "\n")
+    assert not figures.poll()
+    write(0, dict(global_step=4))
+    assert figures.poll() and figures.newest[0] == {"global_step": 4}
+
+
+def test_curve_of_metrics_with_broken_lines(write, tmp_path):
+    for step, line in enumerate(BROKEN):
+        write(0, line + "\n", dict(time=100.0 + step, worker=0, global_step=step, loss=2.0, samples_per_second=9.0))
+    write(1, '{"time": 103.5, "wor')
+    assert [line["global_step"] for line in plots.read_metrics(tmp_path)] == list(range(len(BROKEN)))
+    plots.curve(tmp_path)
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert not list(tmp_path.glob("curve.unfinished*"))
+
+
+def test_no_curve_of_nothing_but_a_broken_line(write, tmp_path):
+    write(0, BROKEN[0])
+    plots.curve(tmp_path)
+    assert not list(tmp_path.glob("curve*"))
 
 
 def test_run_that_goes_on_does_not_show_what_is_past(write, tmp_path):
@@ -188,7 +222,7 @@ def test_summary_of_a_run_that_had_nothing_left_to_do(tmp_path, capsys):
 
 def test_summary_of_a_run_that_was_stopped(tmp_path, capsys):
     (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "checkpoint").touch()
+    (tmp_path / "checkpoints" / "model.ckpt-7.index").touch()
     (line,) = summary(tmp_path, capsys, status=130)
     assert f"--resume --run_dir={tmp_path}" in line
 

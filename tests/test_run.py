@@ -49,6 +49,7 @@ def test_each_task_knows_who_it_is(script, tmp_path, capfd):
     assert shown == ["worker 0 3 ['--of=its', 'own']"]
     logs = {path.name: path.read_text().splitlines()[-1:] for path in (tmp_path / "here" / "logs").iterdir()}
     logs.pop("ps-0.log")  # the run may be over before it comes to say anything
+    assert logs.pop("fork-server.log") == []
     assert logs == {f"worker-{i}.log": [f"worker {i} 3 ['--of=its', 'own']"] for i in (1, 2)}
 
 
