@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import gc
 import os
 import runpy
 import signal
@@ -289,6 +290,8 @@ def _load():
     from common import training  # and with it tensorflow and keras
 
     os.register_at_fork(after_in_child=training.np.random.seed)  # or all tasks would draw the same
+    gc.collect()
+    gc.freeze()  # what all tasks share is not looked through in each of them, which would copy it
 
 
 def _become_task(server, key, words, log, terminal, environ):
@@ -317,7 +320,25 @@ def _run(command, preloads):
     threading.Thread(target=_beat, daemon=True).start()
     sys.argv = command[1:]
     sys.path.insert(0, os.path.dirname(os.path.abspath(command[1])))
-    runpy.run_path(command[1], run_name="__main__")
+    status = 0
+    try:
+        try:
+            runpy.run_path(command[1], run_name="__main__")
+        except SystemExit:
+            raise
+        except BaseException:
+            status = 1
+            sys.excepthook(*sys.exc_info())
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    finally:
+        with contextlib.suppress(OSError):  # of a full disk
+            sys.stdout.flush()
+            sys.stderr.flush()
+        # As multiprocessing does it: to take the interpreter apart would take seconds, in which there is no sign of life.
+        os._exit(status)
 
 
 def _beat():

@@ -248,7 +248,7 @@ class Task:
     restarts: int = 0
     is_running: bool = False
     status: int | None = None  # how it ended
-    heard: float = 0.0  # when it gave the last sign of life, as time.monotonic()
+    heard: float = math.inf  # when it gave the last sign of life, as time.monotonic(); it begins with one
     last_line: str = ""  # what it said that it ended with
     is_silent: bool = False  # whether it was killed because it gave none
 
@@ -262,7 +262,7 @@ class Task:
 
     def start(self, server):
         """Starts the process."""
-        self.is_running, self.status, self.heard, self.is_silent, self.last_line = True, None, time.monotonic(), False, ""
+        self.is_running, self.status, self.heard, self.is_silent, self.last_line = True, None, math.inf, False, ""
         server.start(self.name, self.command, None if self.is_shown else str(self.log), self.environ)
 
     def last_words(self):
@@ -347,7 +347,7 @@ class Run:
         now = time.monotonic()
         for task in self._tasks.values():
             if now - last_look > 2:  # this process itself was stopped, and could not hear
-                task.heard = now
+                task.heard = max(now, task.heard)
             elif self._settings.hang_secs and task.is_running and now - task.heard > self._settings.hang_secs:
                 task.is_silent, task.heard = True, now
                 self._server.signal(task.name, signal.SIGKILL)

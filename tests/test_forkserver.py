@@ -1,6 +1,7 @@
 """common/forkserver.py and the `Run` of common/launch.py, with small programs as tasks, which import no tensorflow."""
 
 import itertools
+import math
 import os
 import queue
 import signal
@@ -439,7 +440,7 @@ while not select.select([pipe], [], [], 0.05)[0]:
 
 
 def test_task_that_is_silent_again_and_again(run):
-    result = run({"worker 0": "os.kill(os.getpid(), signal.SIGSTOP)"}, hang_secs=0.1, max_restarts=1)
+    result = run({"worker 0": "say(); os.kill(os.getpid(), signal.SIGSTOP)"}, hang_secs=0.1, max_restarts=1)
     assert failure(result).startswith("worker 0 gave no sign of life and was killed after 1 restarts: it printed nothing")
 
 
@@ -448,7 +449,7 @@ def looking(monkeypatch):
     """A run of three tasks that were heard of at second 0: `look(at)` is its look at a second, and lists whom it kills."""
     killed: list = []
     server: object = types.SimpleNamespace(signal=lambda *arguments: killed.append(arguments))
-    tasks = [launch.Task("worker", i, [], "", is_running=True) for i in range(3)]
+    tasks = [launch.Task("worker", i, [], "", is_running=True, heard=0.0) for i in range(3)]
     settings = types.SimpleNamespace(hang_secs=60, num_evaluators=0)
     run = launch.Run(tasks, server, settings, lambda line: None)
     clock = types.SimpleNamespace(now=0.0)
@@ -488,6 +489,14 @@ def test_launcher_that_was_stopped_itself_kills_nobody(looking):
     assert looking.look(1000.0, last_look=10.0) == []
     assert looking.look(1060.0) == []
     assert looking.look(1061.0) == ["worker 0", "worker 1", "worker 2"]
+
+
+def test_task_that_has_not_begun_is_not_silent(looking):
+    """The process that starts it may still be importing tensorflow."""
+    looking.tasks[0].heard = math.inf
+    assert looking.look(61.0) == ["worker 1", "worker 2"]
+    assert looking.look(1000.0, last_look=10.0) == []
+    assert looking.look(1061.0) == ["worker 1", "worker 2"]
 
 
 def test_silence_without_a_limit(looking):
