@@ -128,9 +128,13 @@ def say(text=""):
     """Shows a line to the user of the launcher that has started this task, if one has. Without text, a sign of life."""
     words, key = os.environ.get("LAUNCHER_WORDS"), os.environ.get("LAUNCHER_KEY")
     if words and key:
-        line = f"{key}\t{text}".replace("\n", " ").encode(errors="replace")[:2000]  # short, to be written as a whole
-        with contextlib.suppress(OSError):  # a launcher that was stopped reads nothing, and the pipe is full
-            os.write(int(words), line + b"\n")
+        _write(int(words), key, text)
+
+
+def _write(words, key, text):
+    line = f"{key}\t{text}".replace("\n", " ").encode(errors="replace")[:2000]  # short, to be written as a whole
+    with contextlib.suppress(OSError):  # a launcher that was stopped reads nothing, and the pipe is full
+        os.write(words, line + b"\n")
 
 
 def die_with_parent(parent):
@@ -259,6 +263,7 @@ def _serve(connection, words, terminal, is_isolated, preloads):
                 _become_task(server, key, words, log, terminal, environ)
                 return command
             running[key], keys[pid] = pid, key
+            _write(words, key, "")  # the first sign of life, also of one that is stopped before it can give any
         elif request == "signal":
             key, number = arguments
             if key in running:

@@ -41,7 +41,7 @@ SCHEMES = {
     "DiLoCo": ("diloco.py", 800),
 }
 HANG_SECS = 4
-SECONDS = 150  # within which a run has to end, whatever happened to it
+SECONDS = 300  # within which a run has to end, whatever happened to it
 ACCURACY = 0.95
 FAULTS_UNTIL = 14  # seconds after the start of a run, when most would have ended undisturbed
 

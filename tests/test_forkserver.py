@@ -75,10 +75,10 @@ def server(folder):
 
 @pytest.fixture
 def listening(server):
-    """The server, and two queues: what it says about ends, and what its tasks say."""
+    """The server, and two queues: what it says about ends, and what its tasks say, without mere signs of life."""
     ends: queue.Queue = queue.Queue()
     words: queue.Queue = queue.Queue()
-    server.listen(lambda *end: ends.put(end), lambda *word: words.put(word))
+    server.listen(lambda *end: ends.put(end), lambda key, text: text and words.put((key, text)))
     return server, ends, words
 
 
@@ -102,7 +102,7 @@ say(os.environ["LAUNCHER_PID"] == str(os.getppid()))
 say(os.getsid(0) == os.getpid())
 say(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
 say([signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGCHLD)])
-say(sys.stdin.read())
+say(repr(sys.stdin.read()))
 say(os.getcwd())
 """
 
@@ -114,7 +114,7 @@ def test_what_a_task_finds(listening, command, folder):
     said = [words.get(timeout=SECONDS) for _ in range(9)]
     assert {key for key, _ in said} == {"any key"}
     own = ["have this", "too", "any key", "True", "True", "True"]
-    assert [text for _, text in said] == [*own, str([signal.SIG_DFL, signal.SIG_DFL]), "", os.getcwd()]
+    assert [text for _, text in said] == [*own, str([signal.SIG_DFL, signal.SIG_DFL]), "''", os.getcwd()]
     assert (folder / "log").read_text() == ""
 
 
@@ -201,7 +201,7 @@ def test_signals_reach_the_task_of_that_key_alone(listening, command, folder):
 def test_nothing_is_left_after_the_context(folder, command):
     with ForkServer({}, folder / "server.log", False, preloads=False) as server:
         words: queue.Queue = queue.Queue()
-        server.listen(lambda *end: None, lambda *word: words.put(word))
+        server.listen(lambda *end: None, lambda key, text: text and words.put((key, text)))
         ignoring = "signal.signal(signal.SIGTERM, signal.SIG_IGN); show_pid(); signal.pause()"
         server.start("a", command(ignoring), None, {})
         pid = int(words.get(timeout=SECONDS)[1].removeprefix("pid "))
@@ -642,3 +642,11 @@ def test_tasks_end_with_their_launcher(command, folder, isolation):
         assert len(set(pids)) == 4 and launcher.pid not in pids
         launcher.kill()
     assert wait_until_gone(pids) == []
+
+
+def test_first_sign_of_life_is_the_servers(server, command, folder):
+    """So a task is watched from its start on, also one that is stopped before it can say anything."""
+    words: queue.Queue = queue.Queue()
+    server.listen(lambda *end: None, lambda *word: words.put(word))
+    server.start("a", command("os.kill(os.getpid(), signal.SIGSTOP)"), str(folder / "log"), {})
+    assert words.get(timeout=SECONDS) == ("a", "")
