@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 
 import pytest
 from runs import (
@@ -205,7 +206,7 @@ def test_tasks_die_with_their_launcher(run_dir):
     assert wait_until_gone(tasks) == []
 
 
-@pytest.mark.parametrize("job, index", [("ps", 0), ("worker", 0), ("worker", 1)])
+@pytest.mark.parametrize("job, index", [("ps", 0), ("worker", 0)])
 def test_a_killed_task_is_restarted(run_dir, job, index):
     process = start(run_dir, "--launch", "--epochs=150", "--checkpoint_secs=1")
     read_until(process, is_training)
@@ -217,6 +218,24 @@ def test_a_killed_task_is_restarted(run_dir, job, index):
     assert result["restarts"] == 1
     assert result["test_accuracy"] >= 0.95
     assert processes(run_dir) == []
+
+
+def test_a_stopped_task_is_noticed_and_the_other_goes_on_meanwhile(run_dir):
+    process = start(run_dir, "--launch", "--epochs=400", "--checkpoint_secs=1", "--hang_secs=5")
+    read_until(process, is_training)
+    (victim,) = processes(run_dir, "--job_name=worker", "--task_index=1")
+    os.kill(victim, signal.SIGSTOP)
+    stopped = time.time()
+    said = read_until(process, lambda line: line.startswith("worker 1"))
+    noticed = time.time()
+    assert said == "worker 1 gave no sign of life and was killed; restart 1 of 3\n"
+    finish(process)
+    result = result_of(run_dir)
+    assert (result["restarts"], processes(run_dir)) == (1, [])
+    assert result["test_accuracy"] >= 0.95
+    lines = [json.loads(line) for line in (run_dir / "metrics" / "worker-0.jsonl").read_text().splitlines()]
+    meanwhile = [line["samples"] for line in lines if "samples" in line and stopped + 1 < line["time"] < noticed]
+    assert len(meanwhile) >= 2 and meanwhile[-1] > meanwhile[0]
 
 
 @pytest.mark.parametrize("folder", ["DOWNPOUR-Easy", "DOWNPOUR", "AGN", "Dynamic-SGD", "DC-ASGD", "AEASGD", "AEAMSGD"])
