@@ -73,12 +73,22 @@ def server(folder):
         limit.cancel()
 
 
+def _texts_into(words):
+    """What listens and puts what tasks say into a queue, without mere signs of life."""
+
+    def said(key, text):
+        if text:
+            words.put((key, text))
+
+    return said
+
+
 @pytest.fixture
 def listening(server):
     """The server, and two queues: what it says about ends, and what its tasks say, without mere signs of life."""
     ends: queue.Queue = queue.Queue()
     words: queue.Queue = queue.Queue()
-    server.listen(lambda *end: ends.put(end), lambda key, text: text and words.put((key, text)))
+    server.listen(lambda *end: ends.put(end), _texts_into(words))
     return server, ends, words
 
 
@@ -201,7 +211,7 @@ def test_signals_reach_the_task_of_that_key_alone(listening, command, folder):
 def test_nothing_is_left_after_the_context(folder, command):
     with ForkServer({}, folder / "server.log", False, preloads=False) as server:
         words: queue.Queue = queue.Queue()
-        server.listen(lambda *end: None, lambda key, text: text and words.put((key, text)))
+        server.listen(lambda *end: None, _texts_into(words))
         ignoring = "signal.signal(signal.SIGTERM, signal.SIG_IGN); show_pid(); signal.pause()"
         server.start("a", command(ignoring), None, {})
         pid = int(words.get(timeout=SECONDS)[1].removeprefix("pid "))
