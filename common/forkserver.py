@@ -45,14 +45,13 @@ class ForkServer:
         self._words, their_words = os.pipe()
         os.set_blocking(their_words, False)  # no task is to wait for a launcher that was stopped
         numbers = theirs.fileno(), their_words
-        with open(log, "ab") as file:
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, *map(str, (*numbers, file.fileno(), int(is_isolated), int(preloads)))],
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, **environment, "LAUNCHER_PID": str(os.getpid())},
-                pass_fds=(*numbers, file.fileno()),
-                start_new_session=True,  # so that a terminal's Ctrl-C reaches the launcher alone
-            )
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, *map(str, (*numbers, int(is_isolated), int(preloads))), str(log)],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **environment, "LAUNCHER_PID": str(os.getpid())},
+            pass_fds=numbers,
+            start_new_session=True,  # so that a terminal's Ctrl-C reaches the launcher alone
+        )
         theirs.close()
         os.close(their_words)
         self.problem = self._ask("problem")
@@ -272,7 +271,7 @@ def _serve(connection, words, terminal, is_isolated, preloads):
             for pid in running.values():
                 os.kill(pid, signal.SIGKILL)
             while running:
-                _end(running, keys, *os.waitpid(-1, 0))
+                _end(running, keys, os.waitpid(-1, 0)[0])
             return None
 
 
@@ -281,10 +280,10 @@ def _reap(connection, running, keys):
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             break
-        connection.send((_end(running, keys, pid, status), os.waitstatus_to_exitcode(status)))
+        connection.send((_end(running, keys, pid), os.waitstatus_to_exitcode(status)))
 
 
-def _end(running, keys, pid, status):
+def _end(running, keys, pid):
     key = keys.pop(pid)
     del running[key]
     return key
@@ -352,16 +351,17 @@ def _beat():
         time.sleep(BEAT_SECONDS)
 
 
-def _main(connection, words, log, is_isolated, preloads):
+def _main(connection, words, is_isolated, preloads, log):
     sys.path.pop(0)  # this folder, whose names are not for all to import
     die_with_parent(int(os.environ["LAUNCHER_PID"]))
     terminal = os.dup(2)
-    os.dup2(log, 2)
-    os.close(log)
-    command = _serve(Connection(connection), words, terminal, bool(is_isolated), bool(preloads))
+    with open(log, "ab") as file:
+        os.dup2(file.fileno(), 2)
+    is_isolated, preloads = is_isolated == "1", preloads == "1"
+    command = _serve(Connection(int(connection)), int(words), terminal, is_isolated, preloads)
     if command:
-        _run(command, bool(preloads))
+        _run(command, preloads)
 
 
 if __name__ == "__main__":
-    _main(*map(int, sys.argv[1:]))
+    _main(*sys.argv[1:])

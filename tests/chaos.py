@@ -26,7 +26,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from runs import listening_ports
+from runs import processes, wait_until_gone
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 ROOT = Path(__file__).resolve().parents[1]
@@ -105,7 +105,7 @@ class Round:
             watcher.join()
         self.seconds = time.monotonic() - began
         self.problem = next(self.problems(status), "")
-        for pid in self._pids():
+        for pid in processes(self.folder):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         return self
@@ -124,18 +124,8 @@ class Round:
                 start_new_session=True,
             )
 
-    def _pids(self, *words):
-        """Processes of this run whose command line has these words."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            with contextlib.suppress(OSError):
-                arguments = path.read_bytes().decode(errors="replace").replace("\0", " ").split()
-                if f"--run_dir={self.folder}" in arguments and all(word in arguments for word in words):
-                    found.append(int(path.parent.name))
-        return found
-
     def _signal(self, at, kind, whom):
-        for pid in self._pids(f"--job_name={whom[0]}", f"--task_index={whom[1]}"):
+        for pid in processes(self.folder, f"--job_name={whom[0]}", f"--task_index={whom[1]}"):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.Signals[kind])
                 self.injected.append((round(at, 2), kind, f"{whom[0]} {whom[1]}"))
@@ -144,11 +134,9 @@ class Round:
         process.kill()
         process.wait()
         self.injected.append((round(at, 2), "SIGKILL", "launcher"))
-        deadline = time.monotonic() + 10
-        while self._pids() and time.monotonic() < deadline:  # they end with it, but it cannot wait for them any more
-            time.sleep(0.05)
-        if self._pids():
-            self.injected.append((round(at, 2), "left", f"processes {self._pids()}"))
+        left = wait_until_gone(processes(self.folder))  # they end with it, but it cannot wait for them any more
+        if left:
+            self.injected.append((round(at, 2), "left", f"processes {left}"))
         return self._start()
 
     def _watch_checkpoints(self, ended):
@@ -165,8 +153,8 @@ class Round:
         if status != 0:
             last = Path(f"{self.folder}.out").read_text(errors="replace").splitlines()[-1:]
             yield f"exit status {status}: {' '.join(last)}"
-        if self._pids() or any(what == "left" for _, what, _ in self.injected):
-            yield f"processes left: {self._pids() or self.injected}"
+        if processes(self.folder) or any(what == "left" for _, what, _ in self.injected):
+            yield f"processes left: {processes(self.folder) or self.injected}"
         accuracy = json.loads((self.folder / "result.json").read_text())["test_accuracy"]
         if accuracy < ACCURACY:
             yield f"test accuracy {accuracy:.3f}"
@@ -180,12 +168,6 @@ class Round:
             if back := [line for line in training if line[0] > seen + 1 and line[1] < step]:
                 yield f"step {back[0][1]} after a checkpoint of step {step}"
         yield from self._unreadable()
-        listening = listening_ports()
-        ports = {
-            int(port) for log in self.folder.glob("logs/ps-*.log") for port in re.findall(r"127.0.0.1:(\d+)", log.read_text())
-        }
-        if ports & listening:
-            yield f"ports that listen: {ports & listening}"
 
     def _unreadable(self):
         from common import tf

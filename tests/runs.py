@@ -22,7 +22,8 @@ def processes(folder, *words):
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             arguments = path.read_bytes().decode(errors="replace").replace("\0", " ").split()  # a fork has set its title
-            if any(argument.endswith(str(folder)) for argument in arguments) and all(word in arguments for word in words):
+            is_here = any(argument.endswith(str(folder)) or f"{folder}/" in argument for argument in arguments)
+            if is_here and all(word in arguments for word in words):
                 found.append(int(path.parent.name))
     return found
 
