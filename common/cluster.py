@@ -334,13 +334,17 @@ def _done_queue(ps_index):
 
 def say_done(task, server):
     """Tells every ps that this worker needs it no more."""
-    with tf.Graph().as_default():
+    graph = tf.Graph()
+    with graph.as_default():
         says = [_done_queue(i).enqueue(task.shard_index) for i in range(task.num_ps)]
-        with tf.Session(server.target, config=task.config()) as session:
-            try:
-                session.run(says)
-            except (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError):
-                pass  # a ps that this was the last word for exits at once, maybe before it could answer
+    session = tf.Session(server.target, graph, config=task.config())
+    for say in says:  # one by one: an error of one call is an error of all that is in it
+        try:
+            session.run(say)
+        except (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError):
+            pass  # a ps that this was the last word for exits at once, maybe before it could answer
+    # After a call, TensorFlow asks each ps to forget it, and closing waits for the answer: from a ps that has ended, for ever.
+    threading.Thread(target=session.close, daemon=True).start()
 
 
 def serve(task, server):
@@ -348,6 +352,7 @@ def serve(task, server):
     done: set[int] = set()
     with tf.Graph().as_default():
         next_done = _done_queue(task.index).dequeue()
-        with tf.Session(server.target, config=task.config()) as session:
+        alone = tf.ConfigProto(device_filters=[task.device])  # without waiting for other ps tasks, which may have ended
+        with tf.Session(server.target, config=task.config(alone)) as session:
             while len(done) < task.num_workers:
                 done.add(int(session.run(next_done)))

@@ -290,7 +290,11 @@ def _end(running, keys, pid):
 
 
 def _load():
-    """Imports what all tasks need. Whatever threads this makes are not in a fork, so no session may begin here."""
+    """Imports what all tasks need, and does nothing with it.
+
+    Threads would not be in a fork; and each fork would go on with the same random numbers, by which a ps tells apart the steps
+    of the workers.
+    """
     from common import training  # and with it tensorflow and keras
 
     os.register_at_fork(after_in_child=training.np.random.seed)  # or all tasks would draw the same

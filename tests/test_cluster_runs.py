@@ -200,7 +200,7 @@ def test_tasks_die_with_their_launcher(run_dir):
     process = start(run_dir, "--launch", "--epochs=1000000")
     read_until(process, is_training)
     tasks = set(processes(run_dir)) - {process.pid}
-    assert len(tasks) == 3
+    assert len(tasks) == 4  # the ps, two workers, and the process that starts them
     process.kill()
     process.communicate(timeout=SECONDS)
     assert wait_until_gone(tasks) == []

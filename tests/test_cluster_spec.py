@@ -1,14 +1,16 @@
 """common/cluster.py: how a process learns which task it is."""
 
+import contextlib
 import json
 import os
+import threading
 import types
 from unittest import mock
 
 import pytest
 
-from common import TaskSpec, TaskSpecDef, tf
-from common.cluster import task_from
+from common import TaskSpec, TaskSpecDef, launch, tf
+from common.cluster import say_done, serve, task_from
 
 NO_FLAGS = dict(job_name=None, task_index=None, ps_hosts=None, worker_hosts=None)
 FLAGS = dict(job_name="worker", task_index=1, ps_hosts=["a:1"], worker_hosts=["b:2", "c:3"])
@@ -336,3 +338,26 @@ def test_variables_go_to_the_ps_tasks_in_turn(graph):
         product = 2 * variables[0]
     assert [v.device for v in variables] == ["/job:ps/task:0", "/job:ps/task:1", "/job:ps/task:0"]
     assert product.device == "/job:worker/task:1"
+
+
+def ends(function, *arguments):
+    thread = threading.Thread(target=function, args=arguments, daemon=True)
+    thread.start()
+    thread.join(60)
+    return not thread.is_alive()
+
+
+def test_the_end_waits_for_nobody_who_may_have_ended_before(monkeypatch):
+    monkeypatch.setenv("TF_GRPC_REUSE_PORT", "true")
+    with contextlib.ExitStack() as stack:
+        ports = [stack.enter_context(launch.reserved_port()).getsockname()[1] for _ in range(3)]
+        ps_host, ended_ps_host, worker_host = [f"localhost:{port}" for port in ports]
+        ps = TaskSpecDef("ps", 0, ps_hosts=[ps_host, ended_ps_host], worker_hosts=worker_host)
+        worker = TaskSpecDef("worker", 0, ps_hosts=ps_host, worker_hosts=worker_host)
+        ps_server, worker_server = ps.start_server(), worker.start_server()
+        with monkeypatch.context() as patches:  # closing waits until the ps has answered, so it may take for ever
+            answered = threading.Event()
+            patches.setattr(tf.Session, "close", lambda session: answered.wait())
+            assert ends(say_done, worker, worker_server)
+            answered.set()
+        assert ends(serve, ps, ps_server)

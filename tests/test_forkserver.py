@@ -302,7 +302,9 @@ from common.forkserver import say
 import other
 with open("/proc/self/cmdline") as title:
     say(f"{__name__} {sys.argv[1:]} {is_there} {other.VALUE} {__file__ in title.read()}")
-say(f"drawn {np.random.random()} {random.random()}")
+import tensorflow as tf
+with tf.compat.v1.Session() as session:  # TensorFlow itself draws numbers for devices, and for the steps of a session
+    say(f"drawn {np.random.random()} {random.random()} {session.list_devices()[0].incarnation}")
 while True:
     pass  # never again a word: what is heard is of a thread
 """
@@ -327,7 +329,7 @@ def test_preloaded_tasks_begin_as_programs_do(folder):
     first, drawn = zip(*(_with_beats(texts)[0] for texts in said.values()), strict=True)
     assert set(first) == {f"__main__ ['--its', '{folder}'] True imported True"}
     numbers = [number for line in drawn for number in line.split()[1:]]
-    assert len(set(numbers)) == 6
+    assert len(set(numbers)) == 9
 
 
 def _with_beats(texts):
