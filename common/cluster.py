@@ -4,6 +4,7 @@ What a process reads about itself here needs no tensorflow, unless it is in `TF_
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import json
 import os
@@ -344,7 +345,7 @@ def say_done(task, server):
         except (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError):
             pass  # a ps that this was the last word for exits at once, maybe before it could answer
     # After a call, TensorFlow asks each ps to forget it, and closing waits for the answer: from a ps that has ended, for ever.
-    threading.Thread(target=session.close, daemon=True).start()
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))  # so nothing closes it, also not the end of the interpreter
 
 
 def serve(task, server):

@@ -29,6 +29,12 @@ def why_unwritable(error):
     return next((reason for reason in _UNWRITABLE if reason in text), None)
 
 
+def check_backend(name):
+    """Raises a `UserError` unless this backend of Keras is TensorFlow."""
+    if name != "tensorflow":
+        raise UserError(f"Keras runs on {name}; unset KERAS_BACKEND or set it to tensorflow")
+
+
 class TrainingFailed(Exception):
     """Training cannot go on, and a new start would not mend it. Its text is one line: what happened, where, what to do.
 

@@ -246,8 +246,7 @@ class Task:
     environ: dict = field(default_factory=dict)  # of its own
     is_shown: bool = False
     restarts: int = 0
-    is_running: bool = False
-    status: int | None = None  # how it ended
+    status: int | None = None  # how it ended, None until it has
     heard: float = math.inf  # when it gave the last sign of life, as time.monotonic(); it begins with one
     last_line: str = ""  # what it said that it ended with
     is_silent: bool = False  # whether it was killed because it gave none
@@ -257,12 +256,16 @@ class Task:
         return f"{self.job} {self.index}"
 
     @property
+    def is_running(self):
+        return self.status is None
+
+    @property
     def log(self):
         return Path(self.run_dir, "logs", f"{self.job}-{self.index}.log")
 
     def start(self, server):
         """Starts the process."""
-        self.is_running, self.status, self.heard, self.is_silent, self.last_line = True, None, math.inf, False, ""
+        self.status, self.heard, self.is_silent, self.last_line = None, math.inf, False, ""
         server.start(self.name, self.command, None if self.is_shown else str(self.log), self.environ)
 
     def last_words(self):
@@ -340,7 +343,7 @@ class Run:
             if name is None:
                 raise TrainingFailed("the process that starts the tasks was killed; --resume goes on")
             task = self._tasks[name]
-            task.is_running, task.status = False, status
+            task.status = status
             return task
 
     def _look_for_silent_tasks(self, last_look):

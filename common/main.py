@@ -83,9 +83,7 @@ def _run(scheme, train, without, lockstep, check, evaluate, script, arguments, d
         task = task if is_by_tf_config else task.use_last_worker_as_evaluator()
     elif task and task.is_evaluator():
         raise UserError(f"this task is an evaluator, which {script.name} does not have; Continuous-Evaluation has")
-    backend = os.environ.get("KERAS_BACKEND") or "tensorflow"
-    if backend != "tensorflow":
-        raise UserError(f"Keras runs on {backend}; unset KERAS_BACKEND or set it to tensorflow")
+    flags.check_backend(os.environ.get("KERAS_BACKEND") or "tensorflow")  # here, as without that backend no import gets far
     launches = task is None and settings.launch
     settings.num_evaluators = 1 if evaluate and (task or launches) else 0
     if task is None and not launches:
@@ -95,7 +93,7 @@ def _run(scheme, train, without, lockstep, check, evaluate, script, arguments, d
             )
     if not launches:  # what a scheme may ask for
         settings.num_ps, settings.num_workers = (task.num_ps, task.num_workers) if task else (0, 1)
-    elif settings.gpus and not settings.check:
+    elif settings.gpus is not None and not settings.check:
         launch.assign_gpus(settings, flags.present(values, "num_workers"))
     if "beta" in defaults and settings.beta > settings.num_workers:
         raise UserError(

@@ -6,7 +6,7 @@ import numpy as np
 
 from common import tf
 from common.data import call_user_function, one_line
-from common.flags import UserError
+from common.flags import UserError, check_backend
 
 
 def build(spec, data, seed=0):
@@ -19,8 +19,7 @@ def build(spec, data, seed=0):
     """
     import keras
 
-    if keras.backend.backend() != "tensorflow":
-        raise UserError(f"Keras runs on {keras.backend.backend()}; unset KERAS_BACKEND or set it to tensorflow")
+    check_backend(keras.backend.backend())
     keras.utils.set_random_seed(seed)
     if spec in BUILT_IN:
         outputs = data.num_classes if data.is_classification else int(np.prod(data.y_train.shape[1:], dtype=int))

@@ -461,7 +461,7 @@ def looking(monkeypatch):
     """A run of three tasks that were heard of at second 0: `look(at)` is its look at a second, and lists whom it kills."""
     killed: list = []
     server: object = types.SimpleNamespace(signal=lambda *arguments: killed.append(arguments))
-    tasks = [launch.Task("worker", i, [], "", is_running=True, heard=0.0) for i in range(3)]
+    tasks = [launch.Task("worker", i, [], "", heard=0.0) for i in range(3)]
     settings = types.SimpleNamespace(hang_secs=60, num_evaluators=0)
     run = launch.Run(tasks, server, settings, lambda line: None)
     clock = types.SimpleNamespace(now=0.0)
@@ -491,7 +491,7 @@ def test_silence_is_counted_from_the_last_sign(looking):
 
 
 def test_task_that_has_ended_is_not_silent(looking):
-    looking.tasks[0].is_running = False
+    looking.tasks[0].status = 0
     assert looking.look(61.0) == ["worker 1", "worker 2"]
     assert not looking.tasks[0].is_silent
 

@@ -207,7 +207,7 @@ def start(tmp_path):
             script.write_text(code)
             task = launch.Task("ps", 3, [sys.executable, str(script)], str(tmp_path), environ or {})
             task.start(server)
-            assert (task.is_running, task.status) == (True, None)
+            assert task.is_running
             name, task.status = ends.get(timeout=60)
             assert name == task.name == "ps 3"
             return task
@@ -236,7 +236,7 @@ def test_start_forgets_how_the_task_has_ended_before(tmp_path):
     asked: list = []
     task.start(types.SimpleNamespace(start=lambda *arguments: asked.append(arguments)))
     assert asked == [("ps 3", ["python", "scheme.py"], str(tmp_path / "logs" / "ps-3.log"), {})]
-    assert (task.is_running, task.status, task.is_silent) == (True, None, False)
+    assert (task.status, task.is_silent) == (None, False)
     assert task.heard == math.inf  # not yet
 
 
