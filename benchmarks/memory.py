@@ -47,11 +47,11 @@ def main():
         command += [f"--seconds={60 * options.minutes + 15}", f"--run_dir={folder}/run"]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
-            while len(tasks_of(f"{folder}/run")) < 3 and process.poll() is None:
-                time.sleep(0.1)
+            while len(list(Path(folder).glob("run/metrics/*.jsonl"))) < 2 and process.poll() is None:
+                time.sleep(0.1)  # until both workers train
             began = time.monotonic()
             for minute in range(int(options.minutes) + 1):
-                time.sleep(max(0.0, began + 60 * minute + 10 - time.monotonic()))  # training begins within ten seconds
+                time.sleep(max(0.0, began + 60 * minute - time.monotonic()))
                 memory = {name: megabytes(pid) for name, pid in sorted(tasks_of(f"{folder}/run").items())}
                 disk = sum(path.stat().st_size for path in Path(folder, "run").rglob("*") if path.is_file()) / 2**20
                 if minute == 0:
