@@ -201,8 +201,9 @@ def one_line(error):
 class Batches:
     """Shuffled batches of one worker's samples, drawn inside the graph: no message and no copy from Python per step.
 
-    The samples are local variables, fed once (`init_feed_dict`). Sample number k since the start is sample k mod n of the
-    epoch's permutation, which a counter-based shuffle computes without storing it; an epoch sees every sample once.
+    The samples are local variables, fed once (`init_feed_dict`). Sample number k since the start is that of place i = k mod n
+    in epoch e = k div n, which is second[(first[i] + e) mod n]: two random permutations, and between them a rotation. Every
+    epoch sees every sample once; the order repeats itself after n epochs.
 
     Args:
       x, y: arrays `[n, ...]`, `[n, ...]`.
@@ -212,13 +213,15 @@ class Batches:
     """
 
     def __init__(self, x, y, batch_size, seed, name="batches"):
-        self.num_samples, self.batch_size, self.seed = len(x), batch_size, seed
+        self.num_samples, self.batch_size = len(x), batch_size
         self.init_feed_dict = {}
         with tf.variable_scope(name):
-            self._x, self._y = self._samples("x", x), self._samples("y", y)
+            self._x, self._y = self._fed("x", x), self._fed("y", y)
+            rng = np.random.default_rng(seed)
+            self._first, self._second = (self._fed(name, rng.permutation(len(x))) for name in ("first", "second"))
             self._position = local_variable("position", tf.zeros([], tf.int64))
 
-    def _samples(self, name, value):
+    def _fed(self, name, value):
         feed = tf.placeholder(value.dtype, value.shape)
         self.init_feed_dict[feed] = value
         return local_variable(name, feed)
@@ -227,13 +230,8 @@ class Batches:
         """Returns the indices `[window, batch_size]` of the next samples."""
         size = window * self.batch_size
         k = self._position.assign_add(size) - size + tf.range(size, dtype=tf.int64)
-        epoch = k // self.num_samples
-        # Keys that are nearly all zeros hardly shuffle: those of the first epoch would leave most samples where they are.
-        key, seed = (tf.fill([size], tf.constant(k, tf.int64)) for k in (0x9E3779B97F4A7C1, self.seed))
-        seeds = tf.stack([key, epoch, seed], axis=1)
-        last = tf.constant(self.num_samples - 1, tf.int64)
-        # The raw operation: its wrapper, tf.random.experimental.index_shuffle, cannot take one seed an index.
-        indices = tf.raw_ops.RandomIndexShuffle(index=k % self.num_samples, seed=seeds, max_index=last, rounds=4)
+        place = tf.gather(self._first, k % self.num_samples) + k // self.num_samples
+        indices = tf.gather(self._second, place % self.num_samples)
         return tf.reshape(indices, [window, self.batch_size])
 
     def samples(self, indices):

@@ -290,4 +290,7 @@ def monitored_session(task, target, scaffold, checkpoint_dir, checkpoint_secs, h
     hooks = list(hooks)
     if task is None or task.is_master():
         hooks.append(_saver_hook(checkpoint_dir, checkpoint_secs, scaffold))
-    return tf.train.MonitoredSession(_Creator(task, scaffold, target, checkpoint_dir, None), hooks)
+    config = tf.ConfigProto(allow_soft_placement=True)
+    # TensorFlow would fuse a small layer's operations into one that takes longer: see benchmarks/README.md.
+    config.graph_options.rewrite_options.remapping = type(config.graph_options.rewrite_options).OFF
+    return tf.train.MonitoredSession(_Creator(task, scaffold, target, checkpoint_dir, config), hooks)
