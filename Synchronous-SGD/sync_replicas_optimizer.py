@@ -118,7 +118,8 @@ def train(task, settings):
     if outcome.final:
         model = models.build(settings.model, dataset)
         model.save(np.concatenate([w.ravel() for w in outcome.final]), [], Path(settings.run_dir, "model.keras"))
-        training.write_result(settings, task, outcome.reports, *outcome.evaluated)
+        more = {"parameters": model.size, "optimizer": sgd.get_name()}
+        training.write_result(settings, task, outcome.reports, *outcome.evaluated, **more)
     return outcome.status
 
 

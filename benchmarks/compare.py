@@ -21,7 +21,7 @@ from pathlib import Path
 import h5py
 
 SAME_WORK = ["--data=digits", "--model=mlp", "--batch_size=32", "--learning_rate=0.1", "--epochs=120"]
-MUST_BE_EQUAL = ("num_ps", "num_workers", "batch_size", "parameters")
+MUST_BE_EQUAL = ("num_ps", "num_workers", "data", "batch_size", "parameters")
 
 
 def main():
@@ -39,10 +39,7 @@ def main():
     if options.rounds < 1:
         parser.error(f"--rounds must be at least 1, not {options.rounds}")
 
-    results: dict[str, list[dict]] = {script: [] for script in options.scripts}
-    for _ in range(options.rounds):
-        for script in options.scripts:
-            results[script].append(run(script, flags))
+    results = in_turn({script: script for script in options.scripts}, flags, options.rounds)
     everything = [result for of_script in results.values() for result in of_script]
     for key in MUST_BE_EQUAL:
         if len({result[key] for result in everything}) > 1:
@@ -60,6 +57,16 @@ def main():
         accuracy = f"{min(accuracies)} to {max(accuracies)}" if accuracies else ""
         ratio = medians[script] / medians[options.scripts[-1]]
         print(f"| `{script}` | {' | '.join(rates)} | {medians[script]:,.0f} | {ratio:.2f} | {accuracy} |")
+
+
+def in_turn(scripts, flags, rounds, say=lambda name, result: None):
+    """Returns {name: results} of `scripts`, {name: script with flags of its own}, which run in turn, so many rounds."""
+    results: dict[str, list[dict]] = {name: [] for name in scripts}
+    for _ in range(rounds):
+        for name, script in scripts.items():
+            results[name].append(run(script, flags))
+            say(name, results[name][-1])
+    return results
 
 
 def run(script, flags):

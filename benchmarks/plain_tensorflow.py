@@ -105,7 +105,8 @@ def train(task, settings):
         model = models.build(settings.model, dataset)
         assert [w.shape for w in outcome.final] == model.shapes, "this is not the mlp that the schemes train"
         model.save(np.concatenate([w.ravel() for w in outcome.final]), [], Path(settings.run_dir, "model.keras"))
-        training.write_result(settings, task, outcome.reports, *outcome.evaluated)
+        more = {"parameters": model.size, "optimizer": optimizer.get_name()}
+        training.write_result(settings, task, outcome.reports, *outcome.evaluated, **more)
     return outcome.status
 
 

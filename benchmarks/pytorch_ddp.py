@@ -11,15 +11,15 @@ difference that could be measured.
 Needs PyTorch, which nothing else here does. A step is one of all workers together; it trains `--batch_size` samples of each.
 """
 
-import argparse
 import math
 import os
 import sys
 import time
 from pathlib import Path
 
-from common import data
-from common.launch import die_with_parent, write_json
+import alternatives
+
+from common.launch import die_with_parent
 
 try:
     import torch
@@ -34,34 +34,12 @@ STEPS_PER_VOTE = 50  # how often the workers ask worker 0 whether the time is ov
 
 def main():
     """Runs the workers; worker 0 writes `result.json`."""
-    began = time.time()
-    parser = argparse.ArgumentParser(usage="%(prog)s --run_dir=DIR [flags]", allow_abbrev=False)
-    parser.add_argument("--run_dir", type=Path, required=True)
-    parser.add_argument("--num_workers", type=int, default=2, help="processes (default: 2)")
-    parser.add_argument("--batch_size", type=int, default=32, help="samples of each worker a step (default: 32)")
-    parser.add_argument("--learning_rate", type=float, default=0.1, help="(default: 0.1)")
-    parser.add_argument("--epochs", type=float, default=60, help="passes over the data, all workers together (default: 60)")
-    parser.add_argument("--steps", type=int, help="stop after this many steps (default: from --epochs)")
-    parser.add_argument("--seconds", type=float, help="stop after this many seconds of training")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the order of the samples (default: 0)")
-    parser.add_argument("--data", choices=["digits"], default="digits", help="there is no other")
-    parser.add_argument("--model", choices=["mlp"], default="mlp", help="there is no other")
-    parser.add_argument("--num_ps", type=int, default=1, help="means nothing; there is none")
-    parser.add_argument("--launch", action="store_true", help="means nothing; they are always started")
-    options = parser.parse_args()
-    for flag in ("num_workers", "batch_size", "learning_rate", "epochs", "steps", "seconds"):
-        value = getattr(options, flag)
-        if value is not None and not 0 < value < math.inf:
-            parser.error(f"--{flag} must be greater than 0 and finite, not {value}")
-    digits = data.load(options.data)
-    if options.batch_size * options.num_workers > len(digits.x_train):
-        parser.error(f"--batch_size times --num_workers must be at most the {len(digits.x_train)} samples")
-    options.run_dir.mkdir(parents=True, exist_ok=True)
+    options, digits = alternatives.parse()
     Path(options.run_dir, "rendezvous").unlink(missing_ok=True)
-    torch.multiprocessing.spawn(train, (options, digits, began, os.getpid()), options.num_workers)
+    torch.multiprocessing.spawn(train, (options, digits, os.getpid()), options.num_workers)
 
 
-def train(rank, options, digits, began, launcher):
+def train(rank, options, digits, launcher):
     """Trains as worker `rank`."""
     die_with_parent(launcher)
     torch.set_num_threads(1)
@@ -96,26 +74,10 @@ def train(rank, options, digits, began, launcher):
     if rank == 0:
         with torch.no_grad():
             logits = model(x_test)
-        test_loss = float(functional.cross_entropy(logits, y_test))
-        result = {
-            "scheme": "PyTorch DDP",
-            "num_ps": options.num_ps,
-            "num_workers": options.num_workers,
-            "batch_size": options.batch_size,
-            "window": 1,
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "global_steps": step,
-            "samples": step * samples_per_step,
-            "train_seconds": seconds,
-            "wall_seconds": time.time() - began,
-            "samples_per_second": step * samples_per_step / seconds,
-            "staleness_mean": 0.0,
-            "staleness_max": 0,
-            "test_accuracy": float((logits.argmax(1) == y_test).float().mean()),
-            "test_loss": test_loss if math.isfinite(test_loss) else None,
-            "restarts": 0,
-        }
-        write_json(Path(options.run_dir, "result.json"), result)
+        loss, accuracy = functional.cross_entropy(logits, y_test), (logits.argmax(1) == y_test).float().mean()
+        parameters = sum(p.numel() for p in model.parameters())
+        samples = step * samples_per_step
+        alternatives.write_result(options, "PyTorch DDP", parameters, step, samples, seconds, accuracy, loss)
     dist.destroy_process_group()
 
 

@@ -60,6 +60,11 @@ class GlobalParameters:
         with tf.device(device_fn):
             return list(tf.get_variable(name, [self.size], partitioner=partitioner, initializer=initializer, use_resource=True))
 
+    @property
+    def optimizers(self):
+        """The names of the optimizers that have changed x̃, a set."""
+        return {optimizer.get_name() for optimizer in self._optimizers.values()}
+
     def slot(self, name):
         """Returns the pieces of a further global vector `[size]`, zero at first, that lies beside x̃ and is saved with it."""
         if name not in self._slots:
@@ -416,6 +421,11 @@ class LocalParameters:
         self.stopping: Any = None  # and: 1 if this worker is to stop
         self.may_go_on: Any = None  # set by GlobalParameters.wait: whether it would end at once
         self.windows = 0  # how many calls of train there were
+
+    @property
+    def optimizers(self):
+        """The names of the optimizers that have changed x, a set."""
+        return {optimizer.get_name() for optimizer in self._optimizers.values()}
 
     def vector(self, name):
         """Returns a vector `[size]` of this worker's own, a variable, zero at first; the same one for the same name."""

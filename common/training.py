@@ -72,7 +72,8 @@ def train(scheme, task, settings):
         outcome = work(plan, task, settings, server, interruption, monitored_session)
     if outcome.final:
         model.save(*outcome.final, Path(settings.run_dir, "model.keras"))
-        write_result(settings, task, outcome.reports, *outcome.evaluated)
+        optimizers = ", ".join(sorted(center.optimizers | local.optimizers))
+        write_result(settings, task, outcome.reports, *outcome.evaluated, parameters=model.size, optimizer=optimizers)
     return outcome.status
 
 
@@ -247,11 +248,12 @@ def last_step(settings, num_samples, gradients_per_update=1):
 REPORT = ("index", "first_time", "first_step", "stop_time", "samples", "updates", "staleness_sum", "staleness_max", "dropped")
 
 
-def write_result(settings, task, reports, global_step, test_loss, test_accuracy):
-    """Writes `result.json` and `curve.png` from the reports of all workers and the last evaluation."""
+def write_result(settings, task, reports, global_step, test_loss, test_accuracy, **more):
+    """Writes `result.json`, with what `more` there is to say, and `curve.png`, from all workers' reports and the last
+    evaluation."""
     plots.curve(settings.run_dir)
     result = summarize(settings, task, reports, global_step)
-    result.update(test_accuracy=test_accuracy, test_loss=test_loss if math.isfinite(test_loss) else None, restarts=0)
+    result.update(test_accuracy=test_accuracy, test_loss=test_loss if math.isfinite(test_loss) else None, restarts=0, **more)
     write_json(Path(settings.run_dir, "result.json"), result)
 
 
@@ -272,6 +274,7 @@ def summarize(settings, task, reports, global_step):
         "scheme": settings.scheme,
         "num_ps": task.num_ps if task else 0,
         "num_workers": len(reports),
+        "data": settings.data,
         "batch_size": settings.batch_size,
         "window": settings.window,
         "global_steps": int(global_step),

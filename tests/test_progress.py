@@ -239,7 +239,8 @@ def test_no_summary_of_a_run_that_failed(tmp_path, capsys):
 
 
 def settings(**changes):
-    defaults = dict(scheme="HogWild", batch_size=32, window=1, steps=None, epochs=60.0, began=0.0, gradients_per_update=1)
+    defaults = dict(scheme="HogWild", data="digits", batch_size=32, window=1, steps=None, epochs=60.0, began=0.0)
+    defaults["gradients_per_update"] = 1
     return types.SimpleNamespace(**defaults | changes)
 
 
