@@ -213,4 +213,5 @@ def evaluate(task, settings):
 
 if __name__ == "__main__":
     options = {"validation": 0.1, "patience": 5, "checkpoint_secs": 1}
-    main(hogwild, evaluate=evaluate, epochs=600, batch_size=32, learning_rate=0.1, **options)
+    without = ("evaluation_secs",)  # every checkpoint is evaluated
+    main(hogwild, evaluate=evaluate, without=without, epochs=600, batch_size=32, learning_rate=0.1, **options)

@@ -17,8 +17,8 @@ from common.flags import UserError
 from common.main import main
 from common.parameters import Rounds
 
-# Flags of the schemes that mean nothing here: this trains one step a call.
-OF_SCHEMES = ("window", "rounds_per_call")
+# Flags of the schemes that mean nothing here: this trains one step a call, and evaluates each second.
+OF_SCHEMES = ("window", "rounds_per_call", "evaluation_secs")
 
 
 class Training(NamedTuple):

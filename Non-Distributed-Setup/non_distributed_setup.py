@@ -10,7 +10,7 @@ from common.main import main
 # Flags of the schemes that mean nothing here.
 OF_CLUSTERS = (
     *("launch", "num_ps", "num_workers", "job_name", "task_index", "ps_hosts", "worker_hosts"),
-    *("window", "rounds_per_call", "checkpoint_secs", "max_restarts"),
+    *("window", "rounds_per_call", "checkpoint_secs", "evaluation_secs", "max_restarts"),
 )
 
 

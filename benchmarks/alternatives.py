@@ -2,12 +2,10 @@
 
 import argparse
 import math
-import os
 import time
 from pathlib import Path
 
-from common import data
-from common.launch import write_json
+from common import data, launch
 
 
 def parse(**more):
@@ -45,9 +43,8 @@ def parse(**more):
 
 
 def environment(num_workers):
-    """Returns the variables that give each of so many workers its share of the cores, as the launcher of the schemes does."""
-    threads = str(max(1, (os.cpu_count() or 1) // num_workers))
-    return {"TF_NUM_INTRAOP_THREADS": threads, "TF_NUM_INTEROP_THREADS": threads, "TF_GRPC_REUSE_PORT": "true", **os.environ}
+    """Returns TensorFlow's variables that give each of so many workers its share of the cores, as the schemes have them."""
+    return {name: value for name, value in launch.environment(num_workers).items() if name.startswith("TF_")}
 
 
 def write_result(options, scheme, parameters, steps, samples, seconds, accuracy, loss):
@@ -77,4 +74,4 @@ def write_result(options, scheme, parameters, steps, samples, seconds, accuracy,
         "test_loss": float(loss) if math.isfinite(loss) else None,
         "restarts": 0,
     }
-    write_json(Path(options.run_dir, "result.json"), result)
+    launch.write_json(Path(options.run_dir, "result.json"), result)

@@ -8,11 +8,12 @@ speed is the price of training one model together. A window makes a call of the 
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+from common import launch
 
 SCRIPT = Path(__file__).parents[1] / "HogWild" / "hogwild.py"
 
@@ -25,8 +26,7 @@ def main():
     parser.add_argument("--num_ps", type=int, default=1, help="means nothing; there is none")
     parser.add_argument("--launch", action="store_true", help="means nothing; they are always started")
     options, flags = parser.parse_known_args()
-    threads = str(max(1, (os.cpu_count() or 1) // options.num_workers))
-    environ = {"TF_NUM_INTRAOP_THREADS": threads, "TF_NUM_INTEROP_THREADS": threads, **os.environ}
+    environ = launch.environment(options.num_workers)
     folders = [options.run_dir / f"process-{i}" for i in range(options.num_workers)]
     processes = [
         subprocess.Popen([sys.executable, str(SCRIPT), f"--run_dir={folder}", f"--seed={i}", *flags], env=environ)

@@ -37,7 +37,7 @@ CONTESTANTS = {
     "DC-ASGD": ("DC-ASGD/dc_asgd.py", SGD),
     "Dynamic-SGD, window 10": ("Dynamic-SGD/dynamic_sgd.py --window=10", SGD),
     "Semi-Synchronous-SGD": ("Semi-Synchronous-SGD/semi_synchronous_sgd.py", SGD),
-    "DOWNPOUR-Easy, window 10": ("DOWNPOUR-Easy/downpour_easy.py --window=10", SGD),
+    "DOWNPOUR-Easy, window 10": ("DOWNPOUR-Easy/downpour_easy.py --window=10", f"Adagrad, {SGD}"),
     "DOWNPOUR, window 10": ("DOWNPOUR/downpour.py --window=10", "Adagrad"),
     "DOWNPOUR, window 100": ("DOWNPOUR/downpour.py --window=100", "Adagrad"),
     "AGN, window 10": ("AGN/agn.py --window=10", SGD),
@@ -53,13 +53,11 @@ CONTESTANTS = {
     ),
     "DiLoCo, window 10": ("DiLoCo/diloco.py --window=10", "Adam, Momentum"),
 }
-LIMIT, PLAIN, STRATEGY, DDP = (
-    *("the limit: nothing shared", "plain TensorFlow, asynchronous"),
-    *("ParameterServerStrategy, 10 steps a call", "PyTorch DDP"),
-)
+LIMIT, PLAIN, DDP = "the limit: nothing shared", "plain TensorFlow, asynchronous", "PyTorch DDP"
 TARGETS = [  # what, at least so many times, of what
     ("HogWild", 2.5, PLAIN),
-    ("HogWild", 4, STRATEGY),
+    ("HogWild", 4, "ParameterServerStrategy"),
+    ("HogWild", 4, "ParameterServerStrategy, 10 steps a call"),
     ("DOWNPOUR, window 10", 12, PLAIN),
     ("AGN, window 10", 12, PLAIN),
     ("DOWNPOUR, window 100", 0.8, LIMIT),
@@ -75,7 +73,7 @@ def main():
     """Runs all, and writes what came out."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3, help="runs of each (default: 3)")
-    parser.add_argument("--seconds", type=float, default=4, help="of training in each (default: 4)")
+    parser.add_argument("--seconds", type=float, default=3, help="of training in each (default: 3)")
     parser.add_argument("--only", help="those whose name begins with one of these, separated by commas; writes no file")
     options = parser.parse_args()
     if options.rounds < 1 or options.seconds <= 0:
@@ -89,13 +87,15 @@ def main():
         print("PyTorch is not installed, so its DDP is left out: pip install torch", flush=True)
         del chosen[DDP]
     os.chdir(HERE.parent)
-    results = compare.in_turn(
-        {name: script for name, (script, _) in chosen.items()},
-        [*FLAGS, f"--seconds={options.seconds:g}"],
-        options.rounds,
-        lambda name, result: print(f"{name}: {result['samples_per_second']:,.0f} samples/s", flush=True),
-    )
-    check_same_work(results)
+    first: dict[str, dict] = {}
+
+    def say(name, result):
+        check_same_work({**first, name: result})
+        first.setdefault(name, result)
+        print(f"{name}: {result['samples_per_second']:,.0f} samples/s", flush=True)
+
+    scripts = {name: script for name, (script, _) in chosen.items()}
+    results = compare.in_turn(scripts, [*FLAGS, f"--seconds={options.seconds:g}"], options.rounds, say)
     report = {
         "command": "bash benchmarks/run.sh",
         "date": f"{datetime.date.today()}",
@@ -131,11 +131,11 @@ def main():
 
 def check_same_work(results):
     """Ends the program unless all trained as many parameters on the same data, in equal batches, with the right optimizer."""
-    everything = {name: of_one[0] for name, of_one in results.items()}
     for key in ("data", "parameters", "batch_size", "num_ps"):
-        if len({result[key] for result in everything.values()}) > 1:
-            sys.exit(f"not the same work: {key} is { ({name: result[key] for name, result in everything.items()}) }")
-    for name, result in everything.items():
+        values = {name: result[key] for name, result in results.items()}
+        if len(set(values.values())) > 1:
+            sys.exit(f"not the same work: {key} is {values}")
+    for name, result in results.items():
         workers, optimizer = 1 if name == "one process" else 2, CONTESTANTS[name][1]
         if result["num_workers"] != workers or result["optimizer"] != optimizer:
             sys.exit(f"not the same work: {name} had {result['num_workers']} workers and for optimizer {result['optimizer']!r}")

@@ -172,6 +172,7 @@ def define(defaults):
     flags.DEFINE_string("run_dir", None, "folder for all that the run writes (default: runs/SCHEME/TIME)")
     flags.DEFINE_bool("resume", False, "go on from the newest checkpoint in --run_dir")
     define_number("checkpoint_secs", own("checkpoint_secs", 5), "seconds between checkpoints", above=0)
+    define_number("evaluation_secs", 1, "seconds between evaluations on the test set while training goes on", above=0)
     define_integer("max_restarts", 3, "how often each task may be restarted", least=0)
     define_number("hang_secs", 60, "seconds without a sign of life after which a task is killed and restarted", least=2)
     define_isolation()

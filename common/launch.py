@@ -215,18 +215,26 @@ def check_isolation(settings):
         raise UserError(f"--require_isolation: this run cannot have a network of its own: {problem}")
 
 
-def fork_server(settings, run_dir, preloads):
-    """Returns the `ForkServer` that starts the tasks of a run."""
-    threads = str(max(1, (os.cpu_count() or 1) // settings.num_workers))  # or the tasks fight over the cores
-    environment = {
+def environment(num_workers):
+    """Returns the variables that tasks begin with: this process's own, and what it does not set."""
+    threads = str(max(1, (os.cpu_count() or 1) // num_workers))  # or the tasks fight over the cores
+    return {
         "TF_NUM_INTRAOP_THREADS": threads,
         "TF_NUM_INTEROP_THREADS": threads,
         "MALLOC_ARENA_MAX": "1",  # with a heap for each thread, glibc's default, memory grows twice as fast
+        # What a large message took is kept for the next one: the kernel takes as long to give it as the network to fill it.
+        "MALLOC_MMAP_MAX_": "0",
+        "MALLOC_TRIM_THRESHOLD_": str(2**40),
         **os.environ,
         "TF_GRPC_REUSE_PORT": "true",
         "PYTHONUNBUFFERED": "1",
     }
-    return ForkServer(environment, Path(run_dir, "logs", "fork-server.log"), settings.isolation, preloads)
+
+
+def fork_server(settings, run_dir, preloads):
+    """Returns the `ForkServer` that starts the tasks of a run."""
+    log = Path(run_dir, "logs", "fork-server.log")
+    return ForkServer(environment(settings.num_workers), log, settings.isolation, preloads)
 
 
 def reserved_hosts(server, num_ps, num_workers):

@@ -153,7 +153,7 @@ def work(plan, task, settings, server, interruption, open_session):
     metrics = MetricsHook(log, settings.batch_size * settings.window)
     hooks: list = [interruption, metrics]
     if index == 0:
-        evaluation = EvaluationHook(log, *plan.evaluation)
+        evaluation = EvaluationHook(log, *plan.evaluation, settings.evaluation_secs)
         if not settings.num_evaluators:
             hooks.append(evaluation)
     early_stopping = None
@@ -182,14 +182,16 @@ def work(plan, task, settings, server, interruption, open_session):
         present = first_step
         if index > 0 and plan.gate is not None and not meeting and not session.run(plan.gate):
             present = plan.last  # the chief has ended before there was anything to do for others
-        is_over = False
+        is_over, calls = False, 0
         while present < plan.last and not is_over:
             is_told = early_stopping and early_stopping.requested
             if time.monotonic() >= deadline or interruption.requested or is_told:
                 if meeting is None or not meeting.vote(session):
                     break
+            if calls == 1:  # the first one had to prepare the graph, which is no training
+                first_time, first_step = session.run([clock, plan.step])
             rounds = session.run(*plan.next_call(present))
-            present, is_over = rounds.steps[-1, 1], rounds.over
+            present, is_over, calls = rounds.steps[-1, 1], rounds.over, calls + 1
         if interruption.requested:
             return Outcome(130)  # leaving the session saves a checkpoint
         stop_time = session.run(clock)
@@ -263,7 +265,7 @@ def summarize(settings, task, reports, global_step):
     trained = columns["updates"] > 0
     train_seconds = samples_per_second = staleness = None
     if trained.any():
-        # From the first round of the last worker to start; from there on all of them share the work.
+        # From the first call but one of the last worker to start; from there on all of them share the work.
         latest = np.argmax(np.where(trained, columns["first_time"], -np.inf))
         updates = global_step - columns["first_step"][latest]
         train_seconds = float(columns["stop_time"].max() - columns["first_time"][latest])

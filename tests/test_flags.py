@@ -127,7 +127,7 @@ AT_LEAST = {
     "max_restarts": 0,
     "task_index": 0,
 }
-ABOVE_0 = ["epochs", "seconds", "learning_rate", "checkpoint_secs"]
+ABOVE_0 = ["epochs", "seconds", "learning_rate", "checkpoint_secs", "evaluation_secs"]
 
 
 @pytest.mark.parametrize("name, least", AT_LEAST.items())

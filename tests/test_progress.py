@@ -266,7 +266,7 @@ SECOND = dict(
 
 
 def test_result_of_two_workers():
-    """Speed is measured from the first round of the last worker to start, until the last one stops."""
+    """Speed is measured from the second call of the last worker to start, until the last one stops."""
     task = types.SimpleNamespace(num_ps=3)
     result = training.summarize(settings(), task, [report(**FIRST), report(**SECOND)], 350)
     assert result["train_seconds"] == pytest.approx(9)

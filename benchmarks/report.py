@@ -1,0 +1,55 @@
+"""Writes the tables of the READMEs from what the benchmarks have measured: `python benchmarks/report.py`.
+
+A table stands between `<!-- NAME: ... -->` and `<!-- end of NAME -->`. With `--check` nothing is written, and the exit status
+is 1 if a table differs from its file.
+"""
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+
+import run
+import scaling
+import startup
+import time_to_accuracy
+
+HERE = Path(__file__).resolve().parent
+READMES = [HERE.parent / "README.md", HERE / "README.md"]
+TABLES = {  # name: file, and what makes a table of it
+    "results": ("results.json", run.table),
+    "targets": ("results.json", run.targets),
+    "bandwidth": ("scaling.json", scaling.table),
+    "cost": ("scaling.json", scaling.cost_table),
+    "time to accuracy": ("time_to_accuracy.json", time_to_accuracy.table),
+    "startup": ("startup.json", startup.table),
+}
+
+
+def main():
+    """Writes the tables, or checks them."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="only look whether all tables are those of the files")
+    options = parser.parse_args()
+    for path in READMES:
+        before = path.read_text()
+        after = with_tables(before)
+        if after != before and options.check:
+            sys.exit(f"{path} has other figures than the files in {HERE}: run python benchmarks/report.py")
+        if after != before:
+            path.write_text(after)
+
+
+def with_tables(text):
+    """Returns the text of a README with its tables made anew."""
+
+    def made(match):
+        file, table = TABLES[match["name"]]
+        return f"{match['head']}\n\n{table(json.loads((HERE / file).read_text()))}\n\n{match['end']}"
+
+    return re.sub(r"(?s)(?P<head><!-- (?P<name>[a-z ]+): [^\n]* -->)\n.*?(?P<end><!-- end of (?P=name) -->)", made, text)
+
+
+if __name__ == "__main__":
+    main()

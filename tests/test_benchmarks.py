@@ -1,0 +1,153 @@
+"""What the benchmarks make of their measurements; the measurements themselves are no test."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def benchmarks(monkeypatch):
+    """The folder of the benchmarks, whose modules can be imported."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return ROOT / "benchmarks"
+
+
+def results(**changes):
+    one = {
+        "data": "digits",
+        "parameters": 26122,
+        "batch_size": 32,
+        "num_ps": 1,
+        "num_workers": 2,
+        "optimizer": "GradientDescent",
+    }
+    return {"HogWild": one, "PyTorch DDP": one, "one process": one | {"num_workers": 1}, "DC-ASGD": one | changes}
+
+
+def test_equal_work_is_accepted():
+    import run
+
+    run.check_same_work(results())
+
+
+@pytest.mark.parametrize(
+    "changes", [{"parameters": 26123}, {"batch_size": 64}, {"optimizer": "Adam"}, {"data": "mnist"}, {"num_workers": 3}]
+)
+def test_unequal_work_is_refused(changes):
+    import run
+
+    with pytest.raises(SystemExit) as error:
+        run.check_same_work(results(**changes))
+    assert "not the same work" in str(error.value) and "DC-ASGD" in str(error.value)
+
+
+def test_every_scheme_takes_part():
+    """A scheme is a folder with a script that calls `main` with a function of the center, the local parameters and hp."""
+    import run
+    import time_to_accuracy
+
+    schemes = {
+        str(path.relative_to(ROOT))
+        for path in ROOT.glob("*/*.py")
+        if "(center, local, hp):" in path.read_text() and path.parent.name not in ("common", "tests", "benchmarks")
+    }
+    assert len(schemes) > 10
+    assert schemes <= {script.split(" ")[0] for script, _ in run.CONTESTANTS.values()}
+    assert schemes <= set(time_to_accuracy.SCHEMES.values())
+
+
+def test_scripts_of_the_benchmarks_exist():
+    import run
+    import scaling
+
+    scripts = [script for script, _ in run.CONTESTANTS.values()]
+    scripts += [script for points in scaling.AXES.values() for script in points.values()]
+    assert [script for script in scripts if not (ROOT / script.split(" ")[0]).is_file()] == []
+
+
+def test_what_is_compared_is_measured():
+    import run
+
+    assert {name for what, _, of in run.TARGETS for name in (what, of)} <= set(run.CONTESTANTS)
+
+
+def test_target_that_is_missed_is_said_to_be():
+    import run
+
+    report = {
+        "targets": [
+            {"what": "AGN", "at_least": 0.8, "of": "the limit", "reached": 0.79},
+            {"what": "HogWild", "at_least": 4, "of": "plain", "reached": 4.0},
+        ]
+    }
+    missed, reached = run.targets(report).splitlines()[2:]
+    assert "0.79 ×, short of it" in missed and "short" not in reached
+
+
+def test_accuracy_is_reached_between_two_evaluations():
+    import time_to_accuracy
+
+    curve = np.array([[0, 0, 0, 0.1], [1, 100, 10, 0.9], [2, 300, 30, 1.0], [3, 400, 40, 0.8]])
+    assert time_to_accuracy.reached_at(curve, 0.95).tolist() == pytest.approx([1.5, 200, 20])
+    assert time_to_accuracy.reached_at(curve[:2], 0.95) is None
+
+
+def test_median_of_runs_of_which_most_never_get_there_is_none():
+    import time_to_accuracy
+
+    never, soon = np.array([[0, 0, 0, 0.1], [9, 9, 9, 0.2]]), np.array([[0, 0, 0, 0.1], [2, 300, 30, 1.0]])
+    assert time_to_accuracy.summary([never, never, soon], 0.95)["seconds"] is None
+    assert time_to_accuracy.summary([never, soon, soon], 0.95)["reached"] == 2
+    assert time_to_accuracy.summary([never, soon, soon], 1.0)["samples"] == 300
+
+
+def test_cost_model_finds_what_made_the_times():
+    import scaling
+
+    latency, bandwidth, compute = 2e-3, 1.5e9, {10_000: 1e-4, 1_000_000: 5e-3, 50_000_000: 0.2}
+    sizes = [
+        {
+            "parameters": n,
+            "seconds_of_a_round": {str(t): latency + 8 * n / bandwidth + t * seconds for t in scaling.WINDOWS},
+        }
+        for n, seconds in compute.items()
+    ]
+    cost = scaling.fit(sizes)
+    assert cost["latency_seconds"] == pytest.approx(latency)
+    assert cost["bytes_per_second"] == pytest.approx(bandwidth)
+    assert cost["compute_seconds"] == pytest.approx({str(n): seconds for n, seconds in compute.items()})
+    assert max(abs(point["error"]) for point in cost["points"]) < 1e-3
+
+
+def test_points_that_are_left_out_do_not_change_the_fit():
+    import scaling
+
+    def sizes(of_left_out):
+        seconds = {str(t): (of_left_out if t in scaling.LEFT_OUT else 1e-3) * t + 1e-3 for t in scaling.WINDOWS}
+        return [{"parameters": n, "seconds_of_a_round": seconds} for n in (1000, 2000)]
+
+    one, other = scaling.fit(sizes(1e-3)), scaling.fit(sizes(2e-3))
+    assert one["compute_seconds"] == pytest.approx(other["compute_seconds"])
+    assert {point["left_out"] for point in other["points"] if abs(point["error"]) > 0.1} == {True}
+
+
+def test_tables_of_the_readmes_are_those_of_the_files(benchmarks):
+    command = [sys.executable, str(benchmarks / "report.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_table_with_another_figure_is_noticed(benchmarks):
+    import report
+    import run
+
+    made = run.targets(json.loads((benchmarks / "results.json").read_text()))
+    text = f"a\n<!-- targets: bash x -->\n\n{made}\n\n<!-- end of targets -->\nb\n"
+    assert report.with_tables(text) == text
+    assert report.with_tables(text.replace(" × |", " x |", 1)) == text
