@@ -70,9 +70,8 @@ def train(task, settings):
         x_test, y_test, local_init_feed_dict = fed_test_set(dataset)
         # What begins as a copy of a reference variable asks for its initial value, too, in case it has none yet.
         local_init_feed_dict.update(center.init_feed_dict)
-        evaluation = EvaluationHook(
-            chief.log, step, *built[0].evaluate(*final, x_test, y_test), settings.evaluation_secs
-        )
+        loss, accuracy = built[0].evaluate(*final, x_test, y_test)
+        evaluation = EvaluationHook(chief.log, step, loss, accuracy, settings.evaluation_secs)
         for worker in workers:
             local_init_feed_dict.update(worker.local.init_feed_dict)
         scaffold = tf.train.Scaffold(

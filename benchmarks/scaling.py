@@ -122,17 +122,17 @@ def measure_as_worker(size, ps_hosts, worker_hosts):
             local = LocalParameters(center, model, data.Batches(digits.x_train, digits.y_train, 32, 0))
             pull = local.pull(center)
             push = center.push(tf.train.GradientDescentOptimizer(1e-6), local.gradient)
-            rounds = {}
+            steps: dict[str, list] = {"pull": pull, "push": push}
             for window in WINDOWS:
                 hp = types.SimpleNamespace(window=window, learning_rate=1e-6, local_learning_rate=None, local_optimizer="sgd")
-                rounds[window] = build_rounds(agn, center, local, hp).operations
+                steps[str(window)] = build_rounds(agn, center, local, hp).operations
         session = tf.Session(server.target, config=task.config())
         session.run(tf.global_variables_initializer(), center.init_feed_dict)
         session.run(tf.local_variables_initializer(), local.init_feed_dict)
         measured: dict[str, list[float]] = {}
         with tcp_connection() as exchange:
             for repetition in range(4):  # in turn; the first one prepares the graphs
-                for name, operations in {"pull": pull, "push": push, **rounds}.items():
+                for name, operations in steps.items():
                     seconds = seconds_a_call(lambda operations=operations: session.run(operations))
                     measured.setdefault(name, []).extend([seconds] * (repetition > 0))
                 seconds = seconds_a_call(lambda: exchange(4 * model.size))
@@ -143,7 +143,7 @@ def measure_as_worker(size, ps_hosts, worker_hosts):
     return {
         "parameters": model.size,
         "bytes_per_second": {name: round(value) for name, value in bandwidths.items()} | {"pull and push": round(both)},
-        "seconds_of_a_round": {str(window): medians[window] for window in WINDOWS},
+        "seconds_of_a_round": {str(window): medians[str(window)] for window in WINDOWS},
     }
 
 

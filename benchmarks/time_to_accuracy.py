@@ -96,7 +96,7 @@ def one_run(script, seed):
         evaluations = [line for line in read_metrics(run_dir) if line.get("test_accuracy") is not None]
     times = np.array([line["time"] for line in evaluations])
     samples = np.array([line["global_step"] for line in evaluations]) * result["samples"] / result["global_steps"]
-    megabytes = np.interp(times, *zip(*counted, strict=True)) / 1e6
+    megabytes = np.interp(times, *np.array(counted).T) / 1e6
     accuracies = [line["test_accuracy"] for line in evaluations]
     return np.column_stack([times - times[0], samples, megabytes - megabytes[0], accuracies])
 

@@ -153,7 +153,8 @@ def work(plan, task, settings, server, interruption, open_session):
     metrics = MetricsHook(log, settings.batch_size * settings.window)
     hooks: list = [interruption, metrics]
     if index == 0:
-        evaluation = EvaluationHook(log, *plan.evaluation, settings.evaluation_secs)
+        step, loss, accuracy = plan.evaluation
+        evaluation = EvaluationHook(log, step, loss, accuracy, settings.evaluation_secs)
         if not settings.num_evaluators:
             hooks.append(evaluation)
     early_stopping = None
