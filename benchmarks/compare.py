@@ -59,6 +59,14 @@ def main():
         print(f"| `{script}` | {' | '.join(rates)} | {medians[script]:,.0f} | {ratio:.2f} | {accuracy} |")
 
 
+def interruptible(main):
+    """Calls `main`; Ctrl-C ends the program without a stack trace, as it ends what it runs."""
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
 def in_turn(scripts, flags, rounds, say=lambda name, result: None):
     """Returns {name: results} of `scripts`, {name: script with flags of its own}, which run in turn, so many rounds."""
     results: dict[str, list[dict]] = {name: [] for name in scripts}
@@ -95,4 +103,4 @@ def count_parameters(path):
 
 
 if __name__ == "__main__":
-    main()
+    interruptible(main)

@@ -123,7 +123,8 @@ def main():
     ]
     for target in report["targets"]:
         target["reached"] = round(target["reached"], 2)
-    print(f"\n{table(report)}\n\n{targets(report)}\n\nin {(time.monotonic() - began) / 60:.1f} minutes")
+    compared = f"\n\n{targets(report)}" if report["targets"] else ""
+    print(f"\n{table(report)}{compared}\n\nin {(time.monotonic() - began) / 60:.1f} minutes")
     if not options.only:
         (HERE / "results.json").write_text(json.dumps(report, indent=2) + "\n")
         chart(report, HERE / "results.png")
@@ -184,4 +185,4 @@ def chart(report, path):
 
 
 if __name__ == "__main__":
-    main()
+    compare.interruptible(main)

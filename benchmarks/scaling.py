@@ -304,4 +304,4 @@ def chart(report, path):
 
 
 if __name__ == "__main__":
-    main()
+    compare.interruptible(main)

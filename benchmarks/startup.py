@@ -14,6 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import compare
+
 HERE = Path(__file__).resolve().parent
 # What is there, under the folder of the run, when a part of the start has ended.
 PARTS = {
@@ -86,4 +88,4 @@ def one_run():
 
 
 if __name__ == "__main__":
-    main()
+    compare.interruptible(main)

@@ -16,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import compare
 import memory
 import numpy as np
 
@@ -176,4 +177,4 @@ def chart(curves, report, path):
 
 
 if __name__ == "__main__":
-    main()
+    compare.interruptible(main)
