@@ -33,8 +33,9 @@ from common.cluster import TaskSpecDef, serve
 HERE = Path(__file__).resolve().parent
 FLAGS = ["--data=digits", "--model=mlp", "--batch_size=32", "--epochs=1000000", "--seconds=4"]
 AXES = {
-    "workers": {n: f"HogWild/hogwild.py --num_workers={n}" for n in (1, 2, 4, 8)},
-    "workers, window 10": {n: f"AGN/agn.py --window=10 --num_workers={n}" for n in (1, 2, 4, 8)},
+    # The more workers, the longer it takes until the last one has started, from which on samples are counted.
+    "workers": {n: f"HogWild/hogwild.py --num_workers={n} --seconds={2 + 2 * n}" for n in (1, 2, 4, 8)},
+    "workers, window 10": {n: f"AGN/agn.py --window=10 --num_workers={n} --seconds={2 + 2 * n}" for n in (1, 2, 4, 8)},
     "ps tasks": {n: f"HogWild/hogwild.py --num_ps={n}" for n in (1, 2, 4)},
     "window": {n: f"AGN/agn.py --window={n}" for n in (1, 4, 16, 64, 256)},
 }

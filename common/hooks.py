@@ -171,8 +171,8 @@ class EvaluationHook(tf.train.SessionRunHook):
     """Evaluates the global parameters while training goes on: at the start, then about every `every_secs` seconds, and more
     seldom in a long run, see `seconds_between`.
 
-    A thread of its own does it, so the worker's rounds don't wait; and it pauses ten times as long as an evaluation took, so
-    that on a large test set evaluation takes no more than a tenth of one core.
+    A thread of its own does it, so the worker's rounds don't wait; and it pauses ten times as long as the fastest evaluation
+    took, so that on a large test set evaluation takes no more than a tenth of one core.
 
     Args:
       log: a `MetricsLog`.
@@ -191,7 +191,7 @@ class EvaluationHook(tf.train.SessionRunHook):
         self._thread.start()
 
     def _run(self, session, ended):
-        pause, is_first, first = 0.0, True, time.perf_counter()
+        pause, is_first, first, fastest = 0.0, True, time.perf_counter(), math.inf
         while not ended.wait(pause):
             began = time.perf_counter()
             try:
@@ -201,7 +201,9 @@ class EvaluationHook(tf.train.SessionRunHook):
             took = time.perf_counter() - began
             # The first takes long, because the session prepares the graph for it: that says nothing about the next.
             every_secs = seconds_between(self._every_secs, began - first)
-            pause = every_secs if is_first else max(every_secs - took, 10 * took)
+            # Nor does one that had to wait for the rounds.
+            fastest = fastest if is_first else min(fastest, took)
+            pause = every_secs if is_first else max(every_secs - took, 10 * fastest)
             is_first = False
 
     def evaluate(self, session):
