@@ -1,6 +1,6 @@
 """Seconds, samples and megabytes until a test accuracy of 95 %, for each scheme: `bash benchmarks/time_to_accuracy.sh`.
 
-Each scheme runs with its own defaults, once for each seed, and evaluates about ten times a second; the figures are medians. Time
+Each scheme runs with its own defaults, once for each seed, and evaluates about ten times a second; figures are medians. Time
 counts from the first evaluation of worker 0, with which its training begins. Megabytes are what went through the run's network
 since then, which is the run's own, as the kernel counts it: all messages, those of the evaluation too. Writes
 `time_to_accuracy.json` and `time_to_accuracy.png` beside this file.
