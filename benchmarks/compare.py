@@ -86,7 +86,7 @@ def run(script, flags):
         if process.returncode:
             sys.exit(f"{script} ended with exit status {process.returncode}:\n{process.stdout}")
         result = json.loads(Path(run_dir, "result.json").read_text())
-        if "parameters" not in result:  # the schemes' results do not say
+        if "parameters" not in result:  # of a script with a main loop of its own
             result["parameters"] = count_parameters(Path(run_dir, "model.keras"))
     together = result["samples_per_second"] * result["train_seconds"]  # samples from the last worker's start on
     if together < 0.5 * result["samples"]:
