@@ -2,8 +2,9 @@
 
     python benchmarks/limit.py --launch --window=100 --num_workers=2 --seconds=8 --epochs=1000000 --run_dir=runs/limit
 
-Each is `HogWild/hogwild.py` without a cluster, on as many threads as a worker of a cluster has. What a scheme lacks of their
-speed is the price of training one model together. A window makes a call of the session longer; nothing else differs.
+Each is a scheme without a cluster, on as many threads as a worker of a cluster has: `HogWild/hogwild.py`, where a window makes
+a call of the session longer and nothing else differs, or what `--script` names, as its local steps may cost more. What a scheme
+lacks of their speed is the price of training one model together.
 """
 
 import argparse
@@ -15,21 +16,23 @@ from pathlib import Path
 
 from common import launch
 
-SCRIPT = Path(__file__).parents[1] / "HogWild" / "hogwild.py"
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def main():
     """Runs the processes and writes `result.json`, with the sum of their samples per second."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--run_dir", type=Path, required=True)
+    parser.add_argument("--script", type=Path, default=Path("HogWild/hogwild.py"), help="(default: HogWild/hogwild.py)")
     parser.add_argument("--num_workers", type=int, default=2, help="processes (default: 2)")
     parser.add_argument("--num_ps", type=int, default=1, help="means nothing; there is none")
     parser.add_argument("--launch", action="store_true", help="means nothing; they are always started")
     options, flags = parser.parse_known_args()
+    script = str(ROOT / options.script)
     environ = launch.environment(options.num_workers)
     folders = [options.run_dir / f"process-{i}" for i in range(options.num_workers)]
     processes = [
-        subprocess.Popen([sys.executable, str(SCRIPT), f"--run_dir={folder}", f"--seed={i}", *flags], env=environ)
+        subprocess.Popen([sys.executable, script, f"--run_dir={folder}", f"--seed={i}", *flags], env=environ)
         for i, folder in enumerate(folders)
     ]
     if any([process.wait() for process in processes]):

@@ -25,6 +25,7 @@ SGD = "GradientDescent"
 # name: script with its flags, and the optimizers that it is to have used; SGD unless the scheme is about another one.
 CONTESTANTS = {
     "the limit: nothing shared": ("benchmarks/limit.py --window=100", SGD),
+    "the limit, steps of Adagrad": ("benchmarks/limit.py --script=DOWNPOUR/downpour.py --window=100", "Adagrad"),
     "one process": ("benchmarks/limit.py --num_workers=1", SGD),
     "plain TensorFlow, asynchronous": ("benchmarks/plain_tensorflow.py", SGD),
     "plain TensorFlow, SyncReplicasOptimizer": ("Synchronous-SGD/sync_replicas_optimizer.py", SGD),
@@ -61,6 +62,7 @@ TARGETS = [  # what, at least so many times, of what
     ("DOWNPOUR, window 10", 12, PLAIN),
     ("AGN, window 10", 12, PLAIN),
     ("DOWNPOUR, window 100", 0.8, LIMIT),
+    ("DOWNPOUR, window 100", 0.8, "the limit, steps of Adagrad"),
     ("AGN, window 100", 0.8, LIMIT),
     ("AEASGD, window 10", 8, PLAIN),
     ("Dynamic-SGD, window 10", 8, PLAIN),
