@@ -1,6 +1,7 @@
 """Which task am I, where are the others, which device gets what, when may a ps exit.
 
-What a process reads about itself here needs no tensorflow, unless it is in `TF_CONFIG`; what it does with it does.
+What a process reads about itself here needs no tensorflow, unless it is in `TF_CONFIG` or Slurm's variables; what it does with
+it does.
 """
 
 import contextlib
@@ -10,10 +11,11 @@ import json
 import os
 import signal
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any
 
-from common import silent, tf
+from common import silent, slurm, tf
 from common.flags import UserError
 
 
@@ -202,7 +204,8 @@ def TaskSpec():
     """Returns the `TaskSpecDef` that the environment says this process is, or None if it says nothing.
 
     Either `TF_CONFIG` (a cluster of one task alone is none), or the variables `JOB_NAME TASK_INDEX PS_HOSTS WORKER_HOSTS
-    MASTER_HOST`, of which the last may be missing, and the master and an evaluator need no index.
+    MASTER_HOST`, of which the last may be missing, and the master and an evaluator need no index; or else those of a job step
+    of Slurm that has several tasks, and `NUM_PS`, how many of them are ps (see `common.slurm`).
 
     Raises:
       UserError: if only some of them are set, or the task is not in its cluster.
@@ -213,7 +216,8 @@ def TaskSpec():
     given = {name: os.environ.get(name) or None for name in names}
     master = os.environ.get("MASTER_HOST") or None
     if not any(given.values()) and not master:
-        return None
+        of_slurm = slurm.task()
+        return _task("Slurm", *of_slurm[:2], None, *of_slurm[2:]) if of_slurm else None
     if given["JOB_NAME"] in ("master", "chief", "evaluator"):
         given["TASK_INDEX"] = given["TASK_INDEX"] or "0"
     may_be_missing = ["WORKER_HOSTS"] if master else []
@@ -333,16 +337,35 @@ def _done_queue(ps_index):
         return tf.queue.FIFOQueue(1000, tf.int64, shared_name="done")
 
 
+def _left_queue(ps_index):
+    with tf.device(f"/job:ps/task:{ps_index}"):
+        return tf.queue.FIFOQueue(1000, [tf.int64, tf.float64], shared_name="left")
+
+
 def say_done(task, server):
     """Tells every ps that this worker needs it no more."""
+    _say(task, server, lambda i: _done_queue(i).enqueue(task.shard_index))
+
+
+def say_left(task, server):
+    """Tells every ps that this worker was interrupted and has saved what there is to save; see `count_left_as_done`."""
+
+    def leave(i):
+        with tf.device(f"/job:ps/task:{i}"):
+            return _left_queue(i).enqueue([tf.constant(task.shard_index, tf.int64), tf.timestamp()])
+
+    _say(task, server, leave, tf.RunOptions(timeout_in_ms=1000 * LEFT_SECONDS))
+
+
+def _say(task, server, word, options=None):
     graph = tf.Graph()
     with graph.as_default():
-        says = [_done_queue(i).enqueue(task.shard_index) for i in range(task.num_ps)]
+        says = [word(i) for i in range(task.num_ps)]
     session = tf.Session(server.target, graph, config=task.config())
     for say in says:  # one by one: an error of one call is an error of all that is in it
         try:
-            session.run(say)
-        except (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError):
+            session.run(say, options=options)
+        except (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.DeadlineExceededError):
             pass  # a ps that this was the last word for exits at once, maybe before it could answer
     # After a call, TensorFlow asks each ps to forget it, and closing waits for the answer: from a ps that has ended, for ever.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))  # so nothing closes it, also not the end of the interpreter
@@ -357,3 +380,23 @@ def serve(task, server):
         with tf.Session(server.target, config=task.config(alone)) as session:
             while len(done) < task.num_workers:
                 done.add(int(session.run(next_done)))
+
+
+LEFT_SECONDS = 10  # whoever ends a ps ends its workers within this time; one that left earlier may be back
+
+
+def count_left_as_done(task, server):
+    """For a ps that is asked to end: from now on a worker that has left is done. So the chief can save a checkpoint before.
+
+    Never returns; to be called in a thread of its own, while another one is in `serve`.
+    """
+    asked = time.time()
+    with tf.Graph().as_default():
+        next_left, index = _left_queue(task.index).dequeue(), tf.placeholder(tf.int64, [])
+        is_done = _done_queue(task.index).enqueue(index)
+        alone = tf.ConfigProto(device_filters=[task.device])
+        with tf.Session(server.target, config=task.config(alone)) as session:
+            while True:
+                worker, moment = session.run(next_left)
+                if moment > asked - LEFT_SECONDS:
+                    session.run(is_done, {index: worker})

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -216,7 +217,11 @@ def check_isolation(settings):
 
 
 def environment(num_workers):
-    """Returns the variables that tasks begin with: this process's own, and what it does not set."""
+    """Returns the variables that tasks begin with: this process's own, and what it does not set.
+
+    Args:
+      num_workers: how many share this machine.
+    """
     threads = str(max(1, (os.cpu_count() or 1) // num_workers))  # or the tasks fight over the cores
     return {
         "TF_NUM_INTRAOP_THREADS": threads,
@@ -226,7 +231,6 @@ def environment(num_workers):
         "MALLOC_MMAP_MAX_": "0",
         "MALLOC_TRIM_THRESHOLD_": str(2**40),
         **os.environ,
-        "TF_GRPC_REUSE_PORT": "true",
         "PYTHONUNBUFFERED": "1",
     }
 
@@ -234,13 +238,38 @@ def environment(num_workers):
 def fork_server(settings, run_dir, preloads):
     """Returns the `ForkServer` that starts the tasks of a run."""
     log = Path(run_dir, "logs", "fork-server.log")
-    return ForkServer(environment(settings.num_workers), log, settings.isolation, preloads)
+    environ = environment(settings.num_workers) | {"TF_GRPC_REUSE_PORT": "true"}  # of the ports that are reserved
+    return ForkServer(environ, log, settings.isolation, preloads)
 
 
 def reserved_hosts(server, num_ps, num_workers):
     """Returns {job: addresses} for so many tasks on this machine, reserved as long as the `ForkServer` lives."""
     hosts = [f"127.0.0.1:{port}" for port in server.reserve_ports(num_ps + num_workers)]
     return {"ps": hosts[:num_ps], "worker": hosts[num_ps:]}
+
+
+def hear_signals(numbers, heard):
+    """From now on calls `heard(number)` for each of these signals, in a thread of its own. To be called in the main thread.
+
+    Python's own handlers run in the main thread, which may be in C++ code, waiting for a ps that is not there, and would never
+    call them. To be called before tensorflow starts threads of its own, which would be interrupted instead. A thread that is
+    older, as numpy's are in a script that imports it, may still be the one to get the signal; the pipe then tells ours.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    for number in numbers:
+        signal.signal(number, lambda *_: None)  # in place of the one that would raise KeyboardInterrupt, or end the process
+    arrivals, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)  # a byte for each signal, whichever thread gets it
+
+    def wait():
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+        while True:
+            number = os.read(arrivals, 1)[0]
+            if number in numbers:
+                heard(number)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 @dataclass

@@ -11,6 +11,7 @@ import functools
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -55,6 +56,35 @@ def _log_to(path):
     with open(path, "ab") as log:
         os.dup2(log.fileno(), 2)
     sys.stderr = open(terminal, "w", buffering=1)  # Python's own errors stay visible
+
+
+def _have_environment(task):
+    """Begins again, if need be, with the variables that a launcher would give: some are only read when a process begins."""
+    addresses = task.hosts[task.job]
+    here = addresses[task.job_index].rpartition(":")[0] if addresses else None
+    neighbours = sum(address.rpartition(":")[0] == here for address in task.hosts["worker"])
+    environ = launch.environment(max(1, neighbours))
+    if not environ.items() <= os.environ.items():
+        sys.stdout.flush()
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environ)
+
+
+def _serve(task):
+    """The life of a ps that no launcher has started. SIGTERM goes to all tasks where a scheduler ends them: see
+    `cluster.count_left_as_done`. A second one ends it at once."""
+    is_asked = threading.Event()
+
+    def hear(number):
+        if is_asked.is_set():
+            os._exit(130)
+        is_asked.set()
+        print("asked to end: waits until the workers have left", flush=True)
+        threading.Thread(target=cluster.count_left_as_done, args=(task, task.start_server()), daemon=True).start()
+
+    launch.hear_signals((signal.SIGTERM,), hear)
+    task.create_server()
+    sys.stdout.flush()
+    os._exit(130 if is_asked.is_set() else 0)  # the thread may be in tensorflow's code, which would not outlive the interpreter
 
 
 def _say(status, line):
@@ -114,6 +144,8 @@ def _run(scheme, train, without, lockstep, check, evaluate, script, arguments, d
         return 0
     if launches:
         return launch.launch(script, arguments, settings)
+    if task and not launcher:
+        _have_environment(task)
     index = task.shard_index if task else 0
     if not launcher:
         launch.prepare_run_dir(settings, task)
@@ -121,8 +153,10 @@ def _run(scheme, train, without, lockstep, check, evaluate, script, arguments, d
         _log_to(Path(settings.run_dir, "logs", f"{name}-{task.job_index if task else 0}.log"))
     if task and task.is_ps():
         print(f"ps {task.index} serves at {task.ps_hosts[task.index]} until all workers are done", flush=True)
-        task.create_server()
-        return 0
+        if launcher:
+            task.create_server()
+            return 0
+        return _serve(task)
 
     if task and task.is_evaluator():
         return evaluate(task, settings)
@@ -135,6 +169,8 @@ def _run(scheme, train, without, lockstep, check, evaluate, script, arguments, d
         return train(task, settings)
     with progress.Display(settings, [index] if task else range(getattr(settings, "num_threads", 1))):
         status = train(task, settings)
+        if task and status == 130:
+            cluster.say_left(task, task.create_server())
     if index == 0:
         progress.summary(settings, status)
     return status

@@ -2,7 +2,6 @@
 
 import math
 import os
-import signal
 import sys
 import threading
 import time
@@ -14,7 +13,7 @@ import numpy as np
 
 from common import cluster, data, models, plots, tf
 from common.hooks import EarlyStoppingHook, EvaluationHook, MeetingHook, MetricsHook, MetricsLog, WarmStartHook
-from common.launch import INTERRUPTING_SIGNALS, write_json
+from common.launch import INTERRUPTING_SIGNALS, hear_signals, write_json
 from common.parameters import GlobalParameters, LocalParameters, build_rounds
 from common.session import Saver, monitored_session
 
@@ -308,10 +307,7 @@ def fed_test_set(dataset):
 class Interruption(tf.train.SessionRunHook):
     """Ctrl-C or SIGTERM: while there is something to save, a request to stop after the present call; otherwise the end.
 
-    A thread waits for the signals. Python's own handlers run in the main thread, which may be in C++ code, waiting for a ps
-    that is not there, and would never call them. To be made in the main thread; `common.main` blocks the signals before
-    tensorflow starts threads of its own, which would be interrupted instead. A thread that is older, as numpy's are in a
-    script that imports it, may still be the one to get the signal; the pipe then tells ours.
+    To be made in the main thread; `common.main` blocks the signals before tensorflow starts threads, see `launch.hear_signals`.
 
     As the first hook of a session it knows when there is one. Another worker may train long before the chief has called all
     of its hooks, of which one writes the first checkpoint.
@@ -321,25 +317,15 @@ class Interruption(tf.train.SessionRunHook):
         self.requested = False
         self.release = lambda: None  # called when it is requested; it may wait for a session
         self._is_training = self._has_ended = False
-        signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTING_SIGNALS)
-        for number in INTERRUPTING_SIGNALS:
-            signal.signal(number, lambda *_: None)  # in place of the one that would raise KeyboardInterrupt
-        self._arrivals, write = os.pipe()
-        os.set_blocking(write, False)
-        signal.set_wakeup_fd(write, warn_on_full_buffer=False)  # a byte for each signal, whichever thread gets it
-        threading.Thread(target=self._wait, daemon=True).start()
+        hear_signals(INTERRUPTING_SIGNALS, self._hear)
 
-    def _wait(self):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTING_SIGNALS)
-        while True:
-            if os.read(self._arrivals, 1)[0] not in INTERRUPTING_SIGNALS:
-                continue
-            if not self._is_training or self.requested:
-                if sys.stdout.isatty():
-                    os.write(1, b"\x1b[?25h")  # the cursor, which the table of progress hides
-                os._exit(130)
-            self.requested = True
-            threading.Thread(target=self.release, daemon=True).start()  # so that a second signal is heard
+    def _hear(self, number):
+        if not self._is_training or self.requested:
+            if sys.stdout.isatty():
+                os.write(1, b"\x1b[?25h")  # the cursor, which the table of progress hides
+            os._exit(130)
+        self.requested = True
+        threading.Thread(target=self.release, daemon=True).start()  # so that a second signal is heard
 
     def training_begins(self):
         """From now on there is something to save."""
