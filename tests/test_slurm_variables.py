@@ -1,0 +1,136 @@
+"""common/slurm.py: how a process that `srun` has started learns which task it is."""
+
+import os
+import types
+from unittest import mock
+
+import pytest
+
+from common import slurm
+from common.cluster import TaskSpec, task_from
+
+
+def step(rank, nodelist="node[1-3]", tasks_per_node="2(x3)", node=None, **more):
+    """What `srun` sets for a task, two on each of three nodes unless something else is given."""
+    return {
+        "SLURM_STEP_NUM_TASKS": "6",
+        "SLURM_STEP_NODELIST": nodelist,
+        "SLURM_STEP_TASKS_PER_NODE": tasks_per_node,
+        "SLURM_PROCID": str(rank),
+        "SLURM_NODEID": str(rank // 2 if node is None else node),
+        "SLURM_JOB_ID": "17",
+        "SLURM_STEP_ID": "0",
+        **more,
+    }
+
+
+def task(environ):
+    with mock.patch.dict(os.environ, environ, clear=True):
+        return TaskSpec()
+
+
+def test_tasks_find_each_other():
+    found = [task(step(rank)) for rank in range(6)]
+    assert [(one.type, one.index) for one in found] == [
+        ("ps", 0),
+        *(("worker", i) for i in range(5)),
+    ]
+    workers = ["node1:11701", "node2:11700", "node2:11701", "node3:11700", "node3:11701"]
+    assert all(one.hosts == {"ps": ["node1:11700"], "worker": workers} for one in found)
+    own = [one.hosts[one.job][one.job_index] for one in found]
+    assert own == [f"node{1 + rank // 2}:{11700 + rank % 2}" for rank in range(6)]
+
+
+def test_ps_tasks_are_spread_over_the_nodes():
+    found = [task(step(rank, NUM_PS="4")) for rank in range(6)]
+    assert found[0].hosts == {
+        "ps": ["node1:11700", "node1:11701", "node2:11700", "node3:11700"],
+        "worker": ["node2:11701", "node3:11701"],
+    }
+    assert [(one.type, one.index) for one in found] == [
+        ("ps", 0),
+        ("ps", 1),
+        ("ps", 2),
+        ("worker", 0),
+        ("ps", 3),
+        ("worker", 1),
+    ]
+
+
+def test_nodes_keep_slurms_order():
+    """Sorted as text, node10 would come before node9."""
+    found = task(step(1, "node[9-10]", "1(x2)", 1, SLURM_STEP_NUM_TASKS="2"))
+    assert (found.type, found.hosts) == ("worker", {"ps": ["node9:11700"], "worker": ["node10:11700"]})
+
+
+def test_unequal_nodes_and_names():
+    found = task(step(3, "a,b[07-08]", "2,1(x2)", 2, SLURM_STEP_NUM_TASKS="4"))
+    assert found.hosts == {"ps": ["a:11700"], "worker": ["a:11701", "b07:11700", "b08:11700"]}
+    assert found.shard_index == 2
+
+
+def test_reserved_ports():
+    assert task(step(0, SLURM_STEP_RESV_PORTS="12345-12346")).hosts["worker"][0] == "node1:12346"
+    assert task(step(0, SLURM_STEP_RESV_PORTS="12345,12400")).hosts["worker"][0] == "node1:12400"
+
+
+def test_ports_of_neighbouring_steps_differ():
+    steps = [(job, step) for job in range(1000, 1037) for step in range(4)]
+    assert len({slurm.ports_of(*one) for one in steps}) == len(steps)
+    assert all(10000 <= int(slurm.ports_of(*one)[:5]) < int(slurm.ports_of(*one)[-5:]) < 32768 for one in steps)
+
+
+def test_no_step_of_several_tasks():
+    assert task({}) is None
+    assert task(step(0, SLURM_STEP_NUM_TASKS="1")) is None
+    assert task({"SLURM_JOB_ID": "17", "SLURM_NTASKS": "6", "SLURM_PROCID": "0"}) is None  # as a batch script has it
+
+
+def test_slurm_is_the_last_to_be_asked():
+    environ = step(3) | {"JOB_NAME": "ps", "TASK_INDEX": "0", "PS_HOSTS": "p:1", "WORKER_HOSTS": "w:2"}
+    assert task(environ).hosts["ps"] == ["p:1"]
+    flags = types.SimpleNamespace(job_name="ps", task_index=0, ps_hosts=["q:1"], worker_hosts=["w:2"])
+    with mock.patch.dict(os.environ, environ, clear=True):
+        assert task_from(flags).hosts["ps"] == ["q:1"]
+
+
+@pytest.mark.parametrize(
+    "change, texts",
+    [
+        ({"SLURM_STEP_NODELIST": ""}, ["SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST is missing"]),
+        ({"SLURM_NODEID": "1"}, ["node by node", "srun --distribution=block"]),  # as --distribution=cyclic does
+        ({"NUM_PS": "6"}, ["NUM_PS must be from 1 to 5", "'6'"]),
+        ({"NUM_PS": "0"}, ["NUM_PS must be from 1 to 5"]),
+        ({"NUM_PS": "two"}, ["NUM_PS must be from 1 to 5", "'two'"]),
+        ({"SLURM_STEP_RESV_PORTS": "12345"}, ["2 tasks on a node, but only 1 ports", "--resv-ports=2"]),
+    ],
+)
+def test_bad_step(change, texts, user_error):
+    with user_error(*texts):
+        task(step(1) | change)
+
+
+@pytest.mark.parametrize(
+    "rank, given, expected",
+    [
+        (0, "0,1", "-1"),  # the ps
+        (1, "0,1", "0"),
+        (2, "0,1", "0"),
+        (3, "0,1", "1"),
+        (3, "4,7", "7"),
+        (3, "1", "1"),  # bound to the task, of two on the node
+        (3, "GPU-a,GPU-b", "GPU-b"),
+        (3, None, None),
+    ],
+)
+def test_gpus(rank, given, expected):
+    environ = step(rank, SLURM_GPUS_ON_NODE="2") | ({"CUDA_VISIBLE_DEVICES": given} if given else {})
+    with mock.patch.dict(os.environ, environ, clear=True):
+        TaskSpec()
+        assert os.environ.get("CUDA_VISIBLE_DEVICES") == expected
+
+
+def test_several_gpus_bound_to_a_task():
+    with mock.patch.dict(os.environ, step(3, SLURM_GPUS_ON_NODE="4", CUDA_VISIBLE_DEVICES="2,3"), clear=True):
+        TaskSpec()
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
