@@ -1,0 +1,140 @@
+"""How schemes fare when the machines are far from each other: `bash Multiple-Machines/slow_links.sh`, as root.
+
+A ps and two workers train the digits, each on a host of its own (`hosts.py`): with a network as fast as this machine makes it,
+with links that carry 10 MB/s, and with links on which every packet takes 20 ms. Figures are medians of --rounds runs in turn.
+Writes `slow_links.json` and `slow_links.png` beside this file.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+import hosts
+import numpy as np
+
+from common.plots import read_metrics
+
+HERE = Path(__file__).resolve().parent
+NETWORKS = {"fast": {}, "10 MB/s": {"bytes_per_second": 10e6}, "20 ms": {"delay": 0.02}}
+SCHEMES = {
+    "HogWild": "HogWild/hogwild.py",
+    "DOWNPOUR, window 10": "DOWNPOUR/downpour.py --window=10",
+    "DOWNPOUR, window 100": "DOWNPOUR/downpour.py --window=100",
+    "AEASGD, window 10": "AEASGD/aeasgd.py --window=10",
+    "DiLoCo, window 100": "DiLoCo/diloco.py --window=100",
+    "Synchronous-SGD, through the ps": "Synchronous-SGD/synchronous_sgd.py",
+}
+ACCURACY = 0.95
+
+
+def main():
+    """Runs all, and writes what came out."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each scheme on each network (default: 3)")
+    parser.add_argument("--seconds", type=float, default=15, help="of training in each (default: 15)")
+    options = parser.parse_args()
+    if options.rounds < 1 or options.seconds <= 0:
+        parser.error("--rounds must be at least 1, and --seconds greater than 0")
+    problem = hosts.why_not()
+    if problem:
+        parser.error(problem)
+    os.chdir(HERE.parent)
+    runs: dict[str, dict[str, list]] = {network: {scheme: [] for scheme in SCHEMES} for network in NETWORKS}
+    for seed in range(options.rounds):
+        for network, properties in NETWORKS.items():
+            with hosts.Hosts(3, **properties) as three:
+                for scheme, script in SCHEMES.items():
+                    run = one_run(three, script, options.seconds, seed)
+                    runs[network][scheme].append(run)
+                    print(
+                        f"{network}, {scheme}: {run['samples_per_second']:,.0f} samples/s, {ACCURACY} {took(run)}", flush=True
+                    )
+    report = {
+        "command": "bash Multiple-Machines/slow_links.sh",
+        "cores": os.cpu_count(),
+        "rounds": options.rounds,
+        "seconds": options.seconds,
+        "networks": {network: {scheme: median(of_one) for scheme, of_one in of.items()} for network, of in runs.items()},
+    }
+    (HERE / "slow_links.json").write_text(json.dumps(report, indent=1) + "\n")
+    chart(report, HERE / "slow_links.png")
+    print(f"\n{table(report)}")
+
+
+def one_run(three, script, seconds, seed):
+    """Trains on three hosts; returns samples per second, seconds until the accuracy (None: never), and the curve of it."""
+    words = script.split()
+    with tempfile.TemporaryDirectory() as folder:
+        flags = [f"--run_dir={folder}/run", f"--seconds={seconds}", f"--seed={seed}", "--epochs=1e9", "--evaluation_secs=0.1"]
+        with hosts.cluster(three, words[0], *words[1:], *flags) as tasks:
+            outputs = [task.communicate()[0] for task in tasks]
+        if any(task.returncode for task in tasks):
+            sys.exit(f"{script} failed:\n" + "\n".join(outputs))
+        result = json.loads(Path(folder, "run", "result.json").read_text())
+        lines = [line for line in read_metrics(f"{folder}/run") if line.get("test_accuracy") is not None]
+    curve = [(line["time"] - lines[0]["time"], line["test_accuracy"]) for line in lines]
+    reached = next((moment for moment, accuracy in curve if accuracy >= ACCURACY), None)
+    return {"samples_per_second": result["samples_per_second"], "seconds": reached, "curve": curve}
+
+
+def median(runs):
+    """Returns the medians of some runs, and the curve of the one that is the median in time."""
+    order = sorted(runs, key=lambda run: (run["seconds"] is None, run["seconds"]))
+    middle = order[len(order) // 2]
+    return {
+        "samples_per_second": round(statistics.median(run["samples_per_second"] for run in runs)),
+        "seconds": None if middle["seconds"] is None else round(middle["seconds"], 2),
+        "curve": [(round(moment, 2), round(accuracy, 4)) for moment, accuracy in middle["curve"]],
+    }
+
+
+def took(run):
+    """Says when a run had the accuracy."""
+    return "never" if run["seconds"] is None else f"after {run['seconds']:.1f} s"
+
+
+def table(report):
+    """Returns a Markdown table: samples per second, and seconds until the accuracy, of each scheme on each network."""
+    networks = report["networks"]
+    titles = [f"{name}: {what}" for name in networks for what in ("samples/s", f"seconds until {ACCURACY:.0%}")]
+    lines = [f"| | {' | '.join(titles)} |", "|---" + "|---:" * len(titles) + "|"]
+    for scheme in next(iter(networks.values())):
+        figures = []
+        for of in networks.values():
+            seconds = of[scheme]["seconds"]
+            figures += [
+                f"{of[scheme]['samples_per_second']:,}",
+                f"not in {report['seconds']:g}" if seconds is None else f"{seconds:.1f}",
+            ]
+        lines.append(f"| {scheme} | {' | '.join(figures)} |")
+    return "\n".join(lines)
+
+
+def chart(report, path):
+    """Draws the test accuracy of each scheme against time, a panel for each network."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 4.2), layout="constrained")
+    panels = np.atleast_1d(figure.subplots(1, len(report["networks"]), sharey=True))
+    for axes, (network, of) in zip(panels, report["networks"].items(), strict=True):
+        for scheme, run in of.items():
+            times, accuracies = zip(*run["curve"], strict=True)
+            axes.plot(times, accuracies, label=scheme, linewidth=1.3)
+        axes.axhline(ACCURACY, color="0.5", linewidth=0.8, linestyle=":")
+        axes.set(xlabel="seconds of training", xscale="log", xlim=(0.05, report["seconds"]), ylim=(0, 1), title=network)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("test accuracy")
+    panels[-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
+    FigureCanvasAgg(figure).print_png(path)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,216 @@
+"""A cluster on three hosts with a network between them, not on one machine; and how ssh starts and ends one."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import machines
+import pytest
+from runs import HOGWILD, ROOT, SECONDS, processes, result_of, wait_until_gone
+
+pytestmark = pytest.mark.cluster
+START = ROOT / "Multiple-Machines" / "start.py"
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    """Three hosts, joined by a bridge."""
+    machines.need()
+    with machines.hosts.Hosts(3) as three:
+        yield three
+
+
+def test_hosts_are_apart(hosts):
+    """Each has its own name and address, and its own ports: what listens on one is not on another."""
+    assert [host.run("hostname").strip() for host in hosts] == ["host1", "host2", "host3"]
+    serve = "import socket; s = socket.create_server(('', 5000)); print('up', flush=True); s.accept()"
+    server = subprocess.Popen(hosts[1].command(sys.executable, "-c", serve), stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout and server.stdout.readline() == "up\n"
+        connect = "import socket, sys; socket.create_connection((sys.argv[1], 5000), 5)"
+        with pytest.raises(subprocess.CalledProcessError):
+            hosts[0].run(sys.executable, "-c", connect, "host3")
+        hosts[0].run(sys.executable, "-c", connect, "host2")
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def cluster(hosts, run_dir, *flags):
+    """The processes of a run of HogWild with its tasks on three hosts."""
+    return machines.hosts.cluster(hosts, HOGWILD, f"--run_dir={run_dir}", *flags)
+
+
+def ended(started):
+    """Waits for the ends of tasks; returns what they printed."""
+    outputs = [process.communicate(timeout=SECONDS)[0] for process in started]
+    assert [process.returncode for process in started] == [0] * len(started), "\n".join(outputs)
+    return outputs
+
+
+def test_a_cluster_on_three_hosts(hosts, tmp_path):
+    with cluster(hosts, tmp_path / "run") as started:
+        ended(started)
+    result = result_of(tmp_path / "run")
+    assert (result["num_ps"], result["num_workers"]) == (1, 2)
+    assert result["test_accuracy"] >= 0.95
+    assert len(list((tmp_path / "run" / "metrics").glob("worker-*.jsonl"))) == 2
+
+
+@pytest.mark.parametrize(
+    "properties, most",
+    [
+        ({"bytes_per_second": 10e6}, 10e6 / (4 * 26_122) * 32),  # all pulls go through the link of the ps
+        ({"delay": 0.02}, 2 / 0.04 * 32),  # each of two workers waits for a pull there and back
+    ],
+)
+def test_slow_links(tmp_path, properties, most):
+    """Training goes on over links that are as slow as they are said to be: it is no faster than they allow."""
+    machines.need()
+    with (
+        machines.hosts.Hosts(3, **properties) as three,
+        cluster(three, tmp_path / "run", "--epochs=1e9", "--seconds=3") as started,
+    ):
+        ended(started)
+    assert 0 < result_of(tmp_path / "run")["samples_per_second"] < most
+
+
+def steps_of(run_dir, worker):
+    """The global steps in a worker's metrics, as far as they are written."""
+    with contextlib.suppress(FileNotFoundError):
+        lines = (run_dir / "metrics" / f"worker-{worker}.jsonl").read_text().splitlines(keepends=True)
+        return [json.loads(line)["global_step"] for line in lines if line.endswith("\n")]
+    return []
+
+
+def wait_for_step(run_dir, worker, step, process):
+    """Waits until a worker has reported a step after this one; returns the newest."""
+    deadline = time.monotonic() + SECONDS
+    while True:
+        newest = max(steps_of(run_dir, worker), default=0)
+        if newest > step:
+            return newest
+        assert process.poll() is None and time.monotonic() < deadline, "the worker does not go on"
+        time.sleep(0.05)
+
+
+def test_a_link_that_is_cut_for_ten_seconds(hosts, tmp_path):
+    """The worker behind it stands still, the other one goes on; afterwards both do, and the run ends well."""
+    run_dir = tmp_path / "run"
+    with cluster(hosts, run_dir, "--epochs=1e9", "--seconds=18") as started:
+        for worker in (0, 1):
+            wait_for_step(run_dir, worker, 0, started[1])
+        hosts.cut(2)
+        try:
+            began = time.monotonic()
+            time.sleep(1)  # for what is under way; then nothing may arrive
+            there, here = (max(steps_of(run_dir, worker)) for worker in (1, 0))
+            time.sleep(max(0.0, began + 10 - time.monotonic()))
+            assert max(steps_of(run_dir, 1)) == there
+            wait_for_step(run_dir, 0, here, started[1])
+        finally:
+            hosts.mend(2)
+        wait_for_step(run_dir, 1, there, started[2])
+        ended(started)
+    assert result_of(run_dir)["test_accuracy"] >= 0.95
+
+
+def start(host, ssh, *arguments):
+    """Starts start.py on a host, with what it prints in a pipe."""
+    return subprocess.Popen(
+        host.command(sys.executable, str(START), *map(str, arguments)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "SSH": ssh},
+    )
+
+
+@pytest.fixture
+def by_ssh(hosts, tmp_path):
+    """A function that starts a run by ssh on all three hosts: a ps on the first, a worker on each other."""
+    machines.need("ssh", "ssh-keygen", "/usr/sbin/sshd")
+    hosts_file = tmp_path / "hosts"
+    hosts_file.write_text("# a comment\nps host1:2300\n\nworker host2:2300  # the chief\n" + f"worker host3:2300 {ROOT}\n")
+    started = []
+    with machines.ssh_to(hosts, tmp_path) as ssh:
+
+        def by_ssh(*flags, scheme="HogWild"):
+            started.append(start(hosts[0], ssh, hosts_file, scheme, f"--run_dir={tmp_path / 'run'}", *flags))
+            return started[-1]
+
+        yield by_ssh
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+def test_start_by_ssh(by_ssh, tmp_path):
+    process = by_ssh("--seed=7")
+    output, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, output
+    assert result_of(tmp_path / "run")["test_accuracy"] >= 0.95
+    assert "    ps 0 | ps 0 serves at host1:2300" in output
+    for worker in (0, 1):
+        assert f"worker {worker} | step" in output
+
+
+def test_ctrl_c_ends_all_by_ssh(by_ssh, tmp_path):
+    process = by_ssh("--epochs=1e9", "--checkpoint_secs=600")
+    for worker in (0, 1):
+        wait_for_step(tmp_path / "run", worker, 0, process)
+    pids = processes(tmp_path / "run")
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 130, output
+    assert "stopping; Ctrl-C again stops at once" in output
+    assert "asked to end: waits until the workers have left" in output  # the ps; it is told first
+    assert wait_until_gone(pids) == []
+    assert max(int(path.name.partition("-")[2].partition(".")[0]) for path in tmp_path.glob("run/checkpoints/*.index")) > 0
+
+
+def test_no_task_outlives_what_started_it_by_ssh(by_ssh, tmp_path):
+    process = by_ssh("--epochs=1e9")
+    for worker in (0, 1):
+        wait_for_step(tmp_path / "run", worker, 0, process)
+    pids = [pid for pid in processes(tmp_path / "run") if pid != process.pid]
+    process.kill()
+    assert len(pids) >= 3
+    assert wait_until_gone(pids) == []
+
+
+def test_a_task_that_fails_by_ssh_ends_the_others(by_ssh, tmp_path):
+    process = by_ssh("--window=0")
+    output, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 2, output
+    assert "hogwild.py: --window must be at least 1, not 0" in output and "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    "hosts_file, arguments, texts",
+    [
+        ("ps a:1\nworker b:2", ["NoSuch"], ["there is no", "NoSuch/run.sh"]),
+        ("ps a:1\nworker b:2", [], ["expected: bash Multiple-Machines/start.sh HOSTS_FILE SCHEME"]),
+        ("ps a:1\nworker b:2", ["--steps=1"], ["expected: bash Multiple-Machines/start.sh HOSTS_FILE SCHEME"]),
+        (None, ["HogWild"], ["cannot be read", "No such file"]),
+        ("ps a:1\nchief b:2", ["HogWild"], ["line 2", "expected ps or worker, HOST:PORT", "'chief b:2'"]),
+        ("ps\nworker b:2", ["HogWild"], ["line 1", "ps lacks its address"]),
+        ("ps a\nworker b:2", ["HogWild"], ["'a' is no address", "expected host:port"]),
+        ("ps a:1", ["HogWild"], ["there is no worker"]),
+        ("", ["HogWild"], ["there is no"]),
+    ],
+)
+def test_bad_input_to_start(tmp_path, hosts_file, arguments, texts):
+    path = tmp_path / "hosts"
+    if hosts_file is not None:
+        path.write_text(hosts_file)
+    done = subprocess.run([sys.executable, str(START), str(path), *arguments], capture_output=True, text=True, timeout=SECONDS)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("start.sh: ") and done.stderr.count("\n") == 1
+    for text in texts:
+        assert text in done.stderr
