@@ -75,6 +75,9 @@ def _run(arguments):
     if not (ROOT / scheme / "run.sh").is_file():
         raise UserError(f"there is no {ROOT / scheme / 'run.sh'}")
     cluster = {job: [address for of, address, _ in tasks if of == job] for job in ("ps", "worker")}
+    for job, of_job in cluster.items():
+        if not of_job:
+            raise UserError(f"{hosts_file} names no {job}: a cluster needs at least one ps and one worker")
     TaskSpecDef("ps", 0, None, cluster["ps"], cluster["worker"])  # raises a UserError if that is no cluster
     if not any(flag.startswith("--run_dir=") for flag in flags):
         flags.append(f"--run_dir=runs/{scheme}/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S.%f}")

@@ -201,8 +201,8 @@ def test_a_task_that_fails_by_ssh_ends_the_others(by_ssh, tmp_path):
         ("ps a:1\nchief b:2", ["HogWild"], ["line 2", "expected ps or worker, HOST:PORT", "'chief b:2'"]),
         ("ps\nworker b:2", ["HogWild"], ["line 1", "ps lacks its address"]),
         ("ps a\nworker b:2", ["HogWild"], ["'a' is no address", "expected host:port"]),
-        ("ps a:1", ["HogWild"], ["there is no worker"]),
-        ("", ["HogWild"], ["there is no"]),
+        ("ps a:1", ["HogWild"], ["names no worker"]),
+        ("", ["HogWild"], ["names no ps"]),
     ],
 )
 def test_bad_input_to_start(tmp_path, hosts_file, arguments, texts):
