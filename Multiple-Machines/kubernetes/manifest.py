@@ -70,8 +70,8 @@ def main(arguments):
         options.name = scheme.lower()
     check(options)
     command = shlex.join(["bash", "Multiple-Machines/kubernetes/manifest.sh", *arguments])
-    print(f"# {command.encode('unicode_escape').decode()}")  # one line, whatever is in it
-    yaml.safe_dump_all(manifest(options), sys.stdout, sort_keys=False, width=128)
+    comment = command.encode("unicode_escape").decode()  # one line, whatever is in it
+    print(f"# {comment}\n{yaml.safe_dump_all(manifest(options), sort_keys=False, width=128)}", end="")
 
 
 def schemes():
