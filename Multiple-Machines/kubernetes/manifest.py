@@ -1,0 +1,203 @@
+"""Writes the manifest of one training for Kubernetes to standard output:
+
+    bash manifest.sh DOWNPOUR --num_ps=2 --num_workers=4 --image=REGISTRY/IMAGE -- --window=20 --epochs=100 > job.yaml
+
+What all trainings have in common is in tfjob.yaml and plain.yaml, which this script reads and fills in.
+"""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+from absl import flags as absl_flags
+
+from common import flags
+from common.flags import UserError
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+PROGRAM = "manifest.sh SCHEME"
+
+# Folders with a run.sh that starts a cluster, which are no scheme: one needs a folder that its evaluator shares with the chief,
+# the other has one worker.
+NO_SCHEMES = {"Continuous-Evaluation", "Distributed-Setup"}
+
+# Flags of every scheme that say what is said here by the manifest, or are for tasks on this machine.
+NOT_THEIRS = (
+    *("num_ps", "num_workers", "gpus", "run_dir", "resume", "launch", "check", "help"),
+    *("job_name", "task_index", "ps_hosts", "worker_hosts"),
+    *("max_restarts", "hang_secs", "isolation", "require_isolation"),
+)
+
+# What says that a process is a task of a cluster, see common/cluster.py
+CLUSTER_VARIABLES = {"TF_CONFIG", "JOB_NAME", "TASK_INDEX", "PS_HOSTS", "WORKER_HOSTS", "MASTER_HOST"}
+
+
+def main(arguments):
+    """Checks the command line and prints the manifest.
+
+    Raises:
+      UserError: if anything is wrong with it.
+    """
+    values = absl_flags.FlagValues()
+    flags.define_integer("num_ps", 1, "ps tasks", least=1, flag_values=values)
+    flags.define_integer("num_workers", 2, "workers, the chief among them", least=1, flag_values=values)
+    flags.define_integer("gpus_per_worker", 0, "1 for a GPU each", least=0, most=1, flag_values=values)
+    absl_flags.DEFINE_string("image", None, "the image, as `docker push` was told", flag_values=values)
+    absl_flags.DEFINE_enum("kind", "plain", ["plain", "statefulset", "tfjob"], "see README.md", flag_values=values)
+    absl_flags.DEFINE_string("name", None, "of the training (default: the scheme's, in small letters)", flag_values=values)
+    absl_flags.DEFINE_string("storage", "10Gi", "size of the volume for checkpoints and result", flag_values=values)
+    text = "let the scheme check its flags here; not if its data or model is in the image only"
+    absl_flags.DEFINE_bool("check_flags", True, text, flag_values=values)
+    absl_flags.DEFINE_bool("help", False, "show this help", flag_values=values)
+
+    own, scheme_flags = arguments, []
+    if "--" in arguments:
+        own, scheme_flags = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
+    scheme = own[0].rstrip("/") if own and not own[0].startswith("-") else ""
+    try:
+        options = flags.parse(values, own[1:] if scheme else own, PROGRAM)
+    except UserError as error:
+        hint = "; the scheme's own flags come after --" if "unknown flag" in str(error) else ""
+        raise UserError(f"{error}{hint}") from None
+    options.scheme, options.flags = scheme, scheme_flags
+    if options.name is None:
+        options.name = scheme.lower()
+    check(options)
+    command = shlex.join(["bash", "Multiple-Machines/kubernetes/manifest.sh", *arguments])
+    comment = command.encode("unicode_escape").decode()  # one line, whatever is in it
+    print(f"# {comment}\n{yaml.safe_dump_all(manifest(options), sort_keys=False, width=128)}", end="")
+
+
+def schemes():
+    """Returns the names of the schemes' folders: those whose run.sh starts a cluster of any size, or is one task of it."""
+    started = {path.parent.name for path in ROOT.glob("*/run.sh") if "--launch" in path.read_text()}
+    return sorted(started - NO_SCHEMES, key=str.lower)
+
+
+def check(options):
+    """Raises a `UserError` if these flags make no manifest, or the scheme refuses its own."""
+    known = schemes()
+    if not options.scheme:
+        raise UserError(f"a scheme is missing: manifest.sh SCHEME --image=REGISTRY/IMAGE; the schemes are {', '.join(known)}")
+    if options.scheme not in known:
+        raise UserError(f"there is no scheme {options.scheme!r}; expected one of {', '.join(known)}")
+    if not options.image or re.search(r"\s", options.image):
+        given = "is missing" if options.image is None else f"must be one word, not {options.image!r}"
+        raise UserError(f"--image {given}: give the image that `docker push` was told, as REGISTRY/IMAGE, see README.md")
+    if not re.fullmatch(r"[a-z]([-a-z0-9]{0,43}[a-z0-9])?", options.name):  # with -worker-9999, a label of DNS has 63
+        raise UserError(
+            "--name must be small letters, digits and dashes, at most 45, with a letter first and no dash last, "
+            f"not {options.name!r}"
+        )
+    if not re.fullmatch(r"[1-9]\d*([KMGTPE]i|[kMGTPE])?", options.storage):
+        raise UserError(f"--storage must be a size as 10Gi, not {options.storage!r}")
+    for flag in options.flags:
+        name = re.match(r"--?(?:no)?(\w+)", flag)
+        if name and name[1] in NOT_THEIRS:
+            raise UserError(f"{flag} after --: where and as what a task runs, the manifest says; leave it away")
+    if options.check_flags:
+        check_scheme_flags(options)
+
+
+def check_scheme_flags(options):
+    """Raises a `UserError` if the scheme refuses its flags, its data or its model."""
+    cluster = [f"--num_ps={options.num_ps}", f"--num_workers={options.num_workers}"]
+    checked = subprocess.run(
+        ["bash", str(ROOT / options.scheme / "run.sh"), *options.flags, *cluster, "--check"],
+        env={name: value for name, value in os.environ.items() if name not in CLUSTER_VARIABLES},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    if checked.returncode:
+        last = (checked.stderr.strip() or "it printed nothing").splitlines()[-1]
+        raise UserError(re.sub(r"^\w+\.(py|sh): ", "", last))
+
+
+def manifest(options):
+    """Returns the objects of Kubernetes that make up the training, as nested dictionaries.
+
+    Args:
+      options: the flags as a namespace; also `scheme`, and `flags`, the scheme's own.
+    """
+    counts = {"chief": 1, "ps": options.num_ps, "worker": options.num_workers - 1}
+    hosts = {
+        role: [f"{options.name}-{role}-{index}.{options.name}:2222" for index in range(count)]
+        for role, count in counts.items()
+        if count
+    }
+    filled = []
+    for thing in templates("tfjob.yaml" if options.kind == "tfjob" else "plain.yaml", options.name):
+        for role, tasks in roles(thing):
+            tasks.update({key: counts[role] for key in ("replicas", "completions", "parallelism") if key in tasks})
+            fill_in(tasks["template"]["spec"]["containers"][0], role, hosts, options)
+        if thing["kind"] == "TFJob" and not counts["worker"]:
+            del thing["spec"]["tfReplicaSpecs"]["Worker"]
+        if thing["kind"] == "PersistentVolumeClaim":
+            thing["spec"]["resources"]["requests"]["storage"] = options.storage
+        if thing["kind"] == "Job" and options.kind == "statefulset" and thing["metadata"]["name"] == f"{options.name}-ps":
+            thing = stateful_set(thing)
+        if thing["kind"] != "Job" or thing["spec"]["completions"]:
+            filled.append(thing)
+    return filled
+
+
+def templates(file, name):
+    """Yields the objects in a file beside this one, with another name than `hogwild`."""
+    for document in yaml.safe_load_all((HERE / file).read_text()):
+        things = document["items"] if document["kind"] == "List" else [document]
+        for thing in things:
+            yield json.loads(json.dumps(thing).replace("hogwild", name))  # a copy also of what several objects share
+
+
+def roles(thing):
+    """Yields, for each kind of task that an object starts, its role and what has the number and the pod's template."""
+    spec = thing.get("spec", {})
+    for role, tasks in spec.get("tfReplicaSpecs", {}).items():
+        yield role.lower(), tasks
+    if "template" in spec:
+        yield spec["template"]["metadata"]["labels"]["role"], spec
+
+
+def fill_in(container, role, hosts, options):
+    """Writes into a container what is particular to this training."""
+    container["image"] = options.image
+    # Kubernetes replaces $(X), and takes $$ for a $.
+    given = [flag.replace("$", "$$") for flag in options.flags]
+    container["args"] = [options.scheme, f"--run_dir=/runs/{options.name}", *given]
+    if options.gpus_per_worker and role != "ps":
+        container["resources"]["limits"]["nvidia.com/gpu"] = str(options.gpus_per_worker)
+    for variable in container["env"]:
+        if variable["name"] == "TF_CONFIG":
+            config = {"cluster": hosts, "task": {"type": "$(ROLE)", "index": "$(INDEX)"}}
+            variable["value"] = json.dumps(config).replace('"$(INDEX)"', "$(INDEX)")  # a number
+
+
+def stateful_set(job):
+    """Returns the StatefulSet with the same pods as a Job."""
+    template = job["spec"]["template"]
+    del template["spec"]["restartPolicy"]  # these pods are always started again
+    (index,) = (each for each in template["spec"]["containers"][0]["env"] if each["name"] == "INDEX")
+    index["valueFrom"]["fieldRef"]["fieldPath"] = "metadata.labels['apps.kubernetes.io/pod-index']"
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "metadata": job["metadata"],
+        "spec": {
+            "serviceName": template["spec"]["subdomain"],
+            "replicas": job["spec"]["completions"],
+            "podManagementPolicy": "Parallel",  # not one after the other
+            "selector": {"matchLabels": dict(template["metadata"]["labels"])},
+            "template": template,
+        },
+    }
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,552 @@
+"""Multiple-Machines/kubernetes: its manifests fit the published schemas, and what they start trains.
+
+There is no cluster here. What Kubernetes and the training operator make of a manifest, `pods_of` and `Pod` say in a few lines:
+which pods there are, how they are called, and what is in their environment.
+"""
+
+import contextlib
+import copy
+import functools
+import importlib.util
+import io
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import kubernetes_validate
+import pytest
+import yaml
+from conftest import CHECKOUT
+from kubeflow.training import ApiClient
+from runs import SECONDS, finish, is_training, read_until, result_of
+
+from common import launch
+
+FOLDER = CHECKOUT / "Multiple-Machines" / "kubernetes"
+KINDS = ["plain", "statefulset", "tfjob"]
+IMAGE = "registry.example/me/training:1"
+
+ENVIRON = {**os.environ, **({"VIRTUAL_ENV": sys.prefix} if sys.prefix != sys.base_prefix else {})}  # for common/setup.sh
+
+
+@functools.cache
+def program():
+    """The module manifest.py."""
+    spec = importlib.util.spec_from_file_location("manifest", FOLDER / "manifest.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@functools.cache
+def text_of(*arguments):
+    """What manifest.py prints for a scheme, which does not check its flags."""
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        program().main([arguments[0], "--nocheck_flags", f"--image={IMAGE}", *arguments[1:]])
+    return output.getvalue()
+
+
+def objects(*arguments):
+    """The objects that it prints."""
+    return list(yaml.safe_load_all(text_of(*arguments)))
+
+
+def run(*arguments):
+    """Runs manifest.sh to its end."""
+    command = ["bash", str(FOLDER / "manifest.sh"), *arguments]
+    return subprocess.run(command, env=ENVIRON, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS)
+
+
+def only(things, kind):
+    """The one object of a kind."""
+    (found,) = (thing for thing in things if thing["kind"] == kind)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Schemas
+
+
+def validate(thing):
+    """Raises an exception unless an object is as Kubernetes, or the training operator, publishes that it has to be."""
+    if thing["kind"] != "TFJob":
+        kubernetes_validate.validate(thing, "1.31", strict=True)  # the first version in which all that is used is stable
+        kubernetes_validate.validate(thing, kubernetes_validate.latest_version(), strict=True)
+        return
+    # The operator's own classes take what they know of it, each value as the type that it has to have.
+    client = ApiClient()
+    read = client.deserialize(types.SimpleNamespace(data=json.dumps(thing)), "KubeflowOrgV1TFJob")
+    assert client.sanitize_for_serialization(read) == thing
+    for replica in thing["spec"]["tfReplicaSpecs"].values():
+        validate({"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "a"}, "template": replica["template"]})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["HogWild"],
+        ["DOWNPOUR", "--num_ps=2", "--num_workers=4", "--name=second-try", "--gpus_per_worker=1", "--storage=500Mi"],
+        ["Synchronous-SGD-different-learning-rates", "--num_workers=1"],
+        ["AEASGD", "--num_workers=300", "--name=on", "--num_ps=20"],  # a name that YAML takes for a truth value
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_published_schemas(kind, arguments):
+    things = objects(*arguments, f"--kind={kind}")
+    for thing in things:
+        validate(thing)
+    expected = {"plain": {"Service", "Job"}, "statefulset": {"Service", "Job", "StatefulSet"}, "tfjob": {"TFJob"}}[kind]
+    assert {thing["kind"] for thing in things} == {*expected, "NetworkPolicy", "PersistentVolumeClaim"}
+
+
+@pytest.mark.parametrize("file", ["plain.yaml", "tfjob.yaml"])
+def test_the_templates_are_manifests_themselves(file):
+    documents = list(yaml.safe_load_all((FOLDER / file).read_text()))
+    items = [thing for document in documents for thing in document.get("items", [document])]
+    for thing in items:
+        validate(json.loads(json.dumps(thing)))
+    filled_in = objects("HogWild", f"--kind={file.removesuffix('.yaml')}")
+    assert json.loads(json.dumps(items).replace("REGISTRY/IMAGE", IMAGE)) == filled_in
+
+
+POD = "spec.template.spec"
+REPLICA = "spec.tfReplicaSpecs.PS"
+
+
+@pytest.mark.parametrize(
+    "kind, which, path, value",
+    [
+        ("plain", "Job", "spec.completionmode", "Indexed"),
+        ("plain", "Job", "spec.parallelism", "1"),
+        ("plain", "Job", "spec.template", None),
+        ("plain", "Job", f"{POD}.container", []),
+        ("plain", "Job", f"{POD}.containers", None),
+        ("plain", "Job", f"{POD}.containers.0.name", None),
+        ("plain", "Job", f"{POD}.containers.0.args", "HogWild"),
+        ("plain", "Job", f"{POD}.containers.0.env.1.valueFrom.fieldRef.fieldPath", None),
+        ("plain", "Job", f"{POD}.securityContext.runAsNonroot", True),
+        ("plain", "Job", f"{POD}.terminationGracePeriodSeconds", "60"),
+        ("plain", "Job", "spec.podFailurePolicy.rules.0.action", None),
+        ("plain", "Service", "spec.ports.0.port", "2222"),
+        ("plain", "NetworkPolicy", "spec.egres", []),
+        ("plain", "NetworkPolicy", "spec.ingress.0.from.0.podSelector.matchLabel", {}),
+        ("plain", "PersistentVolumeClaim", "spec.accessModes", "ReadWriteOnce"),
+        ("statefulset", "StatefulSet", "spec.selector", None),
+        ("statefulset", "StatefulSet", "spec.completions", 1),
+        ("tfjob", "TFJob", "spec.tfReplicaSpecs", None),
+        ("tfjob", "TFJob", "spec.tfReplicaSpec", {}),
+        ("tfjob", "TFJob", "spec.runPolicy.cleanPodpolicy", "All"),
+        ("tfjob", "TFJob", "spec.runPolicy.cleanPodPolicy", 1),
+        ("tfjob", "TFJob", f"{REPLICA}.replicas", "1"),
+        ("tfjob", "TFJob", f"{REPLICA}.completions", 1),
+        ("tfjob", "TFJob", f"{REPLICA}.template.spec.containers", None),
+        ("tfjob", "TFJob", f"{REPLICA}.template.spec.containers.0.limits", {}),
+        ("tfjob", "TFJob", f"{REPLICA}.template.spec.containers.0.ports.0.containerPort", "2222"),
+    ],
+)
+def test_a_mistake_in_a_manifest_is_found(kind, which, path, value):
+    """Each is one key that there is not, a value of another type, or a missing one (None)."""
+    things = objects("HogWild", f"--kind={kind}")
+    thing = copy.deepcopy(next(thing for thing in things if thing["kind"] == which))
+    validate(thing)
+    *way, last = path.split(".")
+    inside: Any = thing
+    for key in way:
+        inside = inside[int(key) if key.isdigit() else key]
+    if value is None:
+        del inside[last]
+    else:
+        assert inside.get(last) != value
+        inside[last] = value
+    with pytest.raises((kubernetes_validate.ValidationError, AssertionError, ValueError)):
+        validate(thing)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What Kubernetes makes of a manifest
+
+
+class Pod(NamedTuple):
+    """A pod."""
+
+    name: str
+    host: str  # what the others call it
+    labels: dict
+    annotations: dict
+    spec: dict
+
+    @property
+    def container(self):
+        (container,) = self.spec["containers"]
+        return container
+
+    def environ(self):
+        """The environment, as the kubelet fills it in."""
+        variables: dict[str, str] = {}
+        for variable in self.container["env"]:
+            source = variable.get("valueFrom", {})
+            if "fieldRef" in source:
+                ((field, key),) = re.findall(r"^metadata\.(labels|annotations)\['(.*)'\]$", source["fieldRef"]["fieldPath"])
+                variables[variable["name"]] = getattr(self, field)[key]
+            elif "resourceFieldRef" in source:
+                group, key = source["resourceFieldRef"]["resource"].split(".")
+                variables[variable["name"]] = self.container["resources"][group][key]
+            else:
+                variables[variable["name"]] = expanded(variable["value"], variables)
+        return variables
+
+    def command(self):
+        """The command line, as the kubelet fills it in."""
+        return [expanded(word, self.environ()) for word in (*self.container["command"], *self.container["args"])]
+
+
+def expanded(text, variables):
+    """Kubernetes replaces $(X) if there is an X, and $$ by a $."""
+    return re.sub(r"\$\$|\$\((.*?)\)", lambda match: "$" if match[1] is None else variables.get(match[1], match[0]), text)
+
+
+def pods_of(things):
+    """The pods that these objects make."""
+    return [pod for thing in things for pod in MAKERS.get(thing["kind"], lambda thing: [])(thing)]
+
+
+def _pods_of_job(job):
+    name, template = job["metadata"]["name"], job["spec"]["template"]
+    assert job["spec"]["completionMode"] == "Indexed" and job["spec"]["parallelism"] == job["spec"]["completions"]
+    key = "batch.kubernetes.io/job-completion-index"
+    for index in range(job["spec"]["completions"]):
+        labels, annotations = {**template["metadata"]["labels"], key: str(index)}, {key: str(index)}
+        host = f"{name}-{index}.{template['spec']['subdomain']}"
+        yield Pod(f"{name}-{index}", host, labels, annotations, template["spec"])
+
+
+def _pods_of_stateful_set(stateful_set):
+    name, template = stateful_set["metadata"]["name"], stateful_set["spec"]["template"]
+    assert stateful_set["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    assert "restartPolicy" not in template["spec"]  # Kubernetes takes nothing but Always
+    for index in range(stateful_set["spec"]["replicas"]):
+        labels = {**template["metadata"]["labels"], "apps.kubernetes.io/pod-index": str(index)}
+        yield Pod(f"{name}-{index}", f"{name}-{index}.{stateful_set['spec']['serviceName']}", labels, {}, template["spec"])
+
+
+def _pods_of_tfjob(tfjob):
+    """As the training operator does it: genClusterSpec and genTFConfigJSONStr, createNewPod, in its repository."""
+    name, specs = tfjob["metadata"]["name"], tfjob["spec"]["tfReplicaSpecs"]
+    cluster = {}
+    for role, replica in specs.items():
+        (container,) = (each for each in replica["template"]["spec"]["containers"] if each["name"] == "tensorflow")
+        (port,) = (each["containerPort"] for each in container["ports"] if each["name"] == "tfjob-port")
+        cluster[role.lower()] = [f"{name}-{role.lower()}-{i}.default.svc:{port}" for i in range(replica["replicas"])]
+    for role, replica in specs.items():
+        for index in range(replica["replicas"]):
+            config = {"cluster": cluster, "task": {"type": role.lower(), "index": index}, "environment": "cloud"}
+            spec = copy.deepcopy(replica["template"]["spec"])
+            spec["containers"][0]["env"].append({"name": "TF_CONFIG", "value": json.dumps(config)})
+            labels = {
+                "training.kubeflow.org/job-name": name,
+                "training.kubeflow.org/operator-name": "tfjob-controller",
+                "training.kubeflow.org/replica-type": role.lower(),
+                "training.kubeflow.org/replica-index": str(index),
+            }
+            pod = f"{name}-{role.lower()}-{index}"
+            yield Pod(pod, f"{pod}.default.svc", labels, replica["template"]["metadata"]["annotations"], spec)
+
+
+MAKERS = {"Job": _pods_of_job, "StatefulSet": _pods_of_stateful_set, "TFJob": _pods_of_tfjob}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_ps, num_workers", [(1, 1), (2, 4), (3, 12)])
+def test_every_task_knows_the_cluster_and_its_place_in_it(kind, num_ps, num_workers):
+    things = objects("DOWNPOUR", f"--kind={kind}", f"--num_ps={num_ps}", f"--num_workers={num_workers}", "--name=try")
+    pods = pods_of(things)
+    configs = [json.loads(pod.environ()["TF_CONFIG"]) for pod in pods]
+    expected = {"chief": 1, "ps": num_ps} | ({"worker": num_workers - 1} if num_workers > 1 else {})
+    for pod, config in zip(pods, configs):
+        assert config["cluster"] == configs[0]["cluster"]
+        role, index = config["task"]["type"], config["task"]["index"]
+        assert config["cluster"][role][index] == f"{pod.host}:2222"
+        assert len(pod.host.split(".")[0]) <= 63
+    assert {role: len(hosts) for role, hosts in configs[0]["cluster"].items()} == expected
+    assert len(pods) == len({pod.host for pod in pods}) == num_ps + num_workers
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_the_pods_of_a_training_reach_each_other(kind):
+    things = objects("HogWild", f"--kind={kind}", "--name=try")
+    policy = only(things, "NetworkPolicy")["spec"]
+    same = policy["podSelector"]["matchLabels"]
+    page = (CHECKOUT / "SECURITY.md").read_text()
+    (shown,) = (yaml.safe_load(text) for text in re.findall(r"^```yaml\n(.*?)^```$", page, re.M | re.S))
+    assert json.loads(json.dumps(shown["spec"]).replace('{"training": "hogwild"}', json.dumps(same))) == policy
+    for pod in pods_of(things):
+        assert same.items() <= pod.labels.items()
+        assert [port["containerPort"] for port in pod.container["ports"]] == [2222]
+        assert "hostNetwork" not in pod.spec  # to which no policy applies
+    for other in pods_of(objects("HogWild", f"--kind={kind}", "--name=another")):
+        assert not same.items() <= other.labels.items()
+    if kind != "tfjob":
+        service = only(things, "Service")
+        assert (service["spec"]["selector"], service["spec"]["clusterIP"]) == (same, "None")
+        assert all(pod.host.endswith(f".{service['metadata']['name']}") for pod in pods_of(things))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pods_have_no_rights_that_they_do_not_need(kind):
+    for pod in pods_of(objects("HogWild", f"--kind={kind}")):
+        assert pod.spec["securityContext"]["runAsNonRoot"] and pod.spec["securityContext"]["runAsUser"] > 0
+        assert pod.spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod.spec["automountServiceAccountToken"] is False
+        assert pod.container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+        assert pod.spec["terminationGracePeriodSeconds"] >= launch.STOP_SECONDS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_chief_alone_has_the_volume_and_workers_have_gpus(kind):
+    things = objects("HogWild", f"--kind={kind}", "--gpus_per_worker=1", "--storage=5Ti", "--num_workers=3")
+    claim = only(things, "PersistentVolumeClaim")
+    assert claim["spec"]["resources"]["requests"] == {"storage": "5Ti"}
+    for pod in pods_of(things):
+        role = json.loads(pod.environ()["TF_CONFIG"])["task"]["type"]
+        (volume,) = pod.spec["volumes"]
+        expected = {"persistentVolumeClaim": {"claimName": claim["metadata"]["name"]}} if role == "chief" else {"emptyDir": {}}
+        assert volume == {"name": "runs", **expected}
+        assert pod.container["resources"]["limits"].get("nvidia.com/gpu") == (None if role == "ps" else "1")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Flags
+
+STRANGE = ["--a=it's", '--b="two words"', "--c=$HOME $(ROLE) $$(INDEX) $$ $(", "--d=x: {y}", "--e=# no", "--f=", "--g=ä\n!"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_flags_arrive_unchanged(kind, tmp_path):
+    """Through manifest.sh, YAML, Kubernetes, entry.sh and run.sh."""
+    ended = run("HogWild", f"--image={IMAGE}", f"--kind={kind}", "--nocheck_flags", "--", *STRANGE)  # there are no such flags
+    assert (ended.returncode, ended.stderr) == (0, "")
+    things = list(yaml.safe_load_all(ended.stdout))
+    (tmp_path / "Multiple-Machines" / "kubernetes").mkdir(parents=True)
+    (tmp_path / "HogWild").mkdir()
+    entry = tmp_path / "Multiple-Machines" / "kubernetes" / "entry.sh"
+    entry.write_text((FOLDER / "entry.sh").read_text())
+    (tmp_path / "HogWild" / "run.sh").write_text("printf '%s\\0' \"$@\"")
+    for pod in pods_of(things):
+        command = [word.replace("/app/", f"{tmp_path}/").replace("/runs/", f"{tmp_path}/runs/") for word in pod.command()]
+        arrived = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
+        assert arrived == [f"--run_dir={tmp_path}/runs/hogwild", *STRANGE]
+
+
+def test_the_scheme_s_own_flags_and_the_command_are_in_the_manifest():
+    flags = ["--window=20", "--epochs=100"]
+    ended = run("DOWNPOUR", "--num_ps=2", "--image=a/b", "--", *flags)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    first, rest = ended.stdout.split("\n", 1)
+    expected = "# bash Multiple-Machines/kubernetes/manifest.sh DOWNPOUR --num_ps=2 --image=a/b -- --window=20 --epochs=100"
+    assert first == expected
+    for pod in pods_of(yaml.safe_load_all(rest)):
+        assert pod.container["args"] == ["DOWNPOUR", "--run_dir=/runs/downpour", *flags]
+
+
+@pytest.mark.parametrize(
+    "arguments, line",
+    [
+        ([], "a scheme is missing: manifest.sh SCHEME --image=REGISTRY/IMAGE; the schemes are AEAMSGD, AEASGD,"),
+        (["--image=a/b"], "a scheme is missing: "),
+        (["Hogwild", "--image=a/b"], "there is no scheme 'Hogwild'; expected one of AEAMSGD, AEASGD,"),
+        (["tests", "--image=a/b"], "there is no scheme 'tests'; "),
+        (["benchmarks", "--image=a/b"], "there is no scheme 'benchmarks'; "),
+        (["Non-Distributed-Setup", "--image=a/b"], "there is no scheme 'Non-Distributed-Setup'; "),
+        (["HogWild"], "--image is missing: give the image that `docker push` was told, as REGISTRY/IMAGE, see README.md"),
+        (["HogWild", "--image="], "--image must be one word, not ''"),
+        (["HogWild", "--image=a b"], "--image must be one word, not 'a b'"),
+        (["HogWild", "--image=a/b", "--num_ps=0"], "--num_ps must be at least 1, not 0"),
+        (["HogWild", "--image=a/b", "--num_workers=0"], "--num_workers must be at least 1, not 0"),
+        (["HogWild", "--image=a/b", "--num_workers=two"], "--num_workers must be a whole number, not 'two'"),
+        (["HogWild", "--image=a/b", "--gpus_per_worker=2"], "--gpus_per_worker must be at most 1, not 2"),
+        (["HogWild", "--image=a/b", "--kind=helm"], "flag --kind=helm: value should be one of <plain|statefulset|tfjob>"),
+        (["HogWild", "--image=a/b", "--name=My_Run"], "--name must be small letters, digits and dashes, at most 45, "),
+        (["HogWild", "--image=a/b", "--name=1st"], "--name must be small letters, digits and dashes, at most 45, "),
+        (["HogWild", "--image=a/b", "--name="], "--name must be small letters, digits and dashes, at most 45, "),
+        (["HogWild", "--image=a/b", f"--name={46 * 'a'}"], "--name must be small letters, digits and dashes, at most 45, "),
+        (["HogWild", "--image=a/b", "--storage=much"], "--storage must be a size as 10Gi, not 'much'"),
+        (
+            ["HogWild", "--image=a/b", "--epochs=5"],
+            "unknown flag --epochs (--help lists all); the scheme's own flags come ",
+        ),
+        (["HogWild", "--image=a/b", "window"], "unexpected argument 'window': flags are written --name=value"),
+        (["HogWild", "--image=a/b", "--", "--run_dir=x"], "--run_dir=x after --: where and as what a task runs, the manifest "),
+        (["HogWild", "--image=a/b", "--", "--num_ps", "2"], "--num_ps after --: where and as what a task runs, "),
+        (["HogWild", "--image=a/b", "--", "--nolaunch"], "--nolaunch after --: where and as what a task runs, "),
+        (["HogWild", "--image=a/b", "--", "--resume"], "--resume after --: where and as what a task runs, "),
+        (["HogWild", "--image=a/b", "--", "--windw=5"], "unknown flag --windw; did you mean --window? (--help lists all)"),
+        (["DOWNPOUR", "--image=a/b", "--", "--window=0"], "--window must be at least 1, not 0"),
+        (["AEASGD", "--image=a/b", "--num_workers=4", "--", "--beta=5"], "--beta must be at most the number of workers, 4, "),
+        (["Synchronous-SGD", "--image=a/b", "--", "--by=magic"], "--by must be synchronous_sgd, all_reduce or "),
+        (["HogWild", "--image=a/b", "--", "--data=missing.py:load"], "--data=missing.py:load: there is no file missing.py"),
+    ],
+)
+def test_bad_input(user_error, capsys, arguments, line):
+    with user_error(line):
+        program().main(arguments)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_bad_input_is_one_line_on_standard_error():
+    ended = run("HogWild", "--image=a/b", "--num_ps=0")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", "manifest.py: --num_ps must be at least 1, not 0\n")
+
+
+def test_a_task_of_a_cluster_may_write_manifests():
+    """What says so is not for the scheme that checks its flags."""
+    config = {"cluster": {"ps": ["a:1"], "worker": ["b:1"]}, "task": {"type": "worker", "index": 0}}
+    command = ["bash", str(FOLDER / "manifest.sh"), "HogWild", f"--image={IMAGE}", "--", "--epochs=1"]
+    environ = {**ENVIRON, "TF_CONFIG": json.dumps(config)}
+    assert subprocess.run(command, env=environ, capture_output=True, timeout=SECONDS).returncode == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pods on this machine
+
+
+class Cluster:
+    """The pods of a manifest, as processes: each has its folder for /runs, and a port of this machine for its own.
+
+    Args:
+      things: the manifest.
+      folder: where those folders are.
+      stack: a `contextlib.ExitStack` for as long as the ports are needed.
+    """
+
+    def __init__(self, things, folder, stack):
+        self.pods = {pod.name: pod for pod in pods_of(things)}
+        self._folder = folder
+        self._ports = {pod.host: stack.enter_context(launch.reserved_port()).getsockname()[1] for pod in self.pods.values()}
+
+    def runs(self, name):
+        """What the pod sees as /runs."""
+        return self._folder / name
+
+    def start(self, name):
+        """Starts the pod, maybe once more."""
+        pod = self.pods[name]
+        environ = pod.environ()
+        for host, port in self._ports.items():
+            environ["TF_CONFIG"] = environ["TF_CONFIG"].replace(f'"{host}:2222"', f'"127.0.0.1:{port}"')
+        assert ":2222" not in environ["TF_CONFIG"]
+        places = {"/app/": f"{CHECKOUT}/", "/runs/": f"{self.runs(name)}/"}
+        return subprocess.Popen(
+            [functools.reduce(lambda word, place: word.replace(*place), places.items(), word) for word in pod.command()],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            env={**ENVIRON, **environ, "TF_GRPC_REUSE_PORT": "true"},  # lets the test hold the ports
+        )
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["HogWild", "--kind=tfjob"],
+        ["DOWNPOUR", "--kind=plain", "--num_ps=2", "--num_workers=3", "--", "--window=10", "--learning_rate=0.05"],
+    ],
+    ids=lambda arguments: arguments[1],
+)
+def test_the_pods_train(run_dir, arguments):
+    things = objects(*arguments)
+    with contextlib.ExitStack() as stack:
+        cluster = Cluster(things, run_dir, stack)
+        started = {name: cluster.start(name) for name in cluster.pods}
+        outputs = {name: finish(process) for name, process in started.items()}  # with status 0
+    name = arguments[0].lower()
+    result = result_of(cluster.runs(f"{name}-chief-0") / name)
+    roles = [json.loads(pod.environ()["TF_CONFIG"])["task"]["type"] for pod in cluster.pods.values()]
+    assert result["scheme"] == arguments[0]
+    assert result["num_ps"] == roles.count("ps") and result["num_workers"] == len(roles) - roles.count("ps")
+    assert result["test_accuracy"] >= 0.95
+    assert "test accuracy" in outputs[f"{name}-chief-0"]
+    assert "until all workers are done" in outputs[f"{name}-ps-0"]
+    assert [path.parts[-3] for path in run_dir.rglob("result.json")] == [f"{name}-chief-0"]
+
+
+@pytest.mark.cluster
+def test_a_pod_in_place_of_the_chief_goes_on_from_its_checkpoint(run_dir):
+    """Also if the ps was replaced, too; the first one is told to end, as when its node is drained."""
+    things = objects("HogWild", "--num_workers=1", "--", "--steps=6000", "--checkpoint_secs=1000")
+    with contextlib.ExitStack() as stack:
+        cluster = Cluster(things, run_dir, stack)
+        ps, chief = cluster.start("hogwild-ps-0"), cluster.start("hogwild-chief-0")
+        read_until(chief, is_training)
+        chief.send_signal(signal.SIGTERM)
+        finish(chief, status=130)
+        ps.send_signal(signal.SIGTERM)
+        finish(ps, status=-signal.SIGTERM)
+        ps, chief = cluster.start("hogwild-ps-0"), cluster.start("hogwild-chief-0")
+        finish(chief)
+        finish(ps)
+    result = result_of(cluster.runs("hogwild-chief-0") / "hogwild")
+    assert result["global_steps"] >= 6000
+    assert 0 < result["samples"] / 32 < result["global_steps"]  # the second one made the rest only
+    assert result["test_accuracy"] >= 0.95
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The image, and the README
+
+
+def test_the_image():
+    """Its parts, as far as they can be looked at without building it."""
+    text = re.sub(r"\\\n", " ", (FOLDER / "Dockerfile").read_text())
+    lines = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
+    steps = {word: [rest for first, rest in lines if first == word] for word, _ in lines}
+    for source in (source for rest in steps["COPY"] for source in shlex.split(rest)[:-1]):
+        assert (CHECKOUT / source).exists(), source
+    assert steps["WORKDIR"] == ["/app"]
+    for kind in KINDS:
+        for pod in pods_of(objects("HogWild", f"--kind={kind}")):
+            security = pod.spec["securityContext"]
+            assert steps["USER"] == [f"{security['runAsUser']}:{security['runAsGroup']}"]
+            program = Path(pod.container["command"][1])
+            assert (CHECKOUT / program.relative_to("/app")).is_file()
+    (command,) = steps["CMD"]
+    assert (CHECKOUT / json.loads(command)[1]).is_file()
+    ignored = (FOLDER / "Dockerfile.dockerignore").read_text().split()
+    assert {".git", ".venv*", "runs"} <= set(ignored)
+    (environ,) = steps["ENV"]
+    given = dict(pair.split("=") for pair in environ.split())
+    ours = launch.environment(1)
+    assert all(given[name] == ours[name] for name in given if name.startswith("MALLOC_")) and "MALLOC_ARENA_MAX" in given
+
+
+README = (FOLDER / "README.md").read_text()
+COMMANDS = re.findall(r"^bash Multiple-Machines/kubernetes/manifest\.sh (.*?)(?: > job\.yaml.*)?$", README, re.M)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_commands_of_the_readme(command):
+    ended = run(*shlex.split(command, comments=True))
+    assert (ended.returncode, ended.stderr) == (0, "")
+    for thing in yaml.safe_load_all(ended.stdout):
+        validate(thing)
+
+
+def test_the_pod_of_the_readme():
+    (text,) = re.findall(r"^```yaml\n(.*?)^```$", README, re.M | re.S)
+    pod = yaml.safe_load(text)
+    validate(pod)
+    things = objects("DOWNPOUR")
+    (chief,) = (pod for pod in pods_of(things) if pod.name == "downpour-chief-0")
+    assert pod["spec"]["volumes"] == chief.spec["volumes"]
+    assert pod["spec"]["securityContext"]["runAsUser"] == chief.spec["securityContext"]["runAsUser"]
+    assert "training" not in pod["metadata"].get("labels", {})
