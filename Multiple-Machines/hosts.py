@@ -168,7 +168,9 @@ def cluster(hosts, script, *flags, port=2222):
     finally:
         for process in started:
             process.kill()
-            process.communicate()
+            process.wait()
+            if process.stdout:
+                process.stdout.close()
 
 
 class _Delay:

@@ -491,7 +491,7 @@ def test_a_pod_in_place_of_the_chief_goes_on_from_its_checkpoint(run_dir):
         chief.send_signal(signal.SIGTERM)
         finish(chief, status=130)
         ps.send_signal(signal.SIGTERM)
-        finish(ps, status=-signal.SIGTERM)
+        finish(ps, status=130)  # there is no worker left that it would wait for
         ps, chief = cluster.start("hogwild-ps-0"), cluster.start("hogwild-chief-0")
         finish(chief)
         finish(ps)
@@ -523,10 +523,6 @@ def test_the_image():
     assert (CHECKOUT / json.loads(command)[1]).is_file()
     ignored = (FOLDER / "Dockerfile.dockerignore").read_text().split()
     assert {".git", ".venv*", "runs"} <= set(ignored)
-    (environ,) = steps["ENV"]
-    given = dict(pair.split("=") for pair in environ.split())
-    ours = launch.environment(1)
-    assert all(given[name] == ours[name] for name in given if name.startswith("MALLOC_")) and "MALLOC_ARENA_MAX" in given
 
 
 README = (FOLDER / "README.md").read_text()
