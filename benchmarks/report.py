@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import run
 import scaling
@@ -16,14 +17,19 @@ import startup
 import time_to_accuracy
 
 HERE = Path(__file__).resolve().parent
-READMES = [HERE.parent / "README.md", HERE / "README.md"]
-TABLES = {  # name: file, and what makes a table of it
+MACHINES = HERE.parent / "Multiple-Machines"
+sys.path.append(str(MACHINES))
+import slow_links  # noqa: E402
+
+READMES = [HERE.parent / "README.md", HERE / "README.md", MACHINES / "README.md"]
+TABLES: dict[str, tuple[Any, Any]] = {  # name: file, and what makes a table of it
     "results": ("results.json", run.table),
     "targets": ("results.json", run.targets),
     "bandwidth": ("scaling.json", scaling.table),
     "cost": ("scaling.json", scaling.cost_table),
     "time to accuracy": ("time_to_accuracy.json", time_to_accuracy.table),
     "startup": ("startup.json", startup.table),
+    "slow links": (MACHINES / "slow_links.json", slow_links.table),
 }
 
 
@@ -36,7 +42,7 @@ def main():
         before = path.read_text()
         after = with_tables(before)
         if after != before and options.check:
-            sys.exit(f"{path} has other figures than the files in {HERE}: run python benchmarks/report.py")
+            sys.exit(f"{path} has other figures than its files: run python benchmarks/report.py")
         if after != before:
             path.write_text(after)
 
