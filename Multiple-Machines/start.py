@@ -120,7 +120,10 @@ def _watch(lines, events):
             if ended and not status:
                 print(f"{name} ended with exit status {ended}; the others are stopped", flush=True)
                 status = 2 if ended == 2 else 1
-        if status and timer is None:
+        if status and not any(name.startswith("worker") for name in running):
+            for line in lines:
+                line.close()  # a ps that waits for a worker which has failed
+        elif status and timer is None:
             for line in lines:
                 line.stop()
             timer = threading.Timer(STOP_SECONDS, lambda: [line.close() for line in lines])

@@ -148,6 +148,10 @@ class TaskSpecDef:
             self._server = tf.train.Server(cluster, self.job, self.job_index, config=self.config())
         return self._server
 
+    def is_serving(self):
+        """Whether this task's server is started."""
+        return self._server is not None
+
     def create_server(self):
         """Starts and returns this task's `tf.train.Server`; on a ps returns None, and only when the training is over.
 

@@ -75,7 +75,7 @@ def _serve(task):
     is_asked = threading.Event()
 
     def hear(number):
-        if is_asked.is_set():
+        if is_asked.is_set() or not task.is_serving():
             os._exit(130)
         is_asked.set()
         print("asked to end: waits until the workers have left", flush=True)

@@ -5,6 +5,8 @@
 #     bash tests/run.sh -k setup               # arguments go to pytest
 #     bash tests/run.sh HogWild/HogWild.ipynb  # so do paths, instead of everything
 #
+# All but those that need Slurm, which are for `bash Multiple-Machines/test_slurm.sh`.
+#
 # Fails if any of the three does. pytest runs in any case, and last, so that its verdict is the last line.
 here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 source "$here/../common/setup.sh"
@@ -15,7 +17,7 @@ status=0
 "$PYTHON" -m mypy --no-error-summary || { status=1; echo "mypy: failed" >&2; }
 
 shopt -s nullglob
-what=(tests */*.ipynb)
+what=(tests --ignore=tests/test_slurm.py */*.ipynb)
 # Two at a time: much of a test is waiting for processes to start. What is in one file stays together and in its order.
 parallel=(-n 2 --dist loadfile)
 for argument in "$@"; do

@@ -52,31 +52,36 @@ def ended(started):
     return outputs
 
 
-def test_a_cluster_on_three_hosts(hosts, tmp_path):
-    with cluster(hosts, tmp_path / "run") as started:
-        ended(started)
-    result = result_of(tmp_path / "run")
-    assert (result["num_ps"], result["num_workers"]) == (1, 2)
-    assert result["test_accuracy"] >= 0.95
-    assert len(list((tmp_path / "run" / "metrics").glob("worker-*.jsonl"))) == 2
-
-
-@pytest.mark.parametrize(
-    "properties, most",
-    [
-        ({"bytes_per_second": 10e6}, 10e6 / (4 * 26_122) * 32),  # all pulls go through the link of the ps
-        ({"delay": 0.02}, 2 / 0.04 * 32),  # each of two workers waits for a pull there and back
-    ],
-)
-def test_slow_links(tmp_path, properties, most):
-    """Training goes on over links that are as slow as they are said to be: it is no faster than they allow."""
+@pytest.mark.parametrize("properties, least", [({"bytes_per_second": 10e6}, 0.5), ({"delay": 0.02}, 0.08)])
+def test_slow_links(properties, least):
+    """They are as slow as they are said to be: 5 MB, and an answer, take at least so many seconds (on a fast link, 0.01)."""
     machines.need()
-    with (
-        machines.hosts.Hosts(3, **properties) as three,
-        cluster(three, tmp_path / "run", "--epochs=1e9", "--seconds=3") as started,
-    ):
-        ended(started)
-    assert 0 < result_of(tmp_path / "run")["samples_per_second"] < most
+    serve = """
+import socket
+with socket.create_server(("", 5000)) as server:
+    print("up", flush=True)
+    connection, _ = server.accept()
+    while connection.recv(1 << 20):
+        pass
+    connection.send(b"thanks")
+"""
+    send = """
+import socket
+connection = socket.create_connection(("host2", 5000))
+connection.sendall(bytes(5_000_000))
+connection.shutdown(socket.SHUT_WR)
+assert connection.recv(10) == b"thanks"
+"""
+    with machines.hosts.Hosts(2, **properties) as two:
+        server = subprocess.Popen(two[1].command(sys.executable, "-c", serve), stdout=subprocess.PIPE, text=True)
+        try:
+            assert server.stdout and server.stdout.readline() == "up\n"
+            began = time.monotonic()
+            two[0].run(sys.executable, "-c", send)
+            assert time.monotonic() - began >= 0.9 * least
+        finally:
+            server.kill()
+            server.communicate()
 
 
 def steps_of(run_dir, worker):
@@ -98,7 +103,7 @@ def wait_for_step(run_dir, worker, step, process):
         time.sleep(0.05)
 
 
-def test_a_link_that_is_cut_for_ten_seconds(hosts, tmp_path):
+def test_three_hosts_train_though_a_link_is_cut_for_ten_seconds(hosts, tmp_path):
     """The worker behind it stands still, the other one goes on; afterwards both do, and the run ends well."""
     run_dir = tmp_path / "run"
     with cluster(hosts, run_dir, "--epochs=1e9", "--seconds=18") as started:
@@ -116,7 +121,9 @@ def test_a_link_that_is_cut_for_ten_seconds(hosts, tmp_path):
             hosts.mend(2)
         wait_for_step(run_dir, 1, there, started[2])
         ended(started)
-    assert result_of(run_dir)["test_accuracy"] >= 0.95
+    result = result_of(run_dir)
+    assert (result["num_ps"], result["num_workers"]) == (1, 2)
+    assert result["test_accuracy"] >= 0.95
 
 
 def start(host, ssh, *arguments):

@@ -124,9 +124,9 @@ def test_a_task_on_each_node(slurm, tmp_path):
 
 
 def test_several_tasks_on_a_node(slurm, tmp_path):
-    """Four tasks on two nodes, two of them ps; and flags of the scheme."""
+    """Four tasks on three nodes, two of them ps; and flags of the scheme."""
     flags = ["SAGN", "--window=20", "--epochs=120", f"--run_dir={tmp_path / 'run'}"]
-    job = slurm.submit(*flags, options=["--ntasks=4", "--nodes=2"], NUM_PS="2")
+    job = slurm.submit(*flags, options=["--ntasks=4", "--nodes=3"], NUM_PS="2")
     slurm.wait_for_end(job)
     result = result_of(tmp_path / "run")
     assert (result["num_ps"], result["num_workers"], result["window"]) == (2, 2, 20)
