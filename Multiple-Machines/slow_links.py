@@ -60,7 +60,7 @@ def main():
         "seconds": options.seconds,
         "networks": {network: {scheme: median(of_one) for scheme, of_one in of.items()} for network, of in runs.items()},
     }
-    (HERE / "slow_links.json").write_text(json.dumps(report, indent=1) + "\n")
+    (HERE / "slow_links.json").write_text(json.dumps(report) + "\n")
     chart(report, HERE / "slow_links.png")
     print(f"\n{table(report)}")
 

@@ -25,5 +25,5 @@ for argument in "$@"; do
 done
 # A notebook runs in its own folder, with this Python as its kernel whatever kernel it was saved with. Of its outputs,
 # those of cells marked `# NBVAL_CHECK_OUTPUT` are compared with the committed ones; elsewhere an error is what fails.
-"$PYTHON" -m pytest --nbval-lax --nbval-current-env ${parallel[@]+"${parallel[@]}"} ${what[@]+"${what[@]}"} "$@" || status=$?
+"$PYTHON" -m pytest -rs --nbval-lax --nbval-current-env ${parallel[@]+"${parallel[@]}"} ${what[@]+"${what[@]}"} "$@" || status=$?
 exit "$status"
