@@ -17,7 +17,7 @@ status=0
 "$PYTHON" -m mypy --no-error-summary || { status=1; echo "mypy: failed" >&2; }
 
 shopt -s nullglob
-what=(tests --ignore=tests/test_slurm.py */*.ipynb)
+what=(--ignore=tests/test_slurm.py tests */*.ipynb)
 # Two at a time: much of a test is waiting for processes to start. What is in one file stays together and in its order.
 parallel=(-n 2 --dist loadfile)
 for argument in "$@"; do
