@@ -142,10 +142,21 @@ class TaskSpecDef:
         return bool(self.num_ps) and not self.is_evaluator()
 
     def start_server(self):
-        """Starts and returns this task's `tf.train.Server`, and stays with nobody: a ps is left to `serve`."""
+        """Starts and returns this task's `tf.train.Server`, and stays with nobody: a ps is left to `serve`.
+
+        Raises:
+          UserError: if it cannot listen at its port.
+        """
         if self._server is None and self._has_server():
             cluster = tf.train.ClusterSpec(self.hosts)
-            self._server = tf.train.Server(cluster, self.job, self.job_index, config=self.config())
+            try:
+                self._server = tf.train.Server(cluster, self.job, self.job_index, config=self.config())
+            except tf.errors.UnknownError:
+                address = self.hosts[self.job][self.job_index]
+                raise UserError(
+                    f"{self.job} {self.job_index} cannot listen at {address}: the port is taken on this machine, or not allowed; "
+                    "give all tasks another one for it"
+                ) from None
         return self._server
 
     def is_serving(self):

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import time
 
@@ -135,6 +136,16 @@ def test_each_task_started_on_its_own(run_dir):
         outputs = [finish(task) for task in tasks]
     assert result_of(run_dir)["test_accuracy"] >= 0.95
     assert str(run_dir / "model.keras") in outputs[1]
+
+
+def test_port_that_is_taken(run_dir):
+    """A line for who started the tasks by hand, from the ps and from the worker."""
+    with socket.create_server(("", 0)) as taken:
+        hosts = [f"--{job}_hosts=localhost:{taken.getsockname()[1]}" for job in ("ps", "worker")]
+        tasks = [start(run_dir, f"--job_name={job}", "--task_index=0", *hosts) for job in ("ps", "worker")]
+        outputs = [finish(task, status=2) for task in tasks]
+    for job, output in zip(("ps", "worker"), outputs, strict=True):
+        assert f"hogwild.py: {job} 0 cannot listen at localhost:" in output and "Traceback" not in output
 
 
 def test_a_process_on_its_own(run_dir):
