@@ -154,8 +154,8 @@ class TaskSpecDef:
             except tf.errors.UnknownError:
                 address = self.hosts[self.job][self.job_index]
                 raise UserError(
-                    f"{self.job} {self.job_index} cannot listen at {address}: the port is taken on this machine, or not allowed; "
-                    "give all tasks another one for it"
+                    f"{self.job} {self.job_index} cannot listen at {address}: the port is taken on this machine, or not "
+                    "allowed; give all tasks another one for it"
                 ) from None
         return self._server
 
