@@ -1,5 +1,6 @@
 """The one main loop of a worker: join the cluster, build the scheme, open the session, run rounds, write the result."""
 
+import itertools
 import math
 import os
 import sys
@@ -76,27 +77,46 @@ def train(scheme, task, settings):
     return outcome.status
 
 
+# After so many calls a worker makes larger ones, for which the graph takes longer to prepare.
+LONG_RUN = 2000
+
+
 def build_calls(scheme, center, local, settings, num_samples):
-    """Builds some rounds for one call, and one round.
+    """Builds some rounds for one call, and one round; for a long run, too, more rounds for one call.
 
     Returns:
       The global step to stop at, and a function that chooses the rounds, see `Plan.next_call`.
     """
-    one = many = build_rounds(scheme, center, local, settings)
+    one = build_rounds(scheme, center, local, settings)
     last = last_step(settings, num_samples, center.gradients_per_update)
     updates, windows = int(one.steps.shape[0]), local.windows  # of one round
     # Every worker on its own, or all together, as fast as the slowest.
     at_once = local.num_workers if center.gradients_per_update == 1 else 1
     # Workers that average every gradient make as many steps a call as it says; they are one loop.
     lockstep = center.meeting is not None and center.meeting.vote is not None
+
+    def build(rounds, **options):
+        if lockstep:
+            several = types.SimpleNamespace(**{**vars(settings), "window": rounds})
+            return build_rounds(scheme, center, local, several, **options)
+        return build_rounds(scheme, center, local, settings, rounds, **options)
+
     most = settings.rounds_per_call or rounds_worth_a_call(local.model, windows, updates * settings.window, lockstep)
     most = min(most, max(1, last // (updates * at_once)))
-    if most > 1 and lockstep:
-        many = build_rounds(scheme, center, local, types.SimpleNamespace(**{**vars(settings), "window": most}))
-    elif most > 1:
-        many = build_rounds(scheme, center, local, settings, most)
-    # Towards the end one round a call, so that the last step is overshot as little as can be without a lock.
-    return last, lambda present: (many if present + at_once * most * updates <= last else one,)
+    many = build(most) if most > 1 else one
+    sizes = [(at_once * most * updates, many)]
+    is_long = last > 10 * LONG_RUN * sizes[0][0] and not (settings.seconds and settings.seconds <= 60)
+    if is_long and "/job:ps" in center.step.device:
+        more = settings.rounds_per_call or 3 * most
+        sizes.append((at_once * more * updates, build(more, ps_ends_last=True)))
+    made = itertools.count()
+
+    def next_call(present):
+        size, rounds = sizes[-1 if next(made) >= LONG_RUN else 0]
+        # Towards the end one round a call, so that the last step is overshot as little as can be without a lock.
+        return (rounds if present + size <= last else one,)
+
+    return last, next_call
 
 
 def rounds_worth_a_call(model, windows, local_steps, lockstep=False):

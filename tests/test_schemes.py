@@ -411,9 +411,10 @@ def test_rounds_in_one_call(model, graph, load_scheme, initialized, known_batche
     with tf.device(task and task.device):
         local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
         hp = scheme.hyperparameters(window)
-        built = build_rounds(load_scheme(scheme.folder, scheme.name), center, local, hp, 5)
+        rule = load_scheme(scheme.folder, scheme.name)
+        built = [build_rounds(rule, center, local, hp, 5, ps_ends_last) for ps_ends_last in (False, num_ps > 0)]
     session = initialized(center, local, target=server.target if server else "")
-    steps = np.concatenate([session.run(built).steps, session.run(built).steps])
+    steps = np.concatenate([session.run(rounds).steps for rounds in built])
     expected = written_again(scheme, [0] * scheme.steps * 10, model.initial_parameters, batches, window)
     close(Walk(session.run(center.read()[0]), []), expected, model.initial_parameters)
     assert [(0, after - before - 1, after) for before, after in steps.tolist()] == expected.log
@@ -425,18 +426,20 @@ def messages(session, fetches):
     return [tuple(task.split("/task")[0] for task in (message.sender, message.receiver)) for message in sent]
 
 
+@pytest.mark.parametrize("ps_ends_last", [False, True])
 @pytest.mark.parametrize("name", SCHEMES)
-def test_messages_of_a_round(model, graph, load_scheme, initialized, known_batches, batches, servers, name):
-    """One each way, none between rounds; and the steps of all rounds together. An elastic exchange asks for x̃ first."""
+def test_messages_of_a_round(model, graph, load_scheme, initialized, known_batches, batches, servers, name, ps_ends_last):
+    """One each way, none between rounds; and the steps of all rounds together, with an answer if the ps waits for one. An
+    elastic exchange asks for x̃ first."""
     scheme, rounds = SCHEMES[name], 4
     task, server = servers(1)
     center = GlobalParameters(model.initial_parameters, 1, task.device_fn())
     with tf.device(task.device):
         local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
         rule = load_scheme(scheme.folder, scheme.name)
-        built = build_rounds(rule, center, local, scheme.hyperparameters(2), rounds)
+        built = build_rounds(rule, center, local, scheme.hyperparameters(2), rounds, ps_ends_last)
     sent = messages(initialized(center, local, target=server.target), built)
     asks = name.startswith("AE")
     assert sent.count(("/job:ps", "/job:worker")) == rounds + 1
-    assert sent.count(("/job:worker", "/job:ps")) == rounds * (2 if asks else 1)
-    assert len(sent) == rounds * (3 if asks else 2) + 1
+    assert sent.count(("/job:worker", "/job:ps")) == rounds * (2 if asks else 1) + ps_ends_last
+    assert len(sent) == rounds * (3 if asks else 2) + 1 + ps_ends_last
