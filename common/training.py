@@ -107,7 +107,7 @@ def build_calls(scheme, center, local, settings, num_samples):
     sizes = [(at_once * most * updates, many)]
     is_long = last > 10 * LONG_RUN * sizes[0][0] and not (settings.seconds and settings.seconds <= 60)
     if is_long and "/job:ps" in center.step.device:
-        more = settings.rounds_per_call or 3 * most
+        more = most if settings.rounds_per_call or most == 1 else 3 * most
         sizes.append((at_once * more * updates, build(more, ps_ends_last=True)))
     made = itertools.count()
 
