@@ -27,7 +27,7 @@ REMOTE = """
 cd {folder} && exec 3<&0 </dev/null
 TF_CONFIG={config} bash {scheme}/run.sh {flags} & task=$!
 {{ if read -r word <&3; then kill -TERM $task; read -r word <&3; fi; kill -KILL $task; }} >/dev/null 2>&1 & watch=$!
-exec 3<&-
+disown $watch; exec 3<&-
 wait $task; status=$?
 kill -KILL $watch
 exit $status

@@ -163,6 +163,7 @@ def test_start_by_ssh(by_ssh, tmp_path):
     assert process.returncode == 0, output
     assert result_of(tmp_path / "run")["test_accuracy"] >= 0.95
     assert "    ps 0 | ps 0 serves at host1:2300" in output
+    assert "Killed" not in output  # as bash says of what it started and we ended
     for worker in (0, 1):
         assert f"worker {worker} | step" in output
 
