@@ -577,23 +577,74 @@ def build_steps(scheme, center, local, hp):
     return list(scheme(center, local, hp))
 
 
-def build_rounds(scheme, center, local, hp, rounds=1, ps_ends_last=False):
+def build_rounds(scheme, center, local, hp, rounds=1):
     """Returns `Rounds` that run the scheme's steps one after the other, `rounds` times over, in one call.
 
     One after the other on the worker, and on each ps; but a worker whose push has left does not wait until the ps says that
     it is applied, unless it reads what it pushed to.
 
     A call costs as much as a message or two, so the fewer the better; its graph grows with the rounds.
+    """
+    here, there, loss, steps = _chain(scheme, center, local, hp, rounds, [], [])
+    return Rounds(here + there, loss, steps, () if center.over is None else center.over)
 
-    With `ps_ends_last` the ps waits at the end for a message that the worker has all it needs. Else both end at about the same
-    time, and TensorFlow (2.20 and 2.21) keeps a kilobyte for ever whenever a call is cleaned up before the worker's last thread
-    has let go of it (`LocalRendezvous::StartAbort`): one call in ten or twenty, and with that message one in a hundred.
+
+def repeat_rounds(scheme, center, local, hp, rounds, times):
+    """Returns `Rounds` that do the same as `build_rounds`, `times` over, in a loop of the graph: for calls of any length.
+
+    To be built after the same rounds without a loop, in which an optimizer cannot make its slots. Each time around costs three
+    messages more. The loop ends early when another worker has ended the training.
+
+    At the end the ps waits for a message that the worker has all it needs. Else both end at about the same time, and TensorFlow
+    (2.20 and 2.21) keeps a kilobyte for ever whenever a call is cleaned up before the worker's last thread has let go of it
+    (`LocalRendezvous::StartAbort`): one call in ten or twenty, and with that message one in a hundred.
+
+    Args:
+      times: int32 scalar on the worker.
+    """
+    devices = sorted({piece.device for piece in [*center.pieces, center.step]})
+    tokens = []  # that the rounds have ended: on each ps one of its own, as they send each other no messages
+    for device in devices:
+        with tf.device(device):
+            tokens.append(tf.constant(0))
+    with tf.device(center.step.device):
+        no_steps = tf.zeros([0, 2], tf.int64)
+
+    def go_on(t, over, *_):
+        return (t < times) & ~over
+
+    def body(t, over, here, there, loss, steps):
+        last_here, last_there, mean_loss, more = _chain(
+            scheme, center, local, hp, rounds, [here.op], [token.op for token in there]
+        )
+        with tf.control_dependencies(last_here):
+            here = tf.identity(here)
+        for i, device in enumerate(devices):
+            with tf.device(device), tf.control_dependencies([op for op in last_there if op.device == device]):
+                there[i] = tf.identity(there[i])
+        with tf.device(center.step.device):
+            steps = tf.concat([steps, more], axis=0)
+        return t + 1, over if center.over is None else center.over, here, there, loss + mean_loss, steps
+
+    first = tf.constant(0), tf.constant(False), tf.constant(0), tokens, tf.constant(0.0), no_steps
+    shapes = tf.nest.map_structure(lambda v: v.shape, first[:-1])
+    longer = (*shapes, tf.TensorShape([None, 2]))
+    t, over, here, there, loss, steps = tf.while_loop(go_on, body, first, longer, parallel_iterations=1)
+    loss, steps = loss / tf.cast(t, tf.float32), tf.identity(steps)
+    with tf.device(center.step.device), tf.control_dependencies([loss, steps, here, *there]):
+        return Rounds(tf.no_op(), loss, steps, () if center.over is None else over)
+
+
+def _chain(scheme, center, local, hp, rounds, here, there):
+    """Builds the rounds that begin when the operations `here`, on the worker, and `there`, on the ps, have ended.
+
+    Returns:
+      The last operations of both, the mean loss, and the steps as `Rounds` has them.
     """
     losses: list[Any] = []
     steps: list[Any] = []
     own_updates = 0  # since the pull
-    here: list[Any] = []  # the worker's operations of the step before
-    there: list[Any] = []  # operations on the ps since the last read
+    center.previous = here + there
     for _ in range(rounds):
         generator = scheme(center, local, hp)
         while True:
@@ -611,16 +662,11 @@ def build_rounds(scheme, center, local, hp, rounds=1, ps_ends_last=False):
                     known = local.pulled + own_updates if center.known is None else center.known
                     steps.append(tf.reshape(tf.stack([known, center.updated], axis=-1), [-1, 2]))
                 own_updates += 1
-            here = [op for op in step if not _is_on_ps(op)] or here
-            there += [op for op in step if _is_on_ps(op)]
+            here = [op for op in step if not _is_on_ps(op)] or here  # the worker's of the step before
+            there = there + [op for op in step if _is_on_ps(op)]  # on the ps since the last read
             # What the ps did with a push began after it had left the worker: no need to tell the ps again.
             center.previous = there if any(map(_is_on_ps, step)) else here + there
     center.previous = []  # a read that is built later belongs to no round
     with tf.device(center.updated.device):
         together = tf.concat(steps, axis=0)  # there, to be one message
-    if ps_ends_last:
-        together = tf.identity(together)
-        with tf.device(center.step.device), tf.control_dependencies([together.op, *here]):
-            there.append(tf.no_op())
-    over = () if center.over is None else center.over
-    return Rounds(here + there, tf.add_n(losses) / float(len(losses)), together, over)
+    return here, there, tf.add_n(losses) / float(len(losses)), together

@@ -1,6 +1,5 @@
 """The one main loop of a worker: join the cluster, build the scheme, open the session, run rounds, write the result."""
 
-import itertools
 import math
 import os
 import sys
@@ -15,7 +14,7 @@ import numpy as np
 from common import cluster, data, models, plots, tf
 from common.hooks import EarlyStoppingHook, EvaluationHook, MeetingHook, MetricsHook, MetricsLog, WarmStartHook
 from common.launch import INTERRUPTING_SIGNALS, hear_signals, write_json
-from common.parameters import GlobalParameters, LocalParameters, build_rounds
+from common.parameters import GlobalParameters, LocalParameters, build_rounds, repeat_rounds
 from common.session import Saver, monitored_session
 
 
@@ -77,12 +76,13 @@ def train(scheme, task, settings):
     return outcome.status
 
 
-# After so many calls a worker makes larger ones, for which the graph takes longer to prepare.
+# After so many calls a worker makes longer ones, of about so many seconds, see `repeat_rounds`.
 LONG_RUN = 2000
+LONG_CALL_SECS = 0.25
 
 
 def build_calls(scheme, center, local, settings, num_samples):
-    """Builds some rounds for one call, and one round; for a long run, too, more rounds for one call.
+    """Builds some rounds for one call, and one round; for a long run, too, a call of as many rounds as it has time for.
 
     Returns:
       The global step to stop at, and a function that chooses the rounds, see `Plan.next_call`.
@@ -95,26 +95,34 @@ def build_calls(scheme, center, local, settings, num_samples):
     # Workers that average every gradient make as many steps a call as it says; they are one loop.
     lockstep = center.meeting is not None and center.meeting.vote is not None
 
-    def build(rounds, **options):
+    def build(rounds):
         if lockstep:
-            several = types.SimpleNamespace(**{**vars(settings), "window": rounds})
-            return build_rounds(scheme, center, local, several, **options)
-        return build_rounds(scheme, center, local, settings, rounds, **options)
+            return build_rounds(scheme, center, local, types.SimpleNamespace(**{**vars(settings), "window": rounds}))
+        return build_rounds(scheme, center, local, settings, rounds)
 
     most = settings.rounds_per_call or rounds_worth_a_call(local.model, windows, updates * settings.window, lockstep)
     most = min(most, max(1, last // (updates * at_once)))
-    many = build(most) if most > 1 else one
-    sizes = [(at_once * most * updates, many)]
-    is_long = last > 10 * LONG_RUN * sizes[0][0] and not (settings.seconds and settings.seconds <= 60)
-    if is_long and "/job:ps" in center.step.device:
-        more = most if settings.rounds_per_call or most == 1 else 3 * most
-        sizes.append((at_once * more * updates, build(more, ps_ends_last=True)))
-    made = itertools.count()
+    is_long = last > 10 * LONG_RUN * at_once * most * updates and not (settings.seconds and settings.seconds <= 60)
+    if is_long and lockstep and local.model.size < 20_000 and not settings.rounds_per_call and not settings.delays:
+        most *= 10  # at once, and by no clock, as all have to make the same calls
+    many, size = build(most) if most > 1 else one, at_once * most * updates
+    longer = None
+    if is_long and not lockstep and "/job:ps" in center.step.device:
+        times = tf.placeholder(tf.int32, [], "times")
+        longer = repeat_rounds(scheme, center, local, settings, most, times)
+    calls, factor, began = 0, 1, time.monotonic()
 
     def next_call(present):
-        size, rounds = sizes[-1 if next(made) >= LONG_RUN else 0]
+        nonlocal calls, factor, began
+        now = time.monotonic()
+        calls, began, taken = calls + 1, now, now - began
+        if longer and calls > LONG_RUN:
+            if not settings.rounds_per_call:
+                factor = 2 * factor if taken < LONG_CALL_SECS / 2 else max(1, factor // 2) if taken > LONG_CALL_SECS else factor
+            if present + factor * size <= last:
+                return longer, {times: factor}
         # Towards the end one round a call, so that the last step is overshot as little as can be without a lock.
-        return (rounds if present + size <= last else one,)
+        return (many if present + size <= last else one,)
 
     return last, next_call
 

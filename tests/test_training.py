@@ -1,6 +1,7 @@
 """Which rounds a worker runs in one call."""
 
 import types
+from typing import Any
 
 import pytest
 
@@ -17,43 +18,63 @@ def problem():
 
 
 @pytest.fixture
-def next_call(problem, graph, hogwild):
-    """A function that gives `Plan.next_call` of HogWild, by the last global step and the flags, with one ps and two workers."""
+def rounds_of(problem, graph, load_scheme, monkeypatch):
+    """A function that gives a function, by the last global step and the flags, with one ps and two workers: how many rounds the
+    next call has, by the present global step and the seconds that the call before took."""
+    clock: Any = types.SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
 
-    def next_call(last, on_ps=True, seconds=None, rounds_per_call=None):
+    def rounds_of(last, on_ps=True, lockstep=False, **flags):
+        monkeypatch.setattr(training, "LONG_RUN", 2)
+        monkeypatch.setattr(training, "time", clock)
         dataset, model = problem
         task = TaskSpecDef("worker", 0, ps_hosts="localhost:1", worker_hosts="localhost:2,localhost:3") if on_ps else None
         center = GlobalParameters(model.initial_parameters, 1, task and task.device_fn())
         with tf.device(task and task.device):
             batches = data.Batches(dataset.x_train, dataset.y_train, 32, 0)
             local = LocalParameters(center, model, batches, num_workers=2 if task else 1)
-            settings = types.SimpleNamespace(
-                window=1, learning_rate=0.1, batch_size=32, steps=last, seconds=seconds, rounds_per_call=rounds_per_call
-            )
-            found, choose = training.build_calls(hogwild, center, local, settings, len(dataset.x_train))
+            given = {"seconds": None, "rounds_per_call": None, "delays": None, **flags}
+            settings = types.SimpleNamespace(window=1, learning_rate=0.1, batch_size=32, steps=last, **given)
+            scheme = load_scheme("Synchronous-SGD", "all_reduce") if lockstep else load_scheme("HogWild", "hogwild")
+            found, next_call = training.build_calls(scheme, center, local, settings, len(dataset.x_train))
         assert found == last
-        return lambda present: int(choose(present)[0].steps.shape[0])
 
-    return next_call
+        def rounds(present, taken=0.01):
+            clock.now += taken
+            chosen, *fed = next_call(present)
+            [times] = fed[0].values() if fed else [None]
+            assert (times is None) == chosen.steps.shape.is_fully_defined()
+            return (times, 10) if times else int(chosen.steps.shape[0])
+
+        return rounds
+
+    return rounds_of
 
 
-def test_few_rounds_to_go(next_call):
+def test_few_rounds_to_go(rounds_of):
     """Ten in a call, and one when the two workers would overshoot the last step."""
-    assert list(map(next_call(1000), [0, 980, 981, 999])) == [10, 10, 1, 1]
+    assert list(map(rounds_of(100), [0, 80, 81, 99])) == [10, 10, 1, 1]
 
 
-def test_long_run(next_call, monkeypatch):
-    """After some calls they become larger, until towards the end."""
-    monkeypatch.setattr(training, "LONG_RUN", 2)
-    assert list(map(next_call(1000), [0, 20, 40, 940, 941])) == [10, 10, 30, 30, 1]
+def test_long_run(rounds_of):
+    """After some calls they become longer, so that they take about a quarter of a second, until towards the end."""
+    rounds = rounds_of(1000)
+    assert list(map(rounds, [0, 20])) == [10, 10]
+    assert [rounds(40, taken) for taken in (0.01, 0.1, 0.2, 0.3, 9, 9, 0.1)] == [(n, 10) for n in (2, 4, 4, 2, 1, 1, 2)]
+    assert list(map(rounds, [920, 921, 980, 981])) == [(4, 10), 10, 10, 1]
 
 
 @pytest.mark.parametrize("flags", [{"on_ps": False}, {"seconds": 60}, {"last": 400}])
-def test_what_is_no_long_run(next_call, monkeypatch, flags):
-    monkeypatch.setattr(training, "LONG_RUN", 2)
-    assert list(map(next_call(**{"last": 1000, **flags}), [0, 20, 40, 60])) == [10] * 4
+def test_what_is_no_long_run(rounds_of, flags):
+    assert list(map(rounds_of(**{"last": 1000, **flags}), [0, 20, 40, 60])) == [10] * 4
 
 
-def test_long_run_with_rounds_of_the_users_choice(next_call, monkeypatch):
-    monkeypatch.setattr(training, "LONG_RUN", 2)
-    assert list(map(next_call(1000, rounds_per_call=7), [0, 20, 40, 60])) == [7] * 4
+def test_long_run_with_rounds_of_the_users_choice(rounds_of):
+    assert list(map(rounds_of(1000, rounds_per_call=10), [0, 20, 40, 60])) == [10, 10, (1, 10), (1, 10)]
+
+
+@pytest.mark.parametrize(("flags", "steps"), [({}, 500), ({"rounds_per_call": 7}, 7), ({"delays": [100]}, 50)])
+def test_long_run_in_lockstep(rounds_of, flags, steps):
+    """By no clock, since workers that differ in their calls would wait for each other for ever."""
+    rounds = rounds_of(2000, lockstep=True, **flags)
+    assert [rounds(0, taken) for taken in (0.0, 1.0, 0.01, 9.0)] == [steps] * 4
+    assert rounds(2000 - steps + 1) == 1
