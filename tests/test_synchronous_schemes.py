@@ -12,7 +12,7 @@ import pytest
 from test_schemes import RATE, Problem, batches, messages, model  # noqa: F401, F811 (fixtures)
 
 from common import data, models, tf
-from common.parameters import GlobalParameters, LocalParameters, build_rounds
+from common.parameters import GlobalParameters, LocalParameters, build_rounds, repeat_rounds
 from common.replay import Replay
 
 WORKERS = 2  # the batches are of two
@@ -316,7 +316,7 @@ def test_n_workers_are_one_process_with_a_batch_n_times_as_large(load_scheme, kn
 @pytest.mark.parametrize("num_ps", [0, 2])
 @pytest.mark.parametrize("name", FOLDERS)
 def test_rounds_in_one_call(model, graph, load_scheme, initialized, known_batches, batches, servers, name, num_ps):  # noqa: F811
-    """As a worker runs them, here the only one: six rounds in two calls, on ps tasks or (0) alone."""
+    """As a worker runs them, here the only one: two rounds, and twice two in a loop, on ps tasks or (0) alone."""
     scheme = TOGETHER[name]
     task, server = servers(num_ps) if num_ps else (None, None)
     if server:
@@ -328,10 +328,11 @@ def test_rounds_in_one_call(model, graph, load_scheme, initialized, known_batche
         hp.num_workers = 1
         if "learning_rates" in scheme.hp:
             hp.learning_rates = [RATE]
-        built = build_rounds(load_scheme(scheme.folder, scheme.name), center, local, hp, 3)
+        rule = load_scheme(scheme.folder, scheme.name)
+        built = [build_rounds(rule, center, local, hp, 2), repeat_rounds(rule, center, local, hp, 2, 2)]
     session = initialized(center, local, target=server.target if server else "")
     session.run(center.meeting.enter)
-    steps = np.concatenate([session.run(built).steps, session.run(built).steps])
+    steps = np.concatenate([session.run(rounds).steps for rounds in built])
     assert steps.tolist() == [[i, i + 1] for i in range(6)]
     problem = Alone(model.initial_parameters, batches, hp)
     life = scheme.life(problem, 0)
@@ -340,6 +341,20 @@ def test_rounds_in_one_call(model, graph, load_scheme, initialized, known_batche
     ours = session.run(center.read()[0])
     assert np.abs(problem.center - model.initial_parameters).max() > 0.01
     assert np.abs(ours - problem.center).max() < 1e-5 * np.abs(problem.center).max()
+
+
+def test_loop_that_another_worker_ends(model, graph, load_scheme, initialized, known_batches, batches):  # noqa: F811
+    """It goes around once, to hear of it."""
+    center = GlobalParameters(model.initial_parameters)
+    local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
+    rule, hp = load_scheme("Synchronous-SGD", "synchronous_sgd"), TOGETHER["Synchronous-SGD"].hyperparameters(1)
+    build_rounds(rule, center, local, hp)
+    session = initialized(center, local)
+    built = repeat_rounds(rule, center, local, hp, 2, 1000)
+    session.run(center.meeting.enter)
+    session.run(center.meeting.leave)  # as the other one does
+    rounds = session.run(built)
+    assert rounds.over and rounds.steps.tolist() == [[0, 0], [0, 0]]
 
 
 class Alone(Meeting):

@@ -18,25 +18,41 @@ def problem():
 
 
 @pytest.fixture
-def rounds_of(problem, graph, load_scheme, monkeypatch):
-    """A function that gives a function, by the last global step and the flags, with one ps and two workers: how many rounds the
-    next call has, by the present global step and the seconds that the call before took."""
-    clock: Any = types.SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+def clock(monkeypatch):
+    """The clock of the main loop; it stands still. And a long run is what has made two calls."""
+    standing: Any = types.SimpleNamespace(now=0.0, monotonic=lambda: standing.now)
+    monkeypatch.setattr(training, "LONG_RUN", 2)
+    monkeypatch.setattr(training, "time", standing)
+    return standing
 
-    def rounds_of(last, on_ps=True, lockstep=False, **flags):
-        monkeypatch.setattr(training, "LONG_RUN", 2)
-        monkeypatch.setattr(training, "time", clock)
+
+@pytest.fixture
+def built(problem, graph, load_scheme):
+    """A function that gives parameters, global and local, and `Plan.next_call`: of a worker, or of one process (None)."""
+
+    def built(task, last, scheme=("HogWild", "hogwild"), **flags):
         dataset, model = problem
-        task = TaskSpecDef("worker", 0, ps_hosts="localhost:1", worker_hosts="localhost:2,localhost:3") if on_ps else None
         center = GlobalParameters(model.initial_parameters, 1, task and task.device_fn())
         with tf.device(task and task.device):
             batches = data.Batches(dataset.x_train, dataset.y_train, 32, 0)
-            local = LocalParameters(center, model, batches, num_workers=2 if task else 1)
+            local = LocalParameters(center, model, batches, num_workers=task.num_workers if task else 1)
             given = {"seconds": None, "rounds_per_call": None, "delays": None, **flags}
             settings = types.SimpleNamespace(window=1, learning_rate=0.1, batch_size=32, steps=last, **given)
-            scheme = load_scheme("Synchronous-SGD", "all_reduce") if lockstep else load_scheme("HogWild", "hogwild")
-            found, next_call = training.build_calls(scheme, center, local, settings, len(dataset.x_train))
+            found, next_call = training.build_calls(load_scheme(*scheme), center, local, settings, len(dataset.x_train))
         assert found == last
+        return center, local, next_call
+
+    return built
+
+
+@pytest.fixture
+def rounds_of(built, clock):
+    """A function that gives a function, by the last global step and the flags, with one ps and two workers: how many rounds the
+    next call has, by the present global step and the seconds that the call before took."""
+
+    def rounds_of(last, on_ps=True, **flags):
+        task = TaskSpecDef("worker", 0, ps_hosts="localhost:1", worker_hosts="localhost:2,localhost:3") if on_ps else None
+        next_call = built(task, last, **flags)[-1]
 
         def rounds(present, taken=0.01):
             clock.now += taken
@@ -75,6 +91,20 @@ def test_long_run_with_rounds_of_the_users_choice(rounds_of):
 @pytest.mark.parametrize(("flags", "steps"), [({}, 500), ({"rounds_per_call": 7}, 7), ({"delays": [100]}, 50)])
 def test_long_run_in_lockstep(rounds_of, flags, steps):
     """By no clock, since workers that differ in their calls would wait for each other for ever."""
-    rounds = rounds_of(2000, lockstep=True, **flags)
+    rounds = rounds_of(2000, scheme=("Synchronous-SGD", "all_reduce"), **flags)
     assert [rounds(0, taken) for taken in (0.0, 1.0, 0.01, 9.0)] == [steps] * 4
     assert rounds(2000 - steps + 1) == 1
+
+
+def test_long_run_to_its_last_step(built, clock, initialized, servers):
+    """With servers: no step is lost or overshot, and as every call takes no time, each is twice as long as the one before."""
+    task, server = servers(1)
+    center, local, next_call = built(task, 1000)
+    session = initialized(center, local, target=server.target)
+    steps, sizes = [[0, 0]], []
+    while steps[-1][1] < 1000:
+        more = session.run(*next_call(steps[-1][1])).steps.tolist()
+        steps += more
+        sizes.append(len(more))
+    assert steps[1:] == [[step, step + 1] for step in range(1000)]
+    assert sizes == [10, 10, 20, 40, 80, 160, 320, *[10] * 36]
