@@ -9,12 +9,19 @@ from common import data, models, tf, training
 from common.cluster import TaskSpecDef
 from common.parameters import GlobalParameters, LocalParameters
 
+ALL_REDUCE = "Synchronous-SGD", "all_reduce"
+
 
 @pytest.fixture(scope="module")
 def problem():
     """The smallest data and model there are; made outside of any graph."""
     dataset = data.load("linear")
     return dataset, models.build("linear", dataset)
+
+
+def worker(index):
+    """A worker of two."""
+    return TaskSpecDef("worker", index, ps_hosts="localhost:1", worker_hosts="localhost:2,localhost:3")
 
 
 @pytest.fixture
@@ -35,7 +42,8 @@ def built(problem, graph, load_scheme):
         center = GlobalParameters(model.initial_parameters, 1, task and task.device_fn())
         with tf.device(task and task.device):
             batches = data.Batches(dataset.x_train, dataset.y_train, 32, 0)
-            local = LocalParameters(center, model, batches, num_workers=task.num_workers if task else 1)
+            index, num_workers = (task.shard_index, task.num_workers) if task else (0, 1)
+            local = LocalParameters(center, model, batches, index=index, num_workers=num_workers)
             given = {"seconds": None, "rounds_per_call": None, "delays": None, **flags}
             settings = types.SimpleNamespace(window=1, learning_rate=0.1, batch_size=32, steps=last, **given)
             found, next_call = training.build_calls(load_scheme(*scheme), center, local, settings, len(dataset.x_train))
@@ -51,8 +59,7 @@ def rounds_of(built, clock):
     next call has, by the present global step and the seconds that the call before took."""
 
     def rounds_of(last, on_ps=True, **flags):
-        task = TaskSpecDef("worker", 0, ps_hosts="localhost:1", worker_hosts="localhost:2,localhost:3") if on_ps else None
-        next_call = built(task, last, **flags)[-1]
+        next_call = built(worker(0) if on_ps else None, last, **flags)[-1]
 
         def rounds(present, taken=0.01):
             clock.now += taken
@@ -91,9 +98,20 @@ def test_long_run_with_rounds_of_the_users_choice(rounds_of):
 @pytest.mark.parametrize(("flags", "steps"), [({}, 500), ({"rounds_per_call": 7}, 7), ({"delays": [100]}, 50)])
 def test_long_run_in_lockstep(rounds_of, flags, steps):
     """By no clock, since workers that differ in their calls would wait for each other for ever."""
-    rounds = rounds_of(2000, scheme=("Synchronous-SGD", "all_reduce"), **flags)
+    rounds = rounds_of(2000, scheme=ALL_REDUCE, **flags)
     assert [rounds(0, taken) for taken in (0.0, 1.0, 0.01, 9.0)] == [steps] * 4
     assert rounds(2000 - steps + 1) == 1
+
+
+@pytest.mark.parametrize(("index", "has_a_part"), [(0, True), (1, False)])
+def test_in_lockstep_the_ps_has_a_part_in_one_workers_calls(built, clock, graph, index, has_a_part):
+    """Calls with collectives have the same step id on all workers: who cleans up after its own would end that of the others."""
+    next_call = built(worker(index), 2000, scheme=ALL_REDUCE)[-1]
+    for present in (0, 0, 0, 1999):
+        [rounds] = next_call(present)
+        fetched = [tensor.op.name if isinstance(tensor, tf.Tensor) else tensor.name for tensor in tf.nest.flatten(rounds)]
+        nodes = tf.graph_util.extract_sub_graph(graph.as_graph_def(), fetched).node
+        assert any("/job:ps" in node.device for node in nodes) == has_a_part
 
 
 def test_long_run_to_its_last_step(built, clock, initialized, servers):
