@@ -84,7 +84,10 @@ def initialized():
 
 @pytest.fixture(scope="session")
 def servers():
-    """A function that gives a worker (its task, its server) of a cluster with so many ps tasks, all in this process."""
+    """A function that gives a worker (its task, its server) of a cluster with so many ps tasks, all in this process.
+
+    The servers live on from test to test, but nothing that lies on them does: variables of other shapes, clocks.
+    """
     with contextlib.ExitStack() as stack:
         known: dict[int, Any] = {}
 
@@ -97,7 +100,9 @@ def servers():
                 tasks = [cluster.TaskSpecDef("ps", i, **where) for i in range(num_ps)]
                 worker = cluster.TaskSpecDef("worker", 0, **where)
                 known[num_ps] = worker, worker.create_server(), [task.start_server() for task in tasks]
-            return known[num_ps][:2]
+            worker, server, _ = known[num_ps]
+            tf.Session.reset(server.target)
+            return worker, server
 
         yield servers
 

@@ -319,8 +319,6 @@ def test_rounds_in_one_call(model, graph, load_scheme, initialized, known_batche
     """As a worker runs them, here the only one: two rounds, and twice two in a loop, on ps tasks or (0) alone."""
     scheme = TOGETHER[name]
     task, server = servers(num_ps) if num_ps else (None, None)
-    if server:
-        tf.Session.reset(server.target)  # or the clocks of the test before would go on
     center = GlobalParameters(model.initial_parameters, max(1, num_ps), task and task.device_fn())
     with tf.device(task and task.device):
         local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
@@ -373,7 +371,6 @@ def test_messages_of_a_round(model, graph, load_scheme, initialized, known_batch
     """One each way; to wait costs no message. Once a call, the steps, and whether it is over."""
     scheme, rounds = TOGETHER[name], 3
     task, server = servers(1)
-    tf.Session.reset(server.target)
     center = GlobalParameters(model.initial_parameters, 1, task.device_fn())
     with tf.device(task.device):
         local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
