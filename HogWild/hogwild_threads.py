@@ -45,9 +45,10 @@ def train(task, settings):
       UserError: if data and model cannot be trained.
     """
     # Imported only now, with tensorflow, which costs seconds: a bad flag is told at once.
+    from common.checkpoints import Keeper
     from common.hooks import EvaluationHook
     from common.session import Saver, monitored_session
-    from common.training import Interruption, fed_test_set, last_step, write_result
+    from common.training import Interruption, fed_test_set, last_step, samples_per_update, write_result
 
     interruption = Interruption()
     dataset = data.load(settings.data, settings.seed)
@@ -80,13 +81,13 @@ def train(task, settings):
             local_init_op=tf.local_variables_initializer(),
             local_init_feed_dict=local_init_feed_dict,
         )
-        checkpoints = str(Path(settings.run_dir, "checkpoints"))
-        with monitored_session(
-            None, "", scaffold, checkpoints, settings.checkpoint_secs, [interruption, evaluation]
-        ) as session:
+        checkpoints, every_secs = str(Path(settings.run_dir, "checkpoints")), settings.checkpoint_secs
+        keeper = Keeper(center, checkpoints, every_secs, samples_per_update=samples_per_update(settings))
+        with monitored_session(None, "", scaffold, checkpoints, every_secs, [interruption, evaluation], keeper) as session:
             # Hooks are not made for several threads: these run on the plain session inside, and this one calls the hooks.
             shared = session.run_step_fn(lambda step_context: step_context.session)
-            deadline = time.monotonic() + (settings.seconds or math.inf)
+            trained = session.run(keeper.trained)
+            deadline = time.monotonic() + (settings.seconds - trained if settings.seconds else math.inf)
             failed = threading.Event()
 
             def stop():
@@ -100,17 +101,17 @@ def train(task, settings):
                     ended = len(done) == len(reports)
                     if any(report.exception() for report in done):
                         failed.set()  # the others stop, too, and result() raises the exception
-                    session.run(center.step)  # lets the session save a checkpoint when it is time
+                    session.run(center.step)  # lets the session say that checkpoints cannot be written any more
             results = [report.result() for report in reports]
             if interruption.requested:
                 return 130  # leaving the session saves a checkpoint
             interruption.training_ends()
             evaluated = evaluation.evaluate(session)
-            values, state = session.run(final)
+            (values, state), samples = session.run([final, keeper.samples])
     for worker in workers:
         worker.log.close()
     built[0].save(values, state, Path(settings.run_dir, "model.keras"))
-    write_result(settings, None, results, *evaluated)
+    write_result(settings, None, results, *evaluated, samples=samples)
     return 0
 
 

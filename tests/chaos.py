@@ -172,7 +172,7 @@ class Round:
 
     def _unreadable(self):
         from common import tf
-        from common.session import checkpoints_in, newest_good_checkpoint
+        from common.checkpoints import checkpoints_in, newest_good_checkpoint
 
         paths = checkpoints_in(self.folder / "checkpoints")
         with tf.Graph().as_default():
