@@ -227,7 +227,7 @@ class Keeper(tf.train.SessionRunHook):
                     values.append(step if variable is center.step else variable.read_value())
             done += [value.op for value in (*scalars, *values)]
         with tf.device(device):  # where it is fetched, as large values would be slow on the way there otherwise
-            return [tf.identity(value) for value in scalars], [tf.identity(value) for value in values]
+            return [tf.identity(value) for value in scalars], [tf.identity(value) for value in values], done
 
     def _take_turns(self, center):
         """Makes the operations by which the workers agree on who saves."""
@@ -255,7 +255,7 @@ class Keeper(tf.train.SessionRunHook):
         with tf.device(center.step.device), tf.control_dependencies(None):
             saved, told = find(times, _SAVED, zero), find(times, _TOLD, zero)
             self._look = tf.timestamp() - saved, saved, told
-            self._claim = is_due, self._after - (now - claimed), center.step.read_value()
+            self._claim = is_due, self._after - (now - claimed), center.step.read_value(), done
 
     def begin_run(self, session, checkpoint):
         """The chief's, when the parameters have their values: from now on they are kept.
@@ -317,7 +317,7 @@ class Keeper(tf.train.SessionRunHook):
         with self._turn:
             if self._is_chief:
                 session.run(self._copies)
-            (now, step, samples, seconds), values = session.run(self._snapshot)
+            (now, step, samples, seconds), values, _ = session.run(self._snapshot)
             # No sum of float32 is too large for float64: it is finite if all of them are.
             if not all(np.isfinite(np.sum(values[i], dtype=np.float64)) for i in self._trainable):
                 print(f"no checkpoint of step {step}: its parameters are not finite", flush=True)
@@ -342,7 +342,7 @@ class Keeper(tf.train.SessionRunHook):
             while not ended.wait(pause):
                 is_due, pause = False, self._after
                 if may_save:
-                    is_due, pause, step = session.run(self._claim)
+                    is_due, pause, step, _ = session.run(self._claim)
                 if is_due:
                     began = time.monotonic()
                     if step == self._newest:

@@ -237,9 +237,8 @@ def work(plan, task, settings, server, interruption, open_session):
         last, trained = plan.last, 0.0
         if plan.keeper:
             trained, samples_before = session.run([plan.keeper.trained, plan.keeper.samples_before])
-            if samples_before and not settings.steps:  # this run goes on from one with another batch size or window
-                last -= samples_before // samples_per_update(settings)
-                log.last_step = last
+            last -= updates_before(samples_before, settings)
+            log.last_step = last
         deadline = time.monotonic() + (settings.seconds - trained if settings.seconds else math.inf)
         present = first_step
         if index > 0 and plan.gate is not None and not meeting and not session.run(plan.gate):
@@ -318,11 +317,19 @@ def last_step(settings, num_samples, gradients_per_update=1):
     return settings.steps or math.ceil(settings.epochs * num_samples / samples)
 
 
+def updates_before(samples, settings):
+    """Returns how many updates fewer `--epochs` takes, when more samples were trained with than the global step says.
+
+    That is so when a run goes on from one with another batch size or window.
+    """
+    return 0 if settings.steps else int(samples) // samples_per_update(settings)
+
+
 # What a worker tells the chief at its end, as float64. Times are in seconds on the clock of ps 0.
 REPORT = ("index", "first_time", "first_step", "stop_time", "samples", "updates", "staleness_sum", "staleness_max", "dropped")
 
 
-def write_result(settings, task, reports, global_step, test_loss, test_accuracy, samples=None, **more):
+def write_result(settings, task, reports, global_step, test_loss, test_accuracy, *, samples=None, **more):
     """Writes `result.json`, with what `more` there is to say, and `curve.png`, from all workers' reports and the last
     evaluation. `samples` are those of `Outcome`."""
     plots.curve(settings.run_dir)
