@@ -256,6 +256,8 @@ def test_values_of_a_checkpoint_are_those_of_the_chief(script, tmp_path, cnn, gr
     assert (found == parameters).all() and (found != cnn.initial_parameters).any()
     assert all((a == b).all() for a, b in zip(state, of_chief, strict=True))
     assert any((a != b).any() for a, b in zip(state, cnn.initial_state, strict=True))
+    session.run([variable.initializer for variable in local.state])  # a chief that was started again
+    assert all((a == b).all() for a, b in zip(session.run([variable.read_value() for variable in local.state]), of_chief))
 
 
 def test_evaluates_what_is_saved_as_keras_model(script, tmp_path, cnn, images):
