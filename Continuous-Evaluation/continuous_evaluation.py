@@ -20,6 +20,7 @@ import numpy as np
 
 from common import data, models, tf
 from common.flags import UserError
+from common.forkserver import BUILDING, LOADING, doing
 from common.main import main
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "HogWild"))
@@ -38,9 +39,12 @@ def new_checkpoints(checkpoint_dir, has_ended):
     def nothing_follows():
         return has_ended() and tf.train.latest_checkpoint(checkpoint_dir) == seen
 
+    doing("waiting for a checkpoint", waits=True)
     # Looks every second. The order matters: first whether training has ended, then whether there is a later checkpoint.
     for seen in tf.train.checkpoints_iterator(checkpoint_dir, timeout=2, timeout_fn=nothing_follows):
+        doing("evaluating a checkpoint")
         yield seen
+        doing("waiting for a checkpoint", waits=True)
 
 
 class Evaluator:
@@ -172,9 +176,12 @@ def evaluate(task, settings):
     from common.hooks import MetricsLog
     from common.training import ENDED, STOP, last_step
 
+    doing(LOADING)
     dataset = data.load(settings.data, settings.seed)
     training, validation = data.hold_out(dataset, settings.validation, settings.seed)
+    doing(BUILDING)
     model = models.build(settings.model, training, settings.seed)
+    doing("building the graph")
     run_dir = Path(settings.run_dir)
     evaluator, best = Evaluator(model, validation, dataset), Best(run_dir / "best")
     with tf.Graph().as_default():  # TensorBoard's writer of TensorFlow 1 refuses to begin outside a graph
@@ -201,6 +208,7 @@ def evaluate(task, settings):
         if without_improvement == settings.patience:
             print(f"no improvement in {settings.patience} evaluations: training may stop", flush=True)
             (run_dir / STOP).touch()
+    doing("writing the result")
     log.close()
     if best.checkpoint:  # none if no loss was finite
         values, _ = values_in(best.checkpoint, model)

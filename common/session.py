@@ -9,7 +9,7 @@ import numpy as np
 
 from common import cluster, tf
 from common.flags import TrainingFailed, UserError, why_unwritable
-from common.forkserver import say
+from common.forkserver import meanwhile, say
 
 
 class Saver(tf.train.Saver):
@@ -93,6 +93,12 @@ class _Creator(tf.train.SessionCreator):
         self._config = task.config(config) if task else config
 
     def create_session(self):
+        is_chief = self._task is None or self._task.is_master()
+        what = "initializing or restoring the parameters" if is_chief else "waiting for the chief to initialize the parameters"
+        with meanwhile(what, waits=not is_chief):
+            return self._create_session()
+
+    def _create_session(self):
         scaffold = self._scaffold.finalize()
         manager = tf.train.SessionManager(
             local_init_op=scaffold.local_init_op,
