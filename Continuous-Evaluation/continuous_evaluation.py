@@ -39,12 +39,9 @@ def new_checkpoints(checkpoint_dir, has_ended):
     def nothing_follows():
         return has_ended() and tf.train.latest_checkpoint(checkpoint_dir) == seen
 
-    doing("waiting for a checkpoint", waits=True)
     # Looks every second. The order matters: first whether training has ended, then whether there is a later checkpoint.
     for seen in tf.train.checkpoints_iterator(checkpoint_dir, timeout=2, timeout_fn=nothing_follows):
-        doing("evaluating a checkpoint")
         yield seen
-        doing("waiting for a checkpoint", waits=True)
 
 
 class Evaluator:
@@ -189,6 +186,7 @@ def evaluate(task, settings):
         tags = {"validation_loss": "loss", "validation_accuracy": "test_accuracy"}
         log = MetricsLog(run_dir, "evaluator", last_step(settings, len(training.x_train)), tags)
     without_improvement = 0
+    doing("waiting for checkpoints and evaluating them", waits=True)
     for checkpoint in new_checkpoints(str(run_dir / "checkpoints"), (run_dir / ENDED).exists):
         try:
             copy = best.copy(checkpoint)

@@ -302,11 +302,12 @@ def _why_check_failed(what, status, text, script_name, settings):
 
 
 NOTHING = "it printed nothing"
+_REPORT = re.compile(r"[IW]\d{4} ")  # begins what C++ code of tensorflow reports that is no error
 
 
 def _last_error(text, script_name):
     """The last line of `text` that a script printed about a `UserError`, else that looks like an error, else at all."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not _REPORT.match(line)]
     for looks_right in (lambda line: line.startswith(f"{script_name}: "), lambda line: "Error" in line, bool):
         found = [line for line in lines if looks_right(line)]
         if found:
@@ -493,7 +494,7 @@ class Task:
         if self.ran_out:
             return "ran out of memory and was killed by the kernel"
         if self.status == forkserver.EARLY:
-            return "ended before its work was done, with exit status 0"
+            return "ended with exit status 0 before its work was done"
         status = self.status or 0
         return _of_memory(self._printed()) or (_killed_by(-status) if status < 0 else f"failed ({status})")
 
@@ -656,16 +657,8 @@ class Run:
         needed = [self._chief, *self._evaluators] if self._settings.ends_with_chief else self._workers
         while any(task.status != 0 for task in needed):
             task = self._next_end()
-            if task.status == 0 or (self._has_ended() and task not in needed):
-                continue
-            self._must_be_mendable(task)
-            task.restarts += 1
-            task.restarted.append(time.monotonic())
-            count = len(task.restarted)
-            pause = min(2 ** (count - 2), MOST_PAUSE) if count > 1 else 0
-            when = f" in {pause} s" if pause else ""
-            self._say(f"{task.name} {task.how()}; restart {count} of {self._settings.max_restarts}{when}")
-            self._start_again(task, time.monotonic() + pause)
+            if task.status != 0 and (task in needed or not self._has_ended()):
+                self._mend(task)
         for task in self._starting():
             task.starts_at = None  # nobody needs it any more
         deadline = time.monotonic() + PS_SECONDS
@@ -676,6 +669,17 @@ class Run:
 
     def _has_ended(self):
         return self._settings.ends_with_chief and self._chief.status == 0
+
+    def _mend(self, task):
+        """Lets a task that has failed start again, the first time at once."""
+        self._must_be_mendable(task)
+        task.restarts += 1
+        task.restarted.append(time.monotonic())
+        count = len(task.restarted)
+        pause = min(2 ** (count - 2), MOST_PAUSE) if count > 1 else 0
+        when = f" in {pause} s" if pause else ""
+        self._say(f"{task.name} {task.how()}; restart {count} of {self._settings.max_restarts}{when}")
+        self._start_again(task, time.monotonic() + pause)
 
     def _must_be_mendable(self, task):
         """Raises what ends the run, unless a new start may mend what this task ended with."""
