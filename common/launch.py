@@ -302,13 +302,14 @@ def _why_check_failed(what, status, text, script_name, settings):
 
 
 NOTHING = "it printed nothing"
-_REPORT = re.compile(r"[IW]\d{4} ")  # begins what C++ code of tensorflow reports that is no error
+_REPORT = re.compile(r"[IW]\d{4} ")  # begins what C++ code of tensorflow reports that is no error,
+_FATAL = re.compile(r"F\d{4} ")  # and what it ends a process with
 
 
 def _last_error(text, script_name):
     """The last line of `text` that a script printed about a `UserError`, else that looks like an error, else at all."""
     lines = [line.strip() for line in text.splitlines() if line.strip() and not _REPORT.match(line)]
-    for looks_right in (lambda line: line.startswith(f"{script_name}: "), lambda line: "Error" in line, bool):
+    for looks_right in (lambda line: line.startswith(f"{script_name}: "), lambda line: "Error" in line, _FATAL.match, bool):
         found = [line for line in lines if looks_right(line)]
         if found:
             return found[-1].removeprefix(f"{script_name}: ")
@@ -317,14 +318,18 @@ def _last_error(text, script_name):
 
 # What Python, C++, the dynamic linker and TensorFlow say when there is no memory, or a limit (`ulimit -v`) is too small
 _NO_MEMORY = re.compile(
-    r"MemoryError|std::bad_alloc|[Cc]annot allocate memory|failed to map segment|OOM when allocating|ulimit -v|Out of memory"
+    r"MemoryError|std::bad_alloc|[Cc]annot allocate memory|failed to map segment|OOM when allocating|Out of memory"
 )
+_NO_THREAD = re.compile(r"pthread_create\(\) failed|pthread_create failed|can't start new thread")
 
 
 def _of_memory(text):
     """Returns that memory ran out, if this, which a process has printed, says so."""
-    found = _NO_MEMORY.findall(text)
-    return f"ran out of memory ({found[-1]})" if found else None
+    if found := _NO_MEMORY.findall(text):
+        return f"ran out of memory ({found[-1]})"
+    if found := _NO_THREAD.findall(text):
+        return f"could not start a thread ({found[-1]}): out of memory or of processes (ulimit -v, ulimit -u)"
+    return None
 
 
 def _killed_by(number):

@@ -252,6 +252,7 @@ def test_start_forgets_how_the_task_has_ended_before(tmp_path):
         ("print('scheme.py: --window must be 1'); print('bye'); raise SystemExit(2)", "--window must be 1"),
         ("print('one'); raise ValueError('too large')", "ValueError: too large"),
         ("print('one'); print('two'); print()", "two"),
+        ("print('F0000 00:00:17 12 env.cc:84] Check failed'); print('@ a()')", "F0000 00:00:17 12 env.cc:84] Check failed"),
         ("", "it printed nothing"),
         ("print('I0000 00:00:1795 120 grpc_server_lib.cc:467] Started server')", "it printed nothing"),
     ],
@@ -293,6 +294,10 @@ def test_how_a_task_ended(state, words):
     [
         ("raise MemoryError", "ran out of memory (MemoryError)"),
         ("import os; os.write(2, b'  what():  std::bad_alloc'); os.abort()", "ran out of memory (std::bad_alloc)"),
+        (
+            "import os; os.write(2, b'F0000 00:00:17 12 env.cc:84] Thread creation via pthread_create() failed.'); os.abort()",
+            "could not start a thread (pthread_create() failed): out of memory or of processes (ulimit -v, ulimit -u)",
+        ),
     ],
 )
 def test_task_that_says_that_memory_ran_out(start, code, words):
