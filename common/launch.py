@@ -639,7 +639,7 @@ class Run:
         for task in stalled:
             if not task.progress.waits:
                 limit = self._limit(task.progress)
-                self._kill(task, f"made no progress for {limit:g} s{_while(task.progress)}")
+                self._kill(task, f"made no progress for {limit:.0f} s{_while(task.progress)}")
         workers = [task for task in self._workers if task.is_running and task not in self._evaluators]
         if workers and all(task in stalled and task.progress.waits for task in workers):
             each = ", ".join(f"{task.name} for {now - task.progressed:.0f} s{_while(task.progress)}" for task in workers[:4])
