@@ -99,6 +99,7 @@ with ForkServer({}, folder + "/server.log", is_isolated, preloads=False) as serv
 assert server.problem is None, server.problem
 """
 
+
 @pytest.fixture
 def of_all():
     """A folder that every user can write into."""
