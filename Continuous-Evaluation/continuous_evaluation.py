@@ -20,6 +20,7 @@ import numpy as np
 
 from common import data, models, tf
 from common.flags import UserError
+from common.forkserver import BUILDING, LOADING, doing
 from common.main import main
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "HogWild"))
@@ -172,9 +173,12 @@ def evaluate(task, settings):
     from common.hooks import MetricsLog
     from common.training import ENDED, STOP, last_step
 
+    doing(LOADING)
     dataset = data.load(settings.data, settings.seed)
     training, validation = data.hold_out(dataset, settings.validation, settings.seed)
+    doing(BUILDING)
     model = models.build(settings.model, training, settings.seed)
+    doing("building the graph")
     run_dir = Path(settings.run_dir)
     evaluator, best = Evaluator(model, validation, dataset), Best(run_dir / "best")
     with tf.Graph().as_default():  # TensorBoard's writer of TensorFlow 1 refuses to begin outside a graph
@@ -182,6 +186,7 @@ def evaluate(task, settings):
         tags = {"validation_loss": "loss", "validation_accuracy": "test_accuracy"}
         log = MetricsLog(run_dir, "evaluator", last_step(settings, len(training.x_train)), tags)
     without_improvement = 0
+    doing("waiting for checkpoints and evaluating them", waits=True)
     for checkpoint in new_checkpoints(str(run_dir / "checkpoints"), (run_dir / ENDED).exists):
         try:
             copy = best.copy(checkpoint)
@@ -201,6 +206,7 @@ def evaluate(task, settings):
         if without_improvement == settings.patience:
             print(f"no improvement in {settings.patience} evaluations: training may stop", flush=True)
             (run_dir / STOP).touch()
+    doing("writing the result")
     log.close()
     if best.checkpoint:  # none if no loss was finite
         values, _ = values_in(best.checkpoint, model)

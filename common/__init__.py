@@ -10,6 +10,36 @@ import sys
 from typing import Any
 
 
+def _private_caches():
+    """Lets Keras and Matplotlib have a folder that is this process's, and goes with it, where the home is not writable. Keras
+    would take /tmp/.keras, which anybody may have made before, with what they like in it.
+
+    To be called before Keras is imported. What this process starts finds the same folder in its environment.
+    """
+    home = os.path.expanduser("~")
+    keras = os.path.join(home, ".keras")
+    if "KERAS_HOME" not in os.environ and not os.access(keras if os.path.isdir(keras) else home, os.W_OK):
+        import tempfile
+
+        os.environ["KERAS_HOME"] = tempfile.mkdtemp(prefix="keras-")
+        os.environ.setdefault("MPLCONFIGDIR", os.environ["KERAS_HOME"])
+        os.environ["KERAS_HOME_IS_OF"] = str(os.getpid())
+    if os.environ.get("KERAS_HOME_IS_OF") == str(os.getpid()):  # also one that has begun again, see `common.main`
+        import atexit
+
+        atexit.register(_remove, os.environ["KERAS_HOME"], os.getpid())
+
+
+def _remove(folder, owner):
+    import shutil
+
+    if os.getpid() == owner:  # not a fork of it
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+_private_caches()
+
+
 @contextlib.contextmanager
 def silent():
     """What C++ code writes to standard error meanwhile goes nowhere: tensorflow reports its import, whatever the log level."""

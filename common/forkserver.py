@@ -4,7 +4,9 @@ The launcher makes one with `ForkServer`, which runs this file as a program. A l
 flag is told at once; while this imports it, the launcher goes on.
 
 A task that is started again, after it was killed, is another fork: it is back in a moment. The tasks are this process's
-children, and end with it; it ends with the launcher.
+children, and end with it; it ends with the launcher. What a task has started ends with the task.
+
+A task tells the launcher what it is doing (`doing`), so that one which lives, but gets nothing done, can be told from others.
 """
 
 import contextlib
@@ -12,6 +14,7 @@ import ctypes
 import errno
 import fcntl
 import gc
+import json
 import os
 import runpy
 import signal
@@ -22,8 +25,12 @@ import sys
 import threading
 import time
 from multiprocessing.connection import Connection, Pipe, wait
+from typing import NamedTuple
 
-BEAT_SECONDS = 0.5  # from one sign of life of a task to the next
+BEAT_SECONDS = 0.5  # from one sign of life, of a task or of the process that starts them, to the next
+START_SECONDS = 120  # for that process to begin, before it imports anything
+EARLY = 256  # how a task of a scheme ended that exited with 0, but did not say `work_is_done`: no program has this exit status
+_DONE = 100  # exit status of one that did
 
 
 class ForkServer:
@@ -37,11 +44,14 @@ class ForkServer:
 
     Attributes:
       problem: why the tasks are in no network of their own, one line; None if they are, or need not be.
+      heard: when the process itself gave the last sign of life, as time.monotonic().
+      is_importing: whether it is busy importing, and gives none.
+      log: path of the file.
     """
 
     def __init__(self, environment, log, is_isolated, preloads=True):
         self._connection, theirs = Pipe()
-        self._log = log
+        self.log, self.heard, self.is_importing = log, time.monotonic(), False
         self._words, their_words = os.pipe()
         os.set_blocking(their_words, False)  # no task is to wait for a launcher that was stopped
         numbers = theirs.fileno(), their_words
@@ -70,13 +80,24 @@ class ForkServer:
             self._process.wait()
 
     def _ask(self, *request):
+        from common.flags import TrainingFailed  # not above: the process itself needs none of it
+
         try:
             self._connection.send(request)
-            return self._connection.recv()
+            if self._connection.poll(START_SECONDS):
+                return self._connection.recv()
         except (EOFError, OSError):
-            from common.flags import TrainingFailed  # not above: the process itself needs none of it
+            raise TrainingFailed(f"the process that starts the tasks has ended (log: {self.log})") from None
+        self.kill()
+        raise TrainingFailed(f"the process that starts the tasks gave no answer for {START_SECONDS} s and was killed")
 
-            raise TrainingFailed(f"the process that starts the tasks has ended (log: {self._log})") from None
+    def kill(self):
+        """Kills the process at once, and with it the tasks."""
+        self._process.kill()
+
+    def status(self):
+        """Waits for the end of the process, and returns its exit status, negative for a signal."""
+        return self._process.wait()
 
     def reserve_ports(self, count):
         """Returns so many ports, in the network of the tasks, that nobody else gets; see `reserved_port`. Before any start."""
@@ -99,7 +120,10 @@ class ForkServer:
             with open(self._words, encoding="utf-8", errors="replace", newline="\n") as lines:
                 for line in lines:
                     key, _, text = line.rstrip("\n").partition("\t")
-                    said(key, text)
+                    if key:
+                        said(key, text)
+                    else:  # of this process itself
+                        self.heard, self.is_importing = time.monotonic(), bool(text)
 
         for hear in (hear_ends, hear_words):
             threading.Thread(target=hear, daemon=True).start()
@@ -116,6 +140,68 @@ class ForkServer:
 
 
 LAST = "\f"  # begins what a task says with `say_last`
+PROGRESS = "\v"  # begins what it says of its progress
+# What tasks do that runs functions of the user's, which the launcher may have called before; see `Progress.what`.
+LOADING, BUILDING = "loading the data", "building the model"
+CHECKED = "done with the check"
+
+
+class Progress(NamedTuple):
+    """What a task tells of its progress."""
+
+    number: int  # of what it is doing, each time anew
+    what: str  # that is, as in "while loading the data"
+    waits: bool  # whether it may be waiting for other tasks
+    longest: float | None  # seconds that this took at most, if it has done the same again and again; None for the first time
+
+
+_progress: tuple = (0, "", False, None, 0.0)  # as `Progress`, and when that began; replaced as a whole: another thread reads it
+_is_done = False
+
+
+def doing(what, waits=False):
+    """Notes what this task does from now on; the launcher kills one that does the same for too long, see `common.launch.Run`.
+
+    Costs less than a microsecond if it is the same as before, once more: a call of the main loop, say.
+
+    Args:
+      what: as in "while loading the data".
+      waits: whether it may take as long as other tasks take.
+    """
+    global _progress
+    number, before, _, longest, began = _progress
+    now = time.monotonic()
+    longest = max(now - began, longest or 0) if what == before else None
+    _progress = number + 1, what, waits, longest, now
+    if what != before:
+        _say_progress()
+
+
+@contextlib.contextmanager
+def meanwhile(what, waits=False):
+    """A context in which this task does something else than what it does before and after."""
+    _, before, waited, *_ = _progress
+    doing(what, waits)
+    try:
+        yield
+    finally:
+        doing(before, waited)
+
+
+def read_progress(text):
+    """Returns the `Progress` that a task has told in `text`, which begins with `PROGRESS`."""
+    return Progress(*json.loads(text.removeprefix(PROGRESS)))
+
+
+def _say_progress():
+    say(PROGRESS + json.dumps(_progress[:4]))
+
+
+def work_is_done():
+    """Notes that this task, of a scheme, now ends with its exit status. One that exits with 0 and has not said so, because a
+    function of the user's has ended it, counts as failed."""
+    global _is_done
+    _is_done = True
 
 
 def say_last(text):
@@ -136,14 +222,24 @@ def _write(words, key, text):
         os.write(words, line + b"\n")
 
 
-def die_with_parent(parent):
-    """Makes this process end when its parent, process `parent`, ends in whatever way (Linux)."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "prctl"):
-        pr_set_pdeathsig = 1
-        libc.prctl(pr_set_pdeathsig, signal.SIGKILL)
+def die_with_parent(parent, number=signal.SIGKILL):
+    """Makes this process end when its parent, process `parent`, ends in whatever way (Linux): it gets that signal."""
+    pr_set_pdeathsig = 1
+    _prctl(pr_set_pdeathsig, number)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def _prctl(what, value=0, *more):
+    """Sets a property of this process, where the system, and its version, has it; returns whether it has."""
+    libc = ctypes.CDLL(None)
+    return hasattr(libc, "prctl") and libc.prctl(what, value, *more, *[0] * (3 - len(more))) == 0
+
+
+def _adopt_orphans():
+    """What descendants of this process leave behind when they end becomes this process's children (Linux)."""
+    pr_set_child_subreaper = 36
+    _prctl(pr_set_child_subreaper, 1)
 
 
 @contextlib.contextmanager
@@ -198,6 +294,26 @@ def enter_own_network():
         fcntl.ioctl(any_socket, siocsifflags, struct.pack("16sH14x", b"lo", flags | iff_up))
 
 
+def _give_up_power():
+    """Takes from this process, and all that it will start, what a namespace of its own lets it do beyond an ordinary user."""
+    pr_capbset_drop, pr_cap_ambient, clear_all = 24, 47, 4
+    capability = 0
+    while _prctl(pr_capbset_drop, capability):  # or a program that root starts would get them again
+        capability += 1
+    _prctl(pr_cap_ambient, clear_all)
+    version_3, this_process = 0x20080522, 0
+    header, none = struct.pack("Ii", version_3, this_process), bytes(24)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.capset(header, none):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _give_up_new_privileges():
+    """No program that this process will start gains rights by its file, as sudo does."""
+    pr_set_no_new_privs = 38
+    _prctl(pr_set_no_new_privs, 1)
+
+
 def _how_to_allow(number):
     """What stands in the way of `enter_own_network`, which ended with this error number, and how to change that."""
 
@@ -219,11 +335,14 @@ def _how_to_allow(number):
     return f"the system forbids it ({os.strerror(number)}), as containers do; SECURITY.md says how to allow it"
 
 
-def _serve(connection, words, terminal, is_isolated, preloads):
+def _serve(connection, words, terminal, is_isolated, preloads, launcher):
     """The life of the process. Returns in each task, with its command; in the process itself when it is to stop."""
     problem = why_no_own_network() if is_isolated else None
     if is_isolated and not problem:
         enter_own_network()
+        _give_up_power()
+    _give_up_new_privileges()
+    _adopt_orphans()
     reserved = contextlib.ExitStack()
     running: dict[str, int] = {}
     keys: dict[int, str] = {}
@@ -232,15 +351,19 @@ def _serve(connection, words, terminal, is_isolated, preloads):
         os.set_blocking(end, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
-    is_loaded = not preloads
+    is_first = True
     while True:
+        _write(words, "", "")  # a sign of life of this process
         try:
-            if wakeup in wait([connection, wakeup]):
+            ready = wait([connection, wakeup], BEAT_SECONDS)
+            if wakeup in ready:
                 os.read(wakeup, 1000)
-                _reap(connection, running, keys)
+                _reap(connection, running, keys, preloads)
+            if connection not in ready:
                 continue
             request, *arguments = connection.recv()
         except (EOFError, OSError):
+            _end_all(keys)
             return None  # the launcher has ended
         if request == "problem":
             connection.send(problem)
@@ -248,9 +371,13 @@ def _serve(connection, words, terminal, is_isolated, preloads):
             ports = [reserved.enter_context(reserved_port()).getsockname()[1] for _ in range(arguments[0])]
             connection.send(ports)
         elif request == "start":
-            if not is_loaded:
+            if is_first and preloads:
+                _write(words, "", "importing")
                 _load()
-                is_loaded = True
+            if is_first:
+                # From now on it does not die with the launcher, but hears of its end, and first ends what tasks have started.
+                die_with_parent(launcher, signal.SIGCONT)
+                is_first = False
             key, command, log, environ = arguments
             server = os.getpid()
             pid = os.fork()
@@ -266,27 +393,62 @@ def _serve(connection, words, terminal, is_isolated, preloads):
         elif request == "signal":
             key, number = arguments
             if key in running:
-                os.kill(running[key], number)
+                _signal(running[key], number)
         else:
-            for pid in running.values():
-                os.kill(pid, signal.SIGKILL)
-            while running:
-                _end(running, keys, os.waitpid(-1, 0)[0])
+            _end_all(keys)
             return None
 
 
-def _reap(connection, running, keys):
-    while running:
-        pid, status = os.waitpid(-1, os.WNOHANG)
+def _signal(pid, number):
+    """Sends a signal to a task; what kills it kills what it has started, too."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+    if number == signal.SIGKILL:
+        _kill_group(pid)
+
+
+def _kill_group(pid):
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # the second is of macOS, for a group of zombies
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _reap(connection, running, keys, preloads):
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            break
         if pid == 0:
             break
-        connection.send((_end(running, keys, pid), os.waitstatus_to_exitcode(status)))
+        if pid in keys:
+            _kill_group(pid)
+            key, code = keys.pop(pid), os.waitstatus_to_exitcode(status)
+            del running[key]
+            connection.send((key, {0: EARLY, _DONE: 0}.get(code, code) if preloads else code))
+    _kill_orphans(keys)
 
 
-def _end(running, keys, pid):
-    key = keys.pop(pid)
-    del running[key]
-    return key
+def _kill_orphans(keys):
+    """Kills what tasks that have ended have left behind. Tasks adopt the orphans of what they start, see `_become_task`."""
+    for path in os.listdir("/proc") if os.path.isdir("/proc/self") else []:
+        if path.isdigit() and int(path) not in keys:
+            with contextlib.suppress(OSError), open(f"/proc/{path}/stat") as file:
+                parent = int(file.read().rpartition(")")[2].split()[1])
+                if parent == os.getpid():
+                    os.kill(int(path), signal.SIGKILL)  # it is this process's child: nobody else gets its number meanwhile
+
+
+def _end_all(keys):
+    for pid in keys:
+        _signal(pid, signal.SIGKILL)
+    while True:
+        _kill_orphans(keys)
+        try:
+            pid, _ = os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+        _kill_group(pid)
+        keys.pop(pid, None)
 
 
 def _load():
@@ -305,6 +467,7 @@ def _load():
 def _become_task(server, key, words, log, terminal, environ):
     os.setsid()
     die_with_parent(server)
+    _adopt_orphans()  # so they are its children, and those of the process that starts the tasks when it has ended
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if log is not None:
@@ -324,8 +487,11 @@ def _run(command, preloads):
         os.execv(command[0], command)
     import setproctitle
 
+    from common import forkserver  # what the script imports, while this here is the program itself
+
     setproctitle.setproctitle(" ".join(command))  # what `ps` shows
-    threading.Thread(target=_beat, daemon=True).start()
+    forkserver.doing("starting")
+    threading.Thread(target=forkserver._beat, daemon=True).start()
     sys.argv = command[1:]
     sys.path.insert(0, os.path.dirname(os.path.abspath(command[1])))
     status = 0
@@ -346,23 +512,24 @@ def _run(command, preloads):
             sys.stdout.flush()
             sys.stderr.flush()
         # As multiprocessing does it: to take the interpreter apart would take seconds, in which there is no sign of life.
-        os._exit(status)
+        os._exit(_DONE if status == 0 and forkserver._is_done else status)
 
 
 def _beat():
     while True:
-        say()
+        _say_progress()
         time.sleep(BEAT_SECONDS)
 
 
 def _main(connection, words, is_isolated, preloads, log):
     sys.path.pop(0)  # this folder, whose names are not for all to import
-    die_with_parent(int(os.environ["LAUNCHER_PID"]))
+    launcher = int(os.environ["LAUNCHER_PID"])
+    die_with_parent(launcher)
     terminal = os.dup(2)
     with open(log, "ab") as file:
         os.dup2(file.fileno(), 2)
     is_isolated, preloads = is_isolated == "1", preloads == "1"
-    command = _serve(Connection(int(connection)), int(words), terminal, is_isolated, preloads)
+    command = _serve(Connection(int(connection)), int(words), terminal, is_isolated, preloads, launcher)
     if command:
         _run(command, preloads)
 

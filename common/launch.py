@@ -10,6 +10,7 @@ import math
 import os
 import queue
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from common import forkserver, progress
 from common.flags import TrainingFailed, UserError
@@ -41,9 +43,11 @@ def launch(script, arguments, settings):
       UserError: if the run cannot begin.
       TrainingFailed: if a task ended too often.
     """
-    _check_input(script, arguments, settings)
+    settings.check_secs = _check_input(script, arguments, settings)
     check_isolation(settings)
     prepare_run_dir(settings)
+    result = Path(settings.run_dir, "result.json")
+    before = _version(result)
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(fork_server(settings, settings.run_dir, preloads=True))
         hosts = reserved_hosts(server, settings.num_ps, settings.num_workers + settings.num_evaluators)
@@ -77,6 +81,8 @@ def launch(script, arguments, settings):
         settings.ends_with_chief = True
         status = Run(tasks, server, settings, display.say).run()
     if status == 0:
+        if _version(result) in (None, before):  # what is there is of a run that this one goes on with
+            raise TrainingFailed(f"worker 0 has ended, but written no {result}")
         _complete_result(settings, tasks)
     progress.summary(settings, status)
     return status
@@ -132,6 +138,15 @@ def say_gpus(settings):
     return ", ".join(each)
 
 
+def _version(path):
+    """Returns what tells a file from what it is replaced by; None if there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
 def _complete_result(settings, tasks):
     """Adds to the chief's result what the launcher knows."""
     path = Path(settings.run_dir, "result.json")
@@ -183,28 +198,161 @@ def make_private_folder(path):
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
+CHECK_SECONDS = 5  # after which the user is told that the input is being looked at
+
+
 def _check_input(script, arguments, settings):
-    """Lets one process look at data and model before any task starts. For the built-in ones nothing can be wrong."""
+    """Lets one process look at data and model before any task starts. For the built-in ones nothing can be wrong.
+
+    Returns:
+      Seconds that it took for each, {`forkserver.LOADING` or `BUILDING`: seconds}; empty for the built-in ones.
+
+    Raises:
+      UserError: if they cannot be trained, or do not come within `--hang_secs`.
+    """
     if settings.data in ("digits", "linear") and settings.model in ("mlp", "linear") and settings.num_workers <= 100:
-        return
-    checking = subprocess.run(
-        [sys.executable, str(script), *arguments, "--check"],
-        stderr=subprocess.PIPE,
-        stdin=subprocess.DEVNULL,
-        text=True,
-    )
-    if checking.returncode:
-        raise UserError(_last_error(checking.stderr, script.name))
+        return {}
+    with contextlib.ExitStack() as stack:
+        heard, words = os.pipe()
+        stack.callback(os.close, heard)
+        errors = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
+        checking = subprocess.Popen(
+            [sys.executable, str(script), *arguments, "--check"],
+            stderr=errors,
+            stdin=subprocess.DEVNULL,
+            env={
+                **os.environ,
+                "LAUNCHER_PID": str(os.getpid()),  # with which it dies
+                "LAUNCHER_KEY": "check",
+                "LAUNCHER_WORDS": str(words),
+            },
+            pass_fds=[words],
+            start_new_session=True,  # so that Ctrl-C reaches this process alone
+        )
+        stack.callback(_kill_session, checking)
+
+        def hear_end():
+            checking.wait()
+            with contextlib.suppress(OSError):  # nobody may listen any more
+                os.write(words, b"\n")  # after all that it has said itself
+            os.close(words)
+
+        threading.Thread(target=hear_end, daemon=True).start()
+        what, seconds = _watch_check(heard, settings)
+        if what == forkserver.CHECKED and checking.returncode == 0:
+            return seconds
+        errors.seek(0)
+        raise UserError(_why_check_failed(what, checking.returncode, errors.read(), script.name, settings))
+
+
+def _kill_session(process):
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _flag_of(what, settings):
+    """Returns the flag, with its value, whose function is called while a task does this; None for other things."""
+    return {forkserver.LOADING: f"--data={settings.data}", forkserver.BUILDING: f"--model={settings.model}"}.get(what)
+
+
+def _watch_check(heard, settings):
+    """Reads what the checking process says until it has ended; returns what it did last, and how long each thing took."""
+    seconds: dict[str, float] = {}
+    what, rest, is_told = "starting", b"", False
+    start = began = time.monotonic()
+    while True:
+        flag = _flag_of(what, settings)
+        # What is not the user's function has no reason to hang; importing tensorflow, or downloading, may take its time.
+        limit = settings.hang_secs if flag and flag.rpartition(":")[1] else 10 * settings.hang_secs
+        soon = began + limit if is_told else min(began + limit, start + CHECK_SECONDS)
+        if not select.select([heard], [], [], max(0, soon - time.monotonic()))[0]:
+            if not is_told and time.monotonic() >= start + CHECK_SECONDS:
+                is_told = True
+                progress.say(f"checking the data and the model before the tasks start; it is {what}")
+            elif time.monotonic() >= began + limit:
+                raise UserError(
+                    f"{flag or 'the check of data and model'} did not come to an end within {limit:g} s; if it needs more, "
+                    "give a larger --hang_secs"
+                )
+            continue
+        *lines, rest = (rest + os.read(heard, 10000)).split(b"\n")
+        for line in lines:
+            if not line:  # it has ended
+                return what, seconds
+            text = line.decode(errors="replace").partition("\t")[2]
+            if text.startswith(forkserver.PROGRESS):
+                seconds[what] = time.monotonic() - began
+                what, began = forkserver.read_progress(text).what, time.monotonic()
+
+
+def _why_check_failed(what, status, text, script_name, settings):
+    """One line on how the process ended that looked at data and model, doing `what`, with `text` on its standard error."""
+    said = _last_error(text, script_name)
+    if status == 2 and f"{script_name}: " in text:
+        return said
+    flag = _flag_of(what, settings) or "the check of data and model"
+    if (how := _of_memory(text)) or status < 0:
+        return f"{flag}: {how or _killed_by(-status)} while {what}"
+    if status == 130:  # no Ctrl-C reaches it
+        return f"{flag}: it raised KeyboardInterrupt"
+    if status == 0 or said == NOTHING:
+        return f"{flag}: it ended the program, with exit status {status}, in place of returning"
+    return said
+
+
+NOTHING = "it printed nothing"
+_REPORT = re.compile(r"[IW]\d{4} ")  # begins what C++ code of tensorflow reports that is no error,
+_FATAL = re.compile(r"F\d{4} ")  # and what it ends a process with
 
 
 def _last_error(text, script_name):
     """The last line of `text` that a script printed about a `UserError`, else that looks like an error, else at all."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    for looks_right in (lambda line: line.startswith(f"{script_name}: "), lambda line: "Error" in line, bool):
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not _REPORT.match(line)]
+    for looks_right in (lambda line: line.startswith(f"{script_name}: "), lambda line: "Error" in line, _FATAL.match, bool):
         found = [line for line in lines if looks_right(line)]
         if found:
             return found[-1].removeprefix(f"{script_name}: ")
-    return "it printed nothing"
+    return NOTHING
+
+
+# What Python, C++, the dynamic linker and TensorFlow say when there is no memory, or a limit (`ulimit -v`) is too small
+_NO_MEMORY = re.compile(
+    r"MemoryError|std::bad_alloc|[Cc]annot allocate memory|failed to map segment|OOM when allocating|Out of memory"
+)
+_NO_THREAD = re.compile(r"pthread_create\(\) failed|pthread_create failed|can't start new thread")
+
+
+def _of_memory(text):
+    """Returns that memory ran out, if this, which a process has printed, says so."""
+    if found := _NO_MEMORY.findall(text):
+        return f"ran out of memory ({found[-1]})"
+    if found := _NO_THREAD.findall(text):
+        return f"could not start a thread ({found[-1]}): out of memory or of processes (ulimit -v, ulimit -u)"
+    return None
+
+
+def _killed_by(number):
+    try:
+        return f"was killed by {signal.Signals(number).name}"
+    except ValueError:  # one without a name
+        return f"was killed by signal {number}"
+
+
+def _count_oom_kills():
+    """Returns how many processes the kernel has killed because memory ran out: on this machine, or in this control group."""
+    paths, total = ["/proc/vmstat"], 0
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if controllers == "":
+                paths += [f"/sys/fs/cgroup{group}/memory.events", "/sys/fs/cgroup/memory.events"]
+            elif "memory" in controllers.split(","):
+                paths += [f"/sys/fs/cgroup/memory{group}/memory.oom_control", "/sys/fs/cgroup/memory/memory.oom_control"]
+    for path in paths:
+        with contextlib.suppress(OSError):
+            total += sum(int(count) for count in re.findall(r"^oom_kill (\d+)$", Path(path).read_text(), re.M))
+    return total
 
 
 def check_isolation(settings):
@@ -283,10 +431,16 @@ class Task:
     environ: dict = field(default_factory=dict)  # of its own
     is_shown: bool = False
     restarts: int = 0
+    restarted: list = field(default_factory=list)  # when it was, as time.monotonic()
+    starts_at: float | None = None  # when it is to be started, if it is
     status: int | None = None  # how it ended, None until it has
     heard: float = math.inf  # when it gave the last sign of life, as time.monotonic(); it begins with one
+    progress: Any = None  # a `forkserver.Progress`, None for a program that tells none
+    progressed: float = math.inf  # when it last got something done, as far as is known here
     last_line: str = ""  # what it said that it ended with
-    is_silent: bool = False  # whether it was killed because it gave none
+    why_killed: str = ""  # by this process
+    ran_out: bool = False  # whether the kernel killed it because memory ran out
+    log_begins: int = 0  # where in the log that starts what it has printed since it was started
 
     @property
     def name(self):
@@ -302,8 +456,25 @@ class Task:
 
     def start(self, server):
         """Starts the process."""
-        self.status, self.heard, self.is_silent, self.last_line = None, math.inf, False, ""
+        self.status, self.starts_at, self.heard, self.progress, self.progressed = None, None, math.inf, None, math.inf
+        self.why_killed, self.ran_out, self.last_line = "", False, ""
+        with contextlib.suppress(OSError):
+            self.log_begins = self.log.stat().st_size
         server.start(self.name, self.command, None if self.is_shown else str(self.log), self.environ)
+
+    def hear(self, text):
+        """Notes a sign of life, and what it says if that is not for the user; returns what is."""
+        now = time.monotonic()
+        self.heard = now
+        if text.startswith(forkserver.PROGRESS):
+            known, self.progress = self.progress, forkserver.read_progress(text)
+            if known is None or known.number != self.progress.number:
+                self.progressed = now
+        elif text.startswith(forkserver.LAST):
+            self.last_line = text.removeprefix(forkserver.LAST)
+        else:
+            return text
+        return ""
 
     def last_words(self):
         """What it ended with, one line, else the last error in its log."""
@@ -311,18 +482,47 @@ class Task:
             return self.last_line.partition(": ")[2]
         if self.is_shown:
             return "what it said is above"
-        return _last_error(self.log.read_text(errors="replace"), Path(self.command[1]).name)
+        return _last_error(self._printed(), Path(self.command[1]).name)
+
+    def _printed(self):
+        if self.is_shown:
+            return ""
+        with contextlib.suppress(OSError), open(self.log, errors="replace") as file:
+            file.seek(self.log_begins)
+            return file.read()
+        return ""
+
+    def how(self):
+        """How it ended, if it did not end well."""
+        if self.why_killed:
+            return f"{self.why_killed} and was killed"
+        if self.ran_out:
+            return "ran out of memory and was killed by the kernel"
+        if self.status == forkserver.EARLY:
+            return "ended with exit status 0 before its work was done"
+        status = self.status or 0
+        return _of_memory(self._printed()) or (_killed_by(-status) if status < 0 else f"failed ({status})")
+
+
+HOUR = 3600  # seconds in which restarts count
+MOST_PAUSE = 30  # seconds before a restart
+SERVER_SECS = 10  # without a sign of life from the process that starts the tasks, at least, until that is taken for hanging
 
 
 class Run:
     """The tasks of a run from start to end.
 
+    A task is killed that gives no sign of life for `hang_secs`, or that makes no progress: that does the same thing for longer
+    than `hang_secs` and ten times what it took before, here or in the check of the input; ten times `hang_secs` for what was
+    never done before. Not one that may be waiting for others, as in a synchronous scheme, as long as one of them goes on. When
+    all workers wait, the run has failed.
+
     Args:
       tasks: every `Task`.
       server: the `ForkServer` that starts them.
-      settings: `max_restarts`; `hang_secs`, seconds without a sign of life after which a task is killed, or None; `lockstep`:
-        whether all are started again with one; `ends_with_chief`: whether worker 0 ends the training of all others, and
-        `num_evaluators`: how many of the last workers then still have something to do.
+      settings: `max_restarts`, of each task within an hour; `hang_secs`, None for programs that tell nothing; `check_secs`, as
+        `_check_input` returns it; `lockstep`: whether all are started again with one; `ends_with_chief`: whether worker 0 ends
+        the training of all others, and `num_evaluators`: how many of the last workers then still have something to do.
       say: function that shows a line to the user.
     """
 
@@ -332,6 +532,7 @@ class Run:
         self._workers = [task for task in tasks if task.job == "worker"]
         self._chief = self._workers[0]
         self._evaluators = self._workers[len(self._workers) - settings.num_evaluators :]
+        self._looked, self._oom_kills, self._is_stopping = time.monotonic(), _count_oom_kills(), False
 
     def run(self):
         """Returns the exit status of the run; whatever task is left then ends with the server."""
@@ -353,23 +554,29 @@ class Run:
         self._events.put(None)  # not an exception, which could strike between the start of a task and the note of it
 
     def _hear(self, name, text):
-        self._tasks[name].heard = time.monotonic()
-        if text.startswith(forkserver.LAST):
-            self._tasks[name].last_line = text.removeprefix(forkserver.LAST)
-        elif text:
+        text = self._tasks[name].hear(text)
+        if text:
             self._events.put(text)  # to be shown by the main thread: a terminal may keep whoever writes to it waiting
 
     def _next_end(self, deadline=math.inf):
-        """Waits for a task to end; returns it, or None when it is past `deadline`. Raises KeyboardInterrupt on Ctrl-C."""
-        looked = time.monotonic()
+        """Waits for a task to end, starting and looking after others meanwhile; returns it, or None when it is past `deadline`.
+
+        Raises KeyboardInterrupt on Ctrl-C.
+        """
         while True:
+            now = time.monotonic()
+            if now - self._looked >= 1:
+                looked, self._looked = self._looked, now
+                self._look(looked)
+            for task in self._starting():
+                if task.starts_at <= now:
+                    task.start(self._server)
+            soon = min([deadline, self._looked + 1, *(task.starts_at for task in self._starting())])
             try:
-                event = self._events.get(timeout=max(0, min(1, deadline - time.monotonic())))
+                event = self._events.get(timeout=max(0, soon - now))
             except queue.Empty:
                 if time.monotonic() >= deadline:
                     return None
-                self._look_for_silent_tasks(looked)
-                looked = time.monotonic()
                 continue
             if event is None:
                 raise KeyboardInterrupt
@@ -378,30 +585,87 @@ class Run:
                 continue
             name, status = event
             if name is None:
-                raise TrainingFailed("the process that starts the tasks was killed; --resume goes on")
+                raise TrainingFailed(f"{STARTER} {self._how_server_ended()}; --resume goes on (log: {self._server.log})")
             task = self._tasks[name]
             task.status = status
+            if status in (-signal.SIGKILL, 128 + signal.SIGKILL):
+                before, self._oom_kills = self._oom_kills, _count_oom_kills()
+                task.ran_out = self._oom_kills > before
             return task
 
-    def _look_for_silent_tasks(self, last_look):
-        now = time.monotonic()
-        for task in self._tasks.values():
-            if now - last_look > 2:  # this process itself was stopped, and could not hear
-                task.heard = max(now, task.heard)
-            elif self._settings.hang_secs and task.is_running and now - task.heard > self._settings.hang_secs:
-                task.is_silent, task.heard = True, now
-                self._server.signal(task.name, signal.SIGKILL)
+    def _starting(self):
+        return [task for task in self._tasks.values() if task.starts_at is not None]
+
+    def _how_server_ended(self):
+        status, printed = self._server.status(), ""
+        with contextlib.suppress(OSError):
+            printed = Path(self._server.log).read_text(errors="replace")
+        if status < 0:
+            return _killed_by(-status)
+        return _of_memory(printed) or f"failed ({status}): {_last_error(printed, '')}"
+
+    def _look(self, last_look):
+        """Kills tasks that give no sign of life, or make no progress.
+
+        Raises:
+          TrainingFailed: if the process that starts them is the one, or all wait for each other.
+        """
+        now, tasks = time.monotonic(), [task for task in self._tasks.values() if task.is_running]
+        if now - last_look > 2:  # this process itself was stopped, and could not hear
+            self._server.heard = max(now, self._server.heard)
+            for task in tasks:
+                task.heard, task.progressed = max(now, task.heard), max(now, task.progressed)
+            return
+        hang_secs = self._settings.hang_secs
+        patience = max(SERVER_SECS, hang_secs or 60) * (10 if self._server.is_importing else 1)
+        if now - self._server.heard > patience:
+            self._server.kill()
+            raise TrainingFailed(f"{STARTER} gave no sign of life for {patience:g} s and was killed; --resume goes on")
+        if not hang_secs:
+            return
+        for task in tasks:
+            if now - task.heard > hang_secs:
+                self._kill(task, f"gave no sign of life for {hang_secs:g} s{_while(task.progress)}")
+        if not self._is_stopping:
+            self._look_for_progress(now, [task for task in tasks if task.progress and not task.why_killed])
+
+    def _look_for_progress(self, now, tasks):
+        away = [task for task in self._tasks.values() if task.starts_at is not None or task.why_killed and task.is_running]
+        if away or any(task.job == "ps" and not task.progress.waits for task in tasks):
+            for task in tasks:  # any may have waited for one that is not back yet
+                if task.job != "ps":
+                    task.progressed = now
+        stalled = [task for task in tasks if now - task.progressed > self._limit(task.progress)]
+        for task in stalled:
+            if not task.progress.waits:
+                limit = self._limit(task.progress)
+                self._kill(task, f"made no progress for {limit:.0f} s{_while(task.progress)}")
+        workers = [task for task in self._workers if task.is_running and task not in self._evaluators]
+        if workers and all(task in stalled and task.progress.waits for task in workers):
+            each = ", ".join(f"{task.name} for {now - task.progressed:.0f} s{_while(task.progress)}" for task in workers[:4])
+            raise TrainingFailed(f"no worker makes progress: {each}{', ...' if workers[4:] else ''}; --resume goes on")
+
+    def _limit(self, progress):
+        """Seconds after which a task that is still doing this is taken for hanging."""
+        hang_secs, expected = self._settings.hang_secs, progress.longest
+        if expected is None and progress.what in self._settings.check_secs:
+            # There it was alone; now all tasks share the cores.
+            expected = self._settings.check_secs[progress.what] * max(1, len(self._tasks) / (os.cpu_count() or 1))
+        return 10 * hang_secs if expected is None else max(hang_secs, 10 * expected)
+
+    def _kill(self, task, why):
+        task.why_killed = why
+        task.heard = task.progressed = math.inf  # once is enough
+        self._server.signal(task.name, signal.SIGKILL)
 
     def _watch(self):
         needed = [self._chief, *self._evaluators] if self._settings.ends_with_chief else self._workers
         while any(task.status != 0 for task in needed):
             task = self._next_end()
-            if task.status == 0 or (self._has_ended() and task not in needed):
-                continue
-            self._must_be_mendable(task)
-            task.restarts += 1
-            self._say(f"{task.name} {_how(task)}; restart {task.restarts} of {self._settings.max_restarts}")
-            self._start_again(task)
+            if task.status != 0 and (task in needed or not self._has_ended()):
+                self._mend(task)
+        for task in self._starting():
+            task.starts_at = None  # nobody needs it any more
         deadline = time.monotonic() + PS_SECONDS
         while any(task.is_running for task in self._tasks.values()):
             if self._next_end(deadline) is None:
@@ -411,6 +675,17 @@ class Run:
     def _has_ended(self):
         return self._settings.ends_with_chief and self._chief.status == 0
 
+    def _mend(self, task):
+        """Lets a task that has failed start again, the first time at once."""
+        self._must_be_mendable(task)
+        task.restarts += 1
+        task.restarted.append(time.monotonic())
+        count = len(task.restarted)
+        pause = min(2 ** (count - 2), MOST_PAUSE) if count > 1 else 0
+        when = f" in {pause} s" if pause else ""
+        self._say(f"{task.name} {task.how()}; restart {count} of {self._settings.max_restarts}{when}")
+        self._start_again(task, time.monotonic() + pause)
+
     def _must_be_mendable(self, task):
         """Raises what ends the run, unless a new start may mend what this task ended with."""
         if task.status == 2:  # the user's mistake
@@ -418,27 +693,33 @@ class Run:
         log = "" if task.is_shown else f" (log: {task.log})"
         if task.status == FAILED_FOR_GOOD:
             raise TrainingFailed(f"{task.last_words()}{log}")
-        if task.restarts == self._settings.max_restarts:
-            raise TrainingFailed(f"{task.name} {_how(task)} after {task.restarts} restarts: {task.last_words()}{log}")
+        task.restarted = [moment for moment in task.restarted if time.monotonic() - moment < HOUR]
+        if len(task.restarted) >= self._settings.max_restarts:
+            raise TrainingFailed(f"{task.name} {task.how()} after {len(task.restarted)} restarts: {task.last_words()}{log}")
 
-    def _start_again(self, task):
-        """Starts a task again, and with it those without whom it cannot go on."""
+    def _start_again(self, task, moment):
+        """Lets a task start again at this moment, and with it those without whom it cannot go on."""
         others = [other for other in self._tasks.values() if other is not task]
         if self._settings.lockstep and not self._has_ended():
             # Workers that reduce among themselves wait for ever for one that is gone, so all of them begin anew.
             for other in others:
+                other.starts_at = None
                 self._server.signal(other.name, signal.SIGKILL)
             while any(other.is_running for other in others):
                 self._next_end()
-        task.start(self._server)
+        task.starts_at = moment
         if (self._settings.lockstep or self._settings.ends_with_chief) and not self._has_ended():
             for other in others:
-                if not other.is_running and (self._settings.lockstep or other not in self._evaluators):
-                    other.start(self._server)  # it had done its part, but the chief asks all for their report
+                is_asked = self._settings.lockstep or other not in self._evaluators
+                if not other.is_running and other.starts_at is None and is_asked:
+                    other.starts_at = moment  # it had done its part, but the chief asks all for their report
 
     def _stop_workers(self):
         """Lets the workers end, the chief with a checkpoint, for which it needs the ps. A second Ctrl-C ends the patience."""
         self._say("stopping; Ctrl-C again stops at once")
+        self._is_stopping = True
+        for task in self._starting():
+            task.starts_at = None
         for worker in self._workers:
             self._server.signal(worker.name, signal.SIGTERM)
         deadline = time.monotonic() + STOP_SECONDS
@@ -450,8 +731,8 @@ class Run:
             pass
 
 
-def _how(task):
-    """How a task ended that did not end well."""
-    if task.is_silent:
-        return "gave no sign of life and was killed"
-    return f"was killed by {signal.Signals(-task.status).name}" if task.status < 0 else f"failed ({task.status})"
+STARTER = "the process that starts the tasks"
+
+
+def _while(progress):
+    return f" while {progress.what}" if progress else ""

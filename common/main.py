@@ -34,7 +34,9 @@ def main(scheme=None, train=None, without=(), lockstep=False, check=None, evalua
     script = Path(sys.argv[0]).resolve()
     failed = launch.FAILED_FOR_GOOD if os.environ.get("LAUNCHER_KEY") else 1
     try:
-        sys.exit(_run(scheme, train, without, lockstep, check, evaluate, script, sys.argv[1:], defaults))
+        status = _run(scheme, train, without, lockstep, check, evaluate, script, sys.argv[1:], defaults)
+        forkserver.work_is_done()  # nobody else has ended this process, as a function of the user's may with sys.exit
+        sys.exit(status)
     except UserError as error:
         sys.exit(_say(2, f"{script.name}: {error}"))
     except TrainingFailed as error:
@@ -137,10 +139,14 @@ def _run(scheme, train, without, lockstep, check, evaluate, script, arguments, d
     if settings.check:
         from common import data
 
+        forkserver.doing(forkserver.LOADING)
         dataset = data.load(settings.data, settings.seed)  # before tensorflow is imported, which takes seconds
+        forkserver.doing("importing tensorflow")
         from common import training
 
+        forkserver.doing(forkserver.BUILDING)
         training.check(settings, dataset)
+        forkserver.doing(forkserver.CHECKED)
         return 0
     if launches:
         return launch.launch(script, arguments, settings)
@@ -154,6 +160,7 @@ def _run(scheme, train, without, lockstep, check, evaluate, script, arguments, d
     if task and task.is_ps():
         print(f"ps {task.index} serves at {task.ps_hosts[task.index]} until all workers are done", flush=True)
         if launcher:
+            forkserver.doing("serving", waits=True)
             task.create_server()
             return 0
         return _serve(task)

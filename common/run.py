@@ -50,7 +50,7 @@ def _run(arguments):
     if settings.gpus:
         launch.assign_gpus(settings, flags.present(values, "num_workers"))
     settings.lockstep = settings.ends_with_chief = False
-    settings.num_evaluators, settings.hang_secs = 0, None
+    settings.num_evaluators, settings.hang_secs, settings.check_secs = 0, None, {}
     launch.check_isolation(settings)
     log_dir = Path(settings.log_dir or f"runs/{script.stem}/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S.%f}")
     try:

@@ -7,6 +7,7 @@ import re
 from common import cluster, tf
 from common.checkpoints import checkpoints_in, newest_good_checkpoint, writing_into
 from common.flags import UserError
+from common.forkserver import meanwhile
 
 
 class Saver(tf.train.Saver):
@@ -34,6 +35,12 @@ class _Creator(tf.train.SessionCreator):
         self._config, self._keeper = task.config(config) if task else config, keeper
 
     def create_session(self):
+        is_chief = self._task is None or self._task.is_master()
+        what = "initializing or restoring the parameters" if is_chief else "waiting for the chief to initialize the parameters"
+        with meanwhile(what, waits=not is_chief):
+            return self._create_session()
+
+    def _create_session(self):
         scaffold = self._scaffold.finalize()
         manager = tf.train.SessionManager(
             local_init_op=scaffold.local_init_op,

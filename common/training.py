@@ -14,6 +14,7 @@ import numpy as np
 
 from common import cluster, data, models, plots, tf
 from common.checkpoints import Keeper
+from common.forkserver import BUILDING, LOADING, doing
 from common.hooks import EarlyStoppingHook, EvaluationHook, MeetingHook, MetricsHook, MetricsLog, WarmStartHook
 from common.launch import INTERRUPTING_SIGNALS, hear_signals, write_json
 from common.parameters import GlobalParameters, LocalParameters, build_rounds, repeat_rounds
@@ -34,11 +35,14 @@ def train(scheme, task, settings):
     interruption = Interruption()
     server = task.create_server() if task else None  # before all else: the others try to reach it
     index, num_workers = (task.shard_index, task.num_workers) if task else (0, 1)
+    doing(LOADING)
     dataset = load_data(settings)
     x, y = data.shard(dataset, index, num_workers)
+    doing(BUILDING)
     # Of the initial values only the chief's count; the seed of Dropout is to differ.
     model = models.build(settings.model, dataset, settings.seed + index)
 
+    doing("building the graph")
     with tf.Graph().as_default():
         center = GlobalParameters(model.initial_parameters, task.num_ps if task else 1, task and task.device_fn())
         with tf.device(task and task.device):
@@ -84,6 +88,7 @@ def train(scheme, task, settings):
             )
         plan = Plan(last, center.step, next_call, evaluation, final, scaffold, gate, center.meeting, keeper)
         outcome = work(plan, task, settings, server, interruption, functools.partial(monitored_session, keeper=keeper))
+    doing("writing the result")
     if outcome.final:
         model.save(*outcome.final, Path(settings.run_dir, "model.keras"))
         optimizers = ", ".join(sorted(center.optimizers | local.optimizers))
@@ -232,6 +237,7 @@ def work(plan, task, settings, server, interruption, open_session):
         else:
             plan.scaffold.saver.save(opened, os.path.join(checkpoints, "model.ckpt"), plan.step)
 
+    doing("opening the session", waits=bool(meeting))
     with open_session(task, target, plan.scaffold, checkpoints, settings.checkpoint_secs, hooks) as session:
         first_time, first_step = session.run([clock, plan.step])
         last, trained = plan.last, 0.0
@@ -253,10 +259,12 @@ def work(plan, task, settings, server, interruption, open_session):
                         break
                 if calls == 1:  # the first one had to prepare the graph, which is no training
                     first_time, first_step = session.run([clock, plan.step])
+                doing("running a call", waits=bool(meeting))
                 rounds = session.run(*plan.next_call(present + plan.last - last))
                 present, is_over, calls = rounds.steps[-1, 1], rounds.over, calls + 1
             if interruption.requested:
                 return Outcome(130)  # leaving the session saves a checkpoint
+            doing("ending")
             stop_time = session.run(clock)
             interruption.training_ends()
             if meeting:
@@ -264,12 +272,15 @@ def work(plan, task, settings, server, interruption, open_session):
             metrics.flush()
             report = [index, first_time, first_step, stop_time, *metrics.totals()]
             if index > 0:
+                doing("waiting until all workers have ended", waits=True)
                 rendezvous.wait(session, report)
                 outcome = Outcome(0)
                 break
             if warm_start:  # or those would never come that still wait
                 session.run_step_fn(lambda step_context: warm_start.close(step_context.session))
+            doing("waiting until the other workers have ended", waits=True)
             reports = rendezvous.gather(session, report) if task else [report]
+            doing("evaluating the final parameters")
             present = session.run(plan.step)
             if present >= last or is_over or meeting:
                 session.run_step_fn(lambda step_context: save(step_context.session))
@@ -283,6 +294,7 @@ def work(plan, task, settings, server, interruption, open_session):
     if settings.num_evaluators and index == 0:
         ended.touch()  # now that the last checkpoint is saved
     if task:
+        doing("telling the ps that it is done")
         cluster.say_done(task, server)
     return outcome
 

@@ -1,6 +1,8 @@
 """common/forkserver.py and the `Run` of common/launch.py, with small programs as tasks, which import no tensorflow."""
 
+import contextlib
 import itertools
+import json
 import math
 import os
 import queue
@@ -11,6 +13,7 @@ import sys
 import threading
 import time
 import types
+from typing import Any
 
 import pytest
 from conftest import CHECKOUT
@@ -333,7 +336,8 @@ def test_preloaded_tasks_begin_as_programs_do(folder):
 
 
 def _with_beats(texts):
-    return [text for text in texts if text], texts.count("")
+    beats = [text for text in texts if text.startswith(forkserver.PROGRESS)]
+    return [text for text in texts if text and text not in beats], len(beats)
 
 
 @pytest.fixture
@@ -355,7 +359,8 @@ def run(server, folder, command, monkeypatch):
         for name, code in programs.items():
             job, index = name.split()
             tasks[name] = launch.Task(job, int(index), command(code), str(folder))
-        known = {"max_restarts": 3, "hang_secs": None, "lockstep": False, "ends_with_chief": False, "num_evaluators": 0}
+        known: dict = {"max_restarts": 3, "hang_secs": None, "check_secs": {}, "num_evaluators": 0}
+        known |= {"lockstep": False, "ends_with_chief": False}
         result = types.SimpleNamespace(tasks=tasks, lines=lines, status=None, error=None)
         try:
             known.update(settings)
@@ -408,7 +413,7 @@ def test_task_that_fails_again_and_again(run, folder):
     result = run({"worker 0": "signal.pause()", "worker 1": "raise ValueError(f'life {life}')"}, max_restarts=2)
     words = f"worker 1 failed (1) after 2 restarts: ValueError: life 2 (log: {folder / 'logs' / 'worker-1.log'})"
     assert failure(result) == words
-    assert result.lines == [f"worker 1 failed (1); restart {i} of 2" for i in (1, 2)]
+    assert result.lines == ["worker 1 failed (1); restart 1 of 2", "worker 1 failed (1); restart 2 of 2 in 1 s"]
 
 
 def test_restarts_are_counted_for_each_task(run, folder):
@@ -448,37 +453,62 @@ while not select.select([pipe], [], [], 0.05)[0]:
     stopping = "say('soon silent'); life or os.kill(os.getpid(), signal.SIGSTOP); tell('pipe')"
     result = run({"worker 0": talking, "worker 1": stopping}, hang_secs=2, max_restarts=10)
     assert result.status == 0 and result.tasks["worker 0"].restarts == 0
-    assert result.lines[:2] == ["soon silent", "worker 1 gave no sign of life and was killed; restart 1 of 10"]
+    assert result.lines[:2] == ["soon silent", "worker 1 gave no sign of life for 2 s and was killed; restart 1 of 10"]
 
 
 def test_task_that_is_silent_again_and_again(run):
     result = run({"worker 0": "say(); os.kill(os.getpid(), signal.SIGSTOP)"}, hang_secs=0.1, max_restarts=1)
-    assert failure(result).startswith("worker 0 gave no sign of life and was killed after 1 restarts: it printed nothing")
+    words = "worker 0 gave no sign of life for 0.1 s and was killed after 1 restarts: it printed nothing"
+    assert failure(result).startswith(words)
+
+
+class Looking:
+    """A run of some workers and ps tasks that were heard of at second 0."""
+
+    def __init__(self, monkeypatch, workers=3, ps=0, **settings):
+        self.killed: list = []
+        self.now = 0.0
+        self.server: Any = types.SimpleNamespace(signal=lambda *arguments: self.killed.append(arguments))
+        self.server.kill = lambda: self.killed.append(("the server", signal.SIGKILL))
+        self.server.heard, self.server.is_importing, self.server_lives = 0.0, False, True
+        self.tasks = [launch.Task("worker", i, [], "") for i in range(workers)]
+        self.tasks += [launch.Task("ps", i, [], "") for i in range(ps)]
+        known = {"hang_secs": 60, "num_evaluators": 0, "check_secs": {}}
+        self.settings = types.SimpleNamespace(**known | settings)
+        self.run = launch.Run(self.tasks, self.server, self.settings, lambda line: None)
+        monkeypatch.setattr(launch, "time", types.SimpleNamespace(monotonic=lambda: self.now, time=time.time))
+        monkeypatch.setattr(launch.os, "cpu_count", lambda: 2)
+        for task in self.tasks:
+            self.hear(task.name, 0.0)
+
+    def hear(self, name, at, text=""):
+        self.now = at
+        self.run._hear(name, text)
+
+    def doing(self, name, at, what, waits=False, number=1, longest=None):
+        """Lets a task say what it does from now on; it will go on to give signs of life."""
+        self.hear(name, at, forkserver.PROGRESS + json.dumps([number, what, waits, longest]))
+
+    def look(self, at, last_look=None, silent=()):
+        """Looks at a second; returns the names of those that are killed."""
+        self.now = at
+        for task in self.tasks:
+            if task.is_running and task.progress and not task.why_killed and task.name not in silent:
+                task.heard = at
+        if self.server_lives:
+            self.server.heard = at
+        self.killed.clear()
+        self.run._look(at - 1 if last_look is None else last_look)
+        assert {number for _, number in self.killed} <= {signal.SIGKILL}
+        return [name for name, _ in self.killed]
+
+    def why(self, name):
+        return next(task.why_killed for task in self.tasks if task.name == name)
 
 
 @pytest.fixture
 def looking(monkeypatch):
-    """A run of three tasks that were heard of at second 0: `look(at)` is its look at a second, and lists whom it kills."""
-    killed: list = []
-    server: object = types.SimpleNamespace(signal=lambda *arguments: killed.append(arguments))
-    tasks = [launch.Task("worker", i, [], "", heard=0.0) for i in range(3)]
-    settings = types.SimpleNamespace(hang_secs=60, num_evaluators=0)
-    run = launch.Run(tasks, server, settings, lambda line: None)
-    clock = types.SimpleNamespace(now=0.0)
-    monkeypatch.setattr(launch, "time", types.SimpleNamespace(monotonic=lambda: clock.now, time=time.time))
-
-    def look(at, last_look=None):
-        clock.now = at
-        killed.clear()
-        run._look_for_silent_tasks(at - 1 if last_look is None else last_look)
-        assert {number for _, number in killed} <= {signal.SIGKILL}
-        return [name for name, _ in killed]
-
-    def hear(name, at):
-        clock.now = at
-        run._hear(name, "")
-
-    return types.SimpleNamespace(look=look, hear=hear, tasks=tasks, settings=settings)
+    return Looking(monkeypatch)
 
 
 def test_silence_is_counted_from_the_last_sign(looking):
@@ -487,18 +517,20 @@ def test_silence_is_counted_from_the_last_sign(looking):
     assert looking.look(61.0) == ["worker 0", "worker 2"]
     assert looking.look(62.0) == []  # those were told already
     assert looking.look(91.0) == ["worker 1"]
-    assert [task.is_silent for task in looking.tasks] == [True, True, True]
+    assert {task.why_killed for task in looking.tasks} == {"gave no sign of life for 60 s"}
 
 
 def test_task_that_has_ended_is_not_silent(looking):
     looking.tasks[0].status = 0
     assert looking.look(61.0) == ["worker 1", "worker 2"]
-    assert not looking.tasks[0].is_silent
+    assert looking.why("worker 0") == ""
 
 
 def test_launcher_that_was_stopped_itself_kills_nobody(looking):
     """It could not hear, so the seconds begin anew."""
+    looking.server_lives = False
     assert looking.look(1000.0, last_look=10.0) == []
+    looking.server_lives = True
     assert looking.look(1060.0) == []
     assert looking.look(1061.0) == ["worker 0", "worker 1", "worker 2"]
 
@@ -508,12 +540,238 @@ def test_task_that_has_not_begun_is_not_silent(looking):
     looking.tasks[0].heard = math.inf
     assert looking.look(61.0) == ["worker 1", "worker 2"]
     assert looking.look(1000.0, last_look=10.0) == []
-    assert looking.look(1061.0) == ["worker 1", "worker 2"]
+    assert looking.look(1061.0) == []
 
 
 def test_silence_without_a_limit(looking):
     looking.settings.hang_secs = None
     assert looking.look(1e6) == []
+
+
+def test_silent_task_is_said_to_do_what_it_said_last(looking):
+    for name in "worker 0", "worker 1", "worker 2":
+        looking.doing(name, 0.0, "loading the data")
+    assert looking.look(61.0, silent=["worker 1"]) == ["worker 1"]
+    assert looking.why("worker 1") == "gave no sign of life for 60 s while loading the data"
+
+
+def test_task_that_makes_no_progress(looking, monkeypatch):
+    """It lives, but its data function sleeps. What was never done before may take ten times as long."""
+    looking = Looking(monkeypatch, check_secs={"loading the data": 0.1})
+    for name, what in ("worker 0", "running a call"), ("worker 1", "loading the data"), ("worker 2", "building the graph"):
+        looking.doing(name, 1.0, what)
+    assert looking.look(61.0) == []
+    assert looking.look(62.0) == ["worker 1"]
+    assert looking.why("worker 1") == "made no progress for 60 s while loading the data"
+    looking.tasks[1].status = 0
+    for second in range(63, 601):
+        assert looking.look(float(second)) == []
+    assert looking.look(602.0) == ["worker 0", "worker 2"]
+    assert looking.why("worker 2") == "made no progress for 600 s while building the graph"
+
+
+def test_limit_follows_how_long_calls_take(looking):
+    looking.doing("worker 0", 0.0, "running a call", number=7, longest=2.0)
+    looking.doing("worker 1", 0.0, "running a call", number=7, longest=20.0)
+    looking.doing("worker 2", 0.0, "running a call", number=7, longest=20.0)
+    assert looking.look(61.0) == ["worker 0"]
+    looking.tasks[0].status = 0
+    looking.doing("worker 2", 100.0, "running a call", number=8, longest=20.0)
+    assert looking.look(199.0) == []
+    assert looking.look(201.0) == ["worker 1"]
+    assert looking.why("worker 1") == "made no progress for 200 s while running a call"
+
+
+def test_what_the_check_took_counts_as_often_as_tasks_share_a_core(monkeypatch):
+    looking = Looking(monkeypatch, workers=6, check_secs={"loading the data": 10.0})
+    for task in looking.tasks:
+        looking.doing(task.name, 0.0, "loading the data")
+    assert looking.look(300.0) == []  # six tasks on two cores
+    assert len(looking.look(301.0)) == 6
+
+
+def test_who_waits_is_not_killed_as_long_as_one_goes_on(looking):
+    for at in range(0, 1000, 50):
+        looking.doing("worker 0", float(at), "running a call", number=at, longest=50.0)
+        for name in "worker 1", "worker 2":
+            looking.doing(name, float(at), "waiting for the chief", waits=True)
+        assert looking.look(float(at + 1)) == []
+
+
+def test_all_wait_for_each_other(looking):
+    for name in "worker 0", "worker 1", "worker 2":
+        looking.doing(name, 0.0, "running a call", waits=True, number=9, longest=0.1)
+    looking.doing("worker 2", 30.0, "waiting until all workers have ended", waits=True, number=10)
+    for second in range(31, 631):
+        assert looking.look(float(second)) == []
+    with pytest.raises(TrainingFailed) as info:
+        looking.look(631.0)
+    assert str(info.value) == (
+        "no worker makes progress: worker 0 for 631 s while running a call, worker 1 for 631 s while running a call, "
+        "worker 2 for 601 s while waiting until all workers have ended; --resume goes on"
+    )
+
+
+def test_an_evaluator_that_waits_holds_up_no_verdict(monkeypatch):
+    looking = Looking(monkeypatch, workers=2, num_evaluators=1)
+    looking.doing("worker 0", 0.0, "running a call", waits=True, longest=0.1)
+    looking.doing("worker 1", 0.0, "waiting for checkpoints and evaluating them", waits=True)
+    with pytest.raises(TrainingFailed, match="^no worker makes progress: worker 0 for 61 s while running a call; --resume"):
+        looking.look(61.0)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("state", [{"starts_at": 2000.0, "status": -9}, {"why_killed": "was silent", "heard": math.inf}, {}])
+def test_nobody_is_killed_that_may_have_waited_for_a_ps(monkeypatch, state, waits):
+    """Which is to be started, or was killed but has not ended, or does not serve yet."""
+    looking = Looking(monkeypatch, workers=1, ps=1)
+    looking.doing("worker 0", 0.0, "running a call", waits, longest=0.1)
+    looking.doing("ps 0", 0.0, "starting")
+    for name, value in state.items():
+        setattr(looking.tasks[1], name, value)
+    assert looking.look(200.0) == []
+    looking.tasks[1].status, looking.tasks[1].starts_at, looking.tasks[1].why_killed = None, None, ""
+    looking.doing("ps 0", 201.0, "serving", waits=True, number=2)
+    assert looking.look(260.0) == []
+    if waits:
+        with pytest.raises(TrainingFailed, match="^no worker makes progress: worker 0 for 61 s while running a call"):
+            looking.look(261.0)
+    else:
+        assert looking.look(261.0) == ["worker 0"]
+
+
+def test_workers_that_are_to_end_may_take_their_time(looking):
+    """To save a checkpoint, say. There is a limit to it, see `STOP_SECONDS`."""
+    for name in "worker 0", "worker 1", "worker 2":
+        looking.doing(name, 0.0, "running a call", longest=0.1)
+    looking.run._is_stopping = True
+    assert looking.look(1000.0) == []
+
+
+def test_server_that_is_stopped(looking):
+    for name in "worker 0", "worker 1", "worker 2":
+        looking.doing(name, 0.0, "running a call")
+    looking.server_lives = False
+    looking.server.is_importing = True
+    assert looking.look(600.0) == []  # that may take long where many do it
+    looking.server.is_importing = False
+    with pytest.raises(TrainingFailed) as info:
+        looking.look(601.0)
+    words = "the process that starts the tasks gave no sign of life for 60 s and was killed; --resume goes on"
+    assert (str(info.value), looking.killed) == (words, [("the server", signal.SIGKILL)])
+
+
+def test_what_a_task_is_doing(monkeypatch, pipe):
+    """It says so at once when it is something else; what it does again and again has a time that is the longest so far."""
+    clock = types.SimpleNamespace(now=10.0)
+    monkeypatch.setattr(forkserver, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(forkserver, "_progress", (0, "", False, None, 0.0))
+
+    def said():
+        os.set_blocking(pipe, False)
+        with contextlib.suppress(BlockingIOError):
+            lines = os.read(pipe, 10000).decode().rstrip("\n").split("\n")
+            return [tuple(forkserver.read_progress(line.partition("\t")[2])) for line in lines]
+        return []
+
+    forkserver.doing("building the graph")
+    assert said() == [(1, "building the graph", False, None)]
+    forkserver.doing("a call", waits=True)
+    assert said() == [(2, "a call", True, None)]
+    for clock.now in 13.0, 14.0:
+        forkserver.doing("a call", waits=True)
+    assert said() == []
+    forkserver._say_progress()
+    assert said() == [(4, "a call", True, 3.0)]
+    with contextlib.suppress(ValueError), forkserver.meanwhile("waiting"):
+        raise ValueError
+    assert said() == [(5, "waiting", False, None), (6, "a call", True, None)]
+
+
+def test_restarts_count_for_an_hour(looking, monkeypatch):
+    """The pause before each grows. Meanwhile the launcher goes on to listen."""
+    task, shown = looking.tasks[1], list[str]()
+    task.command = ["python", "scheme.py"]
+    looking.settings.__dict__.update(max_restarts=3, lockstep=False, ends_with_chief=False)
+    looking.run._say = shown.append
+    moments: list = []
+    monkeypatch.setattr(looking.run, "_start_again", lambda task, moment: moments.append(moment))
+
+    def dies(at):
+        looking.now, task.status = at, -9
+        looking.run._mend(task)
+
+    for at in 0.0, 1000.0, 2000.0, 3601.0, 4601.0:
+        dies(at)
+    assert moments == [0.0, 1001.0, 2002.0, 3603.0, 4603.0]
+    assert [line.partition("; ")[2] for line in shown] == [
+        "restart 1 of 3",
+        "restart 2 of 3 in 1 s",
+        "restart 3 of 3 in 2 s",
+        "restart 3 of 3 in 2 s",
+        "restart 3 of 3 in 2 s",
+    ]
+    with pytest.raises(TrainingFailed, match="^worker 1 was killed by SIGKILL after 3 restarts"):
+        dies(4602.0)
+    assert task.restarts == 5
+
+
+LEAVE_CHILDREN = """
+def child(leaves):
+    "Starts a process that goes on for ever, in the same group, or in a session of its own and with another parent."
+    end, theirs = os.pipe()
+    if os.fork() == 0:
+        if leaves:
+            os.setsid()
+            os.fork() and os._exit(0)
+        os.write(theirs, str(os.getpid()).encode())
+        while True: signal.pause()
+    return os.read(end, 100).decode()
+
+say(f"children {os.getppid()} {child(False)} {child(True)} {os.getpid()}")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="has no orphans that one can adopt")
+@pytest.mark.parametrize("end", ["sys.exit(7)", "os._exit(0)", "os.abort()", "signal.pause()", "stop", "kill"])
+def test_children_end_with_their_task(folder, command, end):
+    """Whether it ends by itself, or is killed, or the run ends; those of another task live on until then."""
+    words: queue.Queue = queue.Queue()
+    ends: queue.Queue = queue.Queue()
+
+    def children():
+        return [int(pid) for pid in words.get(timeout=SECONDS)[1].split()[2:]]
+
+    with ForkServer({}, folder / "server.log", False, preloads=False) as server:
+        server.listen(lambda *end: ends.put(end), _texts_into(words))
+        server.start("other", command(LEAVE_CHILDREN + "signal.pause()"), None, {})
+        others = children()
+        code = end if "(" in end else "signal.pause()"
+        server.start("a", command(LEAVE_CHILDREN + code), None, {})
+        pids = children()
+        if end == "kill":
+            server.signal("a", signal.SIGKILL)
+        if end != "stop":
+            if end == "signal.pause()":
+                server.signal("a", signal.SIGTERM)
+            assert ends.get(timeout=SECONDS)[0] == "a"
+            assert wait_until_gone(pids) == []
+        assert all(os.path.exists(f"/proc/{pid}") for pid in others)
+    assert wait_until_gone(pids + others) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="has no orphans that one can adopt")
+def test_children_end_with_the_launcher(command, folder):
+    _, *program = command(LEAVE_CHILDREN + "signal.pause()")
+    program = [sys.executable, "-m", "common.run", "--num_workers=1", f"--log_dir={folder / 'run'}", *program]
+    launcher = subprocess.Popen(program, cwd=CHECKOUT, stdout=subprocess.PIPE, text=True)
+    with launcher:
+        assert launcher.stdout
+        lines = [line for line in (launcher.stdout.readline() for _ in range(3)) if line.startswith("children")]
+        pids = [int(pid) for line in lines for pid in line.split()[1:]]
+        assert len(set(pids)) == 7
+        launcher.kill()
+    assert wait_until_gone(pids) == []
 
 
 TELL_PID = "tell('pipe', os.getpid())"
@@ -582,7 +840,8 @@ def test_without_lockstep_the_others_live_on(run, folder):
 def test_fork_server_that_is_killed_ends_the_run(run, folder):
     killing = "hear('pipe'); os.kill(os.getppid(), signal.SIGKILL); signal.pause()"
     result = run({"worker 0": "tell('pipe'); signal.pause()", "worker 1": killing})
-    assert failure(result) == "the process that starts the tasks was killed; --resume goes on"
+    log = folder / "logs" / "fork-server.log"
+    assert failure(result) == f"the process that starts the tasks was killed by SIGKILL; --resume goes on (log: {log})"
     assert wait_until_gone(processes(folder)) == []
 
 

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -71,6 +72,111 @@ def test_task_in_the_network_of_the_machine(tmp_path):
     assert problem is None
     assert lines[0] == os.readlink("/proc/self/ns/net")
     assert lines[1].split() == [name for _, name in socket.if_nameindex()]
+
+
+POWER = """
+import os, sys
+with open("/proc/self/status") as status:
+    print(*[line.split()[1] for line in status if line.startswith(("Cap", "NoNewPrivs:"))])
+folder = sys.argv[1]
+try:
+    os.mkdir(os.path.join(folder, "made"))
+    print("made")
+except OSError as error:
+    print(error.strerror)
+os.execl("/bin/sh", "sh", "-c", "grep -E '^(Cap|NoNewPrivs)' /proc/self/status | cut -f 2 | paste -s -d ' '")
+"""
+
+START_POWER = """
+import os, sys, threading
+from common.forkserver import ForkServer
+folder, is_isolated = sys.argv[1], sys.argv[2] == "True"
+with ForkServer({}, folder + "/server.log", is_isolated, preloads=False) as server:
+    ended = threading.Event()
+    server.listen(lambda *end: ended.set(), lambda *word: None)
+    server.start("a", [sys.executable, folder + "/power.py", folder + "/checkpoints"], folder + "/log", {})
+    assert ended.wait(240)
+assert server.problem is None, server.problem
+"""
+
+
+@pytest.fixture
+def of_all():
+    """A folder that every user can write into."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        yield Path(folder)
+
+
+def test_tasks_have_no_power_beyond_the_user(of_all):
+    """Nor have programs that they start. A folder of mode 500 keeps them from writing, even where the user is root."""
+    (of_all / "power.py").write_text(POWER)
+    (of_all / "checkpoints").mkdir(mode=0o500)
+    subprocess.run([sys.executable, "-c", START_POWER, str(of_all), "True"], check=True, timeout=SECONDS)
+    none = " ".join(["0" * 16] * 5 + ["1"])
+    assert (of_all / "log").read_text().splitlines() == [none, os.strerror(errno.EACCES), none]
+
+
+AS_NOBODY = """
+import os, sys
+from common import forkserver
+os.setgroups([]), os.setresgid(65534, 65534, 65534), os.setresuid(65534, 65534, 65534)
+forkserver._prctl(4, 1)  # PR_SET_DUMPABLE: a program that a user starts has its own files in /proc
+forkserver.enter_own_network()
+if sys.argv[2] == "without":
+    forkserver._give_up_power()
+try:
+    os.mkdir(sys.argv[1] + "/made")
+    print("made")
+except OSError as error:
+    print(error.strerror)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become nobody; the test above is of an ordinary user then")
+@pytest.mark.parametrize("power, said", [("with", "made"), ("without", os.strerror(errno.EACCES))])
+def test_nobody_may_not_write_where_the_mode_forbids_it(of_all, power, said):
+    (of_all / "checkpoints").mkdir(mode=0o500)
+    os.chown(of_all / "checkpoints", 65534, 65534)
+    command = [sys.executable, "-c", AS_NOBODY, str(of_all / "checkpoints"), power]
+    assert subprocess.check_output(command, text=True, timeout=SECONDS) == f"{said}\n"
+
+
+def test_without_isolation_tasks_gain_no_new_power(of_all):
+    """But they keep what the user has, who may be root."""
+    (of_all / "power.py").write_text(POWER)
+    subprocess.run([sys.executable, "-c", START_POWER, str(of_all), "False"], check=True, timeout=SECONDS)
+    *capabilities, no_new = (of_all / "log").read_text().splitlines()[0].split()
+    status = Path("/proc/self/status").read_text()
+    assert [*capabilities, no_new] == [*re.findall(r"^Cap\w+:\t(\w+)$", status, re.M), "1"]
+
+
+CACHES = """
+import os, stat
+import common
+import matplotlib
+from keras.src.backend.config import keras_home
+for folder in keras_home(), matplotlib.get_cachedir():
+    print(folder, oct(stat.S_IMODE(os.stat(folder).st_mode)), os.stat(folder).st_uid == os.geteuid())
+"""
+
+
+def test_caches_are_private_where_the_home_is_not_writable(of_all):
+    """They are in a folder that nobody knows before, and that is gone afterwards."""
+    (of_all / "tmp").mkdir()
+    (of_all / "tmp").chmod(0o777)
+    hidden = ("KERAS_HOME", "MPLCONFIGDIR", "XDG_CACHE_HOME")
+    environ = {name: value for name, value in os.environ.items() if name not in hidden}
+    environ |= {"HOME": "/nonexistent", "TMPDIR": str(of_all / "tmp")}
+    before = os.path.exists("/tmp/.keras")
+    command = [sys.executable, "-c", CACHES]
+    ended = subprocess.run(command, env=environ, check=True, capture_output=True, text=True, timeout=SECONDS)
+    folders = {line.split()[0] for line in ended.stdout.splitlines()}
+    assert [line.split()[1:] for line in ended.stdout.splitlines()] == [["0o700", "True"]] * 2
+    (folder,) = folders
+    assert re.fullmatch(rf"{of_all}/tmp/keras-\w{{8}}", folder)
+    assert list((of_all / "tmp").iterdir()) == []
+    assert os.path.exists("/tmp/.keras") == before
 
 
 @pytest.fixture
@@ -246,6 +352,9 @@ def test_ports_of_a_run_are_reached_from_inside_alone(run_dir, empty):
         assert ports <= listening_ports(pid)
     (network,) = {network_of(pid) for pid in tasks}
     assert network != network_of(os.getpid()) == network_of(process.pid)
+    for pid in tasks:
+        status = Path(f"/proc/{pid}/status").read_text()
+        assert set(re.findall(r"^Cap\w+:\t(\w+)$", status, re.M)) == {"0" * 16} and "\nNoNewPrivs:\t1\n" in status
     output = finish(process)
     assert "reached from outside" not in output
     written = {path.name for path in run_dir.iterdir()}

@@ -8,15 +8,20 @@ import queue
 import signal
 import socket
 import stat
+import subprocess
 import sys
 import types
 from pathlib import Path
 
 import pytest
+from runs import SECONDS, wait_until_gone
 
 from common import launch, run, tf
 from common.cluster import TaskSpecDef
-from common.forkserver import ForkServer
+from common.flags import UserError
+from common.forkserver import EARLY, PROGRESS, ForkServer
+
+SERVING = PROGRESS + '[1, "serving", true, null]'
 
 
 @pytest.fixture
@@ -232,12 +237,13 @@ def test_log_of_a_restarted_task_goes_on(start):
 
 
 def test_start_forgets_how_the_task_has_ended_before(tmp_path):
-    task = launch.Task("ps", 3, ["python", "scheme.py"], str(tmp_path), status=-9, is_silent=True, heard=-1e9)
+    task = launch.Task("ps", 3, ["python", "scheme.py"], str(tmp_path), status=-9, why_killed="was silent", heard=-1e9)
+    task.hear(SERVING)
     asked: list = []
     task.start(types.SimpleNamespace(start=lambda *arguments: asked.append(arguments)))
     assert asked == [("ps 3", ["python", "scheme.py"], str(tmp_path / "logs" / "ps-3.log"), {})]
-    assert (task.status, task.is_silent) == (None, False)
-    assert task.heard == math.inf  # not yet
+    assert (task.status, task.why_killed, task.progress) == (None, "", None)
+    assert task.heard == task.progressed == math.inf  # not yet
 
 
 @pytest.mark.parametrize(
@@ -246,7 +252,9 @@ def test_start_forgets_how_the_task_has_ended_before(tmp_path):
         ("print('scheme.py: --window must be 1'); print('bye'); raise SystemExit(2)", "--window must be 1"),
         ("print('one'); raise ValueError('too large')", "ValueError: too large"),
         ("print('one'); print('two'); print()", "two"),
+        ("print('F0000 00:00:17 12 env.cc:84] Check failed'); print('@ a()')", "F0000 00:00:17 12 env.cc:84] Check failed"),
         ("", "it printed nothing"),
+        ("print('I0000 00:00:1795 120 grpc_server_lib.cc:467] Started server')", "it printed nothing"),
     ],
 )
 def test_last_words(start, code, words):
@@ -267,13 +275,142 @@ def test_last_words_of_a_task_that_was_killed_within_a_character(start):
     "state, words",
     [
         ({"status": 7}, "failed (7)"),
+        ({"status": 137}, "failed (137)"),
+        ({"status": 137, "ran_out": True}, "ran out of memory and was killed by the kernel"),
+        ({"status": -9, "ran_out": True}, "ran out of memory and was killed by the kernel"),
         ({"status": -9}, "was killed by SIGKILL"),
         ({"status": -11}, "was killed by SIGSEGV"),
-        ({"status": -9, "is_silent": True}, "gave no sign of life and was killed"),
+        ({"status": -40}, "was killed by signal 40"),
+        ({"status": EARLY}, "ended with exit status 0 before its work was done"),
+        ({"status": -9, "why_killed": "gave no sign of life for 60 s"}, "gave no sign of life for 60 s and was killed"),
     ],
 )
 def test_how_a_task_ended(state, words):
-    assert launch._how(launch.Task("ps", 3, [], "", **state)) == words
+    assert launch.Task("ps", 3, [], "", **state).how() == words
+
+
+@pytest.mark.parametrize(
+    "code, words",
+    [
+        ("raise MemoryError", "ran out of memory (MemoryError)"),
+        ("import os; os.write(2, b'  what():  std::bad_alloc'); os.abort()", "ran out of memory (std::bad_alloc)"),
+        (
+            "import os; os.write(2, b'F0000 00:00:17 12 env.cc:84] Thread creation via pthread_create() failed.'); os.abort()",
+            "could not start a thread (pthread_create() failed): out of memory or of processes (ulimit -v, ulimit -u)",
+        ),
+    ],
+)
+def test_task_that_says_that_memory_ran_out(start, code, words):
+    assert start(code).how() == words
+    assert start("raise ValueError").how() == "failed (1)"  # what it said before it was started again does not count
+
+
+def test_oom_kills_are_counted(tmp_path, monkeypatch):
+    """Of the machine and of the control groups, old and new; what is not there counts nothing."""
+    for name, text in {
+        "proc/vmstat": "nr_free_pages 7\noom_kill 1\n",
+        "proc/self/cgroup": "4:cpu,memory:/a\n0::/b\n1:cpu:/c\n",
+        "sys/fs/cgroup/memory/a/memory.oom_control": "under_oom 0\noom_kill 20\n",
+        "sys/fs/cgroup/b/memory.events": "oom 9\noom_kill 300\noom_group_kill 9\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(launch, "Path", lambda path: tmp_path / str(path).lstrip("/"))
+    assert launch._count_oom_kills() == 321
+
+
+def test_result_of_before_is_not_the_new_one(tmp_path):
+    assert launch._version(tmp_path / "result.json") is None
+    launch.write_json(tmp_path / "result.json", {"steps": 1})
+    before = launch._version(tmp_path / "result.json")
+    assert launch._version(tmp_path / "result.json") == before
+    launch.write_json(tmp_path / "result.json", {"steps": 1})
+    assert launch._version(tmp_path / "result.json") != before
+
+
+@pytest.fixture
+def check(tmp_path, monkeypatch, user_error, capsys):
+    """A function that lets a script, this code, look at the input. Returns what was noted, or the error, and what was shown."""
+    begin = """
+import ctypes, os, signal, sys, time
+from common import forkserver
+if sys.argv[-1] != "--check":
+    sys.exit("not a check")
+"""
+
+    def check(code, hang_secs=60):
+        (tmp_path / "scheme.py").write_text(begin + code)
+        settings = types.SimpleNamespace(data="d.py:f", model="m.py:f", num_workers=2, hang_secs=hang_secs)
+        try:
+            return launch._check_input(tmp_path / "scheme.py", [], settings), capsys.readouterr().out
+        except UserError as error:
+            assert "\n" not in str(error)
+            return str(error), capsys.readouterr().out
+
+    return check
+
+
+LOADS, BUILDS = "forkserver.doing(forkserver.LOADING)\n", "forkserver.doing(forkserver.BUILDING)\n"
+
+
+def test_check_says_how_long_each_part_took(check):
+    seconds, _ = check(f"{LOADS}time.sleep(0.2)\n{BUILDS}forkserver.doing(forkserver.CHECKED)")
+    assert seconds["loading the data"] >= 0.2 and seconds["building the model"] >= 0
+
+
+@pytest.mark.parametrize(
+    "code, words",
+    [
+        (f"{LOADS}ctypes.string_at(0)", "--data=d.py:f: was killed by SIGSEGV while loading the data"),
+        (f"{LOADS}{BUILDS}os.abort()", "--model=m.py:f: was killed by SIGABRT while building the model"),
+        (f"{LOADS}os.kill(os.getpid(), 9)", "--data=d.py:f: was killed by SIGKILL while loading the data"),
+        (f"{LOADS}raise KeyboardInterrupt", "--data=d.py:f: was killed by SIGINT while loading the data"),
+        (f"{LOADS}sys.exit(130)", "--data=d.py:f: it raised KeyboardInterrupt"),
+        (f"{LOADS}sys.exit(0)", "--data=d.py:f: it ended the program, with exit status 0, in place of returning"),
+        (f"{LOADS}os._exit(5)", "--data=d.py:f: it ended the program, with exit status 5, in place of returning"),
+        (f"{LOADS}raise MemoryError", "--data=d.py:f: ran out of memory (MemoryError) while loading the data"),
+        (f"{LOADS}print('scheme.py: no', file=sys.stderr); sys.exit(2)", "no"),
+        ("raise ImportError('libthis.so')", "ImportError: libthis.so"),
+        ("sys.exit(0)", "the check of data and model: it ended the program, with exit status 0, in place of returning"),
+    ],
+)
+def test_check_that_fails(check, code, words):
+    assert check(code)[0] == words
+
+
+def test_check_that_hangs_is_said_and_ended_with_its_children(check, tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "CHECK_SECONDS", 0.1)
+    hangs = f"pid = os.fork()\nif pid: open({str(tmp_path / 'pid')!r}, 'w').write(str(pid))\n{LOADS}signal.pause()"
+    error, out = check(hangs, hang_secs=3)
+    assert error == "--data=d.py:f did not come to an end within 3 s; if it needs more, give a larger --hang_secs"
+    assert out.startswith("checking the data and the model before the tasks start; it is ") and out.count("\n") == 1
+    assert wait_until_gone([int((tmp_path / "pid").read_text())]) == []
+
+
+def test_check_ends_with_its_launcher(tmp_path):
+    """And with Ctrl-C, which reaches the launcher alone."""
+    launcher = """
+import pathlib, sys, types
+from common import launch
+settings = types.SimpleNamespace(data="d.py:f", model="mlp", num_workers=2, hang_secs=60)
+launch._check_input(pathlib.Path(sys.argv[1]), [], settings)
+"""
+    checking = """
+import os, signal
+from common import forkserver
+forkserver.die_with_parent(int(os.environ["LAUNCHER_PID"]))  # as every script does: see common.main
+print(os.getpid(), flush=True)
+signal.pause()
+"""
+    (tmp_path / "scheme.py").write_text(checking)
+    for number in signal.SIGKILL, signal.SIGINT:
+        command = [sys.executable, "-c", launcher, str(tmp_path / "scheme.py")]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+            assert process.stdout
+            pid = int(process.stdout.readline())
+            process.send_signal(number)
+            process.wait(timeout=SECONDS)
+        assert wait_until_gone([pid]) == []
 
 
 @pytest.fixture
