@@ -147,7 +147,7 @@ class Best:
 
     def keep(self, copy, **notes):
         """Makes the copy the best one, and what it replaces is removed. All or nothing."""
-        from common.launch import write_json
+        from common.run_dir import write_json
 
         notes = {"checkpoint": Path(copy).name, **notes}
         write_json(self._file, notes)
