@@ -267,7 +267,9 @@ class Task:
             return self.last_line.partition(": ")[2]
         if self.is_shown:
             return "what it said is above"
-        return _last_error(self.log.read_text(errors="replace"), Path(self.command[1]).name)
+        with contextlib.suppress(OSError):  # it was deleted
+            return _last_error(self.log.read_text(errors="replace"), Path(self.command[1]).name)
+        return "its log is gone"
 
 
 class Run:

@@ -18,8 +18,9 @@ from runs import finish, is_training, processes, read_until, result_of, run, sta
 
 import common.run
 from common import run_dir as of_runs
+from common import training
 from common.cluster import TaskSpecDef
-from common.run_dir import prepare_run_dir, write_json
+from common.run_dir import open_own, prepare_run_dir, write_json
 
 CHIEF, OTHER, PS, EVALUATOR = (
     TaskSpecDef(job, index, ps_hosts="a:1", worker_hosts="b:1,c:1")
@@ -332,8 +333,8 @@ def test_a_second_run_in_the_same_folder_ends_and_the_first_goes_on(run_dir):
     read_until(first, is_training)
     in_use = f"--run_dir={run_dir} is in use by process {first.pid}: wait until that run has ended, or give another folder"
     by_hand = ["--job_name=worker", "--task_index=0", "--ps_hosts=localhost:2220", "--worker_hosts=localhost:2221"]
-    commands = ["--launch"], ["--launch", "--resume"], [], ["--resume"], by_hand
-    for second in [start(run_dir, *flags) for flags in commands]:
+    seconds = [start(run_dir, *flags) for flags in (["--launch"], ["--launch", "--resume"], [], ["--resume"], by_hand)]
+    for second in seconds:
         assert finish(second, status=2) == f"hogwild.py: {in_use}\n"
     tasks = processes(run_dir, "--job_name=worker")
     assert len(tasks) == 2 and first.poll() is None
@@ -342,3 +343,161 @@ def test_a_second_run_in_the_same_folder_ends_and_the_first_goes_on(run_dir):
     first.wait()
     run(run_dir, "--resume", f"--steps={step + 1000}")
     assert result_of(run_dir)["test_accuracy"] >= 0.95
+
+
+# What somebody has planted
+
+
+def in_folder(run_dir, name):
+    """The path of a file in a folder of a run that has saved a checkpoint; in a folder that is made."""
+    (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
+    return run_dir / name
+
+
+@pytest.mark.parametrize("task", [None, CHIEF, OTHER])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("lock", "lock-worker-0", "result.json", "result.json.unfinished", "curve.png", "curve.unfinished-1.png"),
+        *("model.keras", "model.keras.unfinished.keras", training.STOP, training.ENDED),
+        *("logs/worker-0.log", "logs/fork-server.log", "metrics/worker-1.jsonl", "checkpoints/checkpoint"),
+        *("checkpoints/model.ckpt-100.index", "tensorboard/worker-0", "best/evaluation.json", "best/model.keras"),
+        *("logs", "metrics", "tensorboard", "best"),
+    ],
+)
+def test_link_in_the_folder(hold, user_error, finished_run, tmp_path, name, task):
+    """Whether there is something at its end, or it would be made."""
+    elsewhere = tmp_path / "elsewhere"
+    in_folder(finished_run, name).unlink(missing_ok=True)
+    (finished_run / name).symlink_to(elsewhere)
+    with user_error(f"--run_dir={finished_run} cannot be used: {name} is a link; remove it, or give another folder"):
+        with hold(finished_run, resume=True, task=task):
+            pass
+    assert not elsewhere.exists()
+    elsewhere.mkdir() if "." not in name else elsewhere.write_text("precious")
+    with user_error(f"{name} is a link"), hold(finished_run, resume=True, task=task):
+        pass
+    assert list(elsewhere.iterdir()) == [] if elsewhere.is_dir() else elsewhere.read_text() == "precious"
+
+
+def test_folder_of_checkpoints_is_a_link(hold, user_error, finished_run, tmp_path):
+    (finished_run / "checkpoints").rename(tmp_path / "another")
+    (finished_run / "checkpoints").symlink_to(tmp_path / "another")
+    with user_error("checkpoints is a link"), hold(finished_run, resume=True):
+        pass
+
+
+def test_run_dir_itself_may_be_a_link(hold, finished_run, tmp_path):
+    """The user has named it."""
+    (tmp_path / "latest").symlink_to(finished_run)
+    with hold(tmp_path / "latest", resume=True) as settings:
+        assert settings.run_dir == str(finished_run)
+
+
+def test_what_is_no_runs_is_not_looked_at(hold, tmp_path):
+    (tmp_path / "data").symlink_to("/")
+    (tmp_path / "my.log").symlink_to("/nowhere")
+    with hold(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize(
+    "name", ["logs/worker-0.log", "metrics/worker-0.jsonl", "lock", "checkpoints/checkpoint", "result.json"]
+)
+@pytest.mark.parametrize("kind", ["a pipe", "a socket", "a folder, where a file belongs"])
+def test_other_things_than_files(hold, user_error, finished_run, monkeypatch, name, kind):
+    """Nobody waits at a pipe that has no other end."""
+    path = in_folder(finished_run, name)
+    with contextlib.ExitStack() as stack:
+        if kind == "a pipe":
+            os.mkfifo(path)
+        elif kind == "a socket":
+            monkeypatch.chdir(path.parent)  # a socket's path may be a hundred characters
+            stack.enter_context(socket.socket(socket.AF_UNIX)).bind(path.name)
+        else:
+            path.mkdir()
+        with (
+            user_error(f"--run_dir={finished_run} cannot be used: {name} is {kind}; remove it"),
+            hold(finished_run, resume=True),
+        ):
+            pass
+
+
+@pytest.mark.parametrize("name", ["logs/worker-0.log", "metrics/worker-0.jsonl", "lock"])
+def test_file_that_has_another_name(hold, user_error, finished_run, tmp_path, name):
+    """What a run adds to it would be in the other one, too."""
+    (tmp_path / "precious").write_text("precious")
+    in_folder(finished_run, name).hardlink_to(tmp_path / "precious")
+    with user_error(f"{name} is a file that has another name, too"), hold(finished_run, resume=True):
+        pass
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+def test_checkpoints_may_have_other_names(hold, finished_run, tmp_path):
+    """As copies of a folder made by `cp -al`: they are replaced, not changed."""
+    (tmp_path / "copy").hardlink_to(finished_run / "checkpoints" / "model.ckpt-100.index")
+    with hold(finished_run, resume=True):
+        pass
+
+
+@pytest.mark.parametrize("name", ["", "lock", "logs", "logs/worker-0.log", "checkpoints/model.ckpt-100.index", "best/x/y"])
+def test_folders_and_files_of_others(hold, user_error, finished_run, monkeypatch, name):
+    """Here `lstat` and `stat` say whose they are, as only root could give them away."""
+    if name:
+        in_folder(finished_run, name).touch() if name != "logs" else (finished_run / name).mkdir()
+    theirs = os.lstat(finished_run / name).st_ino
+
+    def told(path, *, original):
+        found = original(path)
+        if found.st_ino == theirs:
+            found = os.stat_result([*found[:4], found.st_uid + 1, *found[5:]])
+        return found
+
+    for function in os.stat, os.lstat:
+        monkeypatch.setattr(
+            of_runs.os, function.__name__, lambda path, *, original=function, **options: told(path, original=original)
+        )
+    what = f"{name} belongs to another user; remove it, or give" if name else "it belongs to another user; give"
+    with user_error(f"--run_dir={finished_run} cannot be used: {what}"), hold(finished_run, resume=True):
+        pass
+
+
+PLANTED = {"a link": lambda path, other: path.symlink_to(other), "a file that has": lambda path, other: path.hardlink_to(other)}
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_planted_while_the_run_trains(user_error, tmp_path, kind):
+    (tmp_path / "precious").write_text("precious\n{")
+    PLANTED[kind](tmp_path / "worker-0.jsonl", tmp_path / "precious")
+    with user_error(f"{tmp_path / 'worker-0.jsonl'} is {kind}"):
+        open_own(tmp_path / "worker-0.jsonl", os.O_RDWR)
+    assert (tmp_path / "precious").read_text() == "precious\n{"
+
+
+def test_pipe_that_somebody_reads(user_error, tmp_path):
+    os.mkfifo(tmp_path / "worker-0.log")
+    reader = os.open(tmp_path / "worker-0.log", os.O_RDONLY | os.O_NONBLOCK)
+    with user_error("worker-0.log is a pipe"):
+        open_own(tmp_path / "worker-0.log", os.O_WRONLY)
+    os.close(reader)
+
+
+def test_json_is_not_written_through_a_link(tmp_path):
+    (tmp_path / "precious").write_text("precious")
+    for name in "result.json", "result.json.unfinished":
+        (tmp_path / name).symlink_to(tmp_path / "precious")
+    write_json(tmp_path / "result.json", {"steps": 1})
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert not (tmp_path / "result.json").is_symlink() and json.loads((tmp_path / "result.json").read_text()) == {"steps": 1}
+
+
+def test_no_descriptor_is_left_open(hold, user_error, tmp_path):
+    """By a refusal, or by a lock that was given back."""
+    os.mkfifo(tmp_path / "worker-0.log")
+    before = os.listdir("/dev/fd")
+    for _ in range(3):
+        with user_error("is a pipe"):
+            open_own(tmp_path / "worker-0.log", os.O_RDWR)
+        with hold(tmp_path / "run"), user_error("in use"), hold(tmp_path / "run"):
+            pass
+    assert os.listdir("/dev/fd") == before
