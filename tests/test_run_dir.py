@@ -5,11 +5,13 @@ import datetime
 import errno
 import json
 import os
+import shutil
 import signal
 import socket
 import stat
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -328,7 +330,8 @@ def test_logs_of_two_programs_of_ones_own(tmp_path, capsys):
 
 @pytest.mark.cluster
 def test_a_second_run_in_the_same_folder_ends_and_the_first_goes_on(run_dir):
-    """However both are started; and as soon as the first is killed, another may go on with it."""
+    """However both are started; also when somebody deletes its logs and its metrics, and a task is started again. As soon as it
+    is killed, another may go on with it."""
     first = start(run_dir, "--launch", "--epochs=1e6", "--checkpoint_secs=1")
     read_until(first, is_training)
     in_use = f"--run_dir={run_dir} is in use by process {first.pid}: wait until that run has ended, or give another folder"
@@ -336,9 +339,18 @@ def test_a_second_run_in_the_same_folder_ends_and_the_first_goes_on(run_dir):
     seconds = [start(run_dir, *flags) for flags in (["--launch"], ["--launch", "--resume"], [], ["--resume"], by_hand)]
     for second in seconds:
         assert finish(second, status=2) == f"hogwild.py: {in_use}\n"
-    tasks = processes(run_dir, "--job_name=worker")
-    assert len(tasks) == 2 and first.poll() is None
-    step = max(json.loads(text)["global_step"] for text in (run_dir / "metrics" / "worker-0.jsonl").read_text().splitlines())
+    assert len(processes(run_dir, "--job_name=worker")) == 2 and first.poll() is None
+    for name in "logs", "metrics":
+        shutil.rmtree(run_dir / name)
+    (victim,) = processes(run_dir, "--job_name=worker", "--task_index=1")
+    os.kill(victim, signal.SIGKILL)
+    read_until(first, lambda line: line == "worker 1 was killed by SIGKILL; restart 1 of 3\n")
+    logs = [run_dir / "logs" / f"{task}.log" for task in ("ps-0", "worker-0", "worker-1")]
+    metrics = [run_dir / "metrics" / f"worker-{i}.jsonl" for i in (0, 1)]
+    while not all(path.exists() and (path in logs or path.stat().st_size) for path in [*logs, *metrics]):
+        assert first.poll() is None
+        time.sleep(0.1)
+    step = max(json.loads(line)["global_step"] for line in metrics[0].read_text().splitlines())
     first.kill()
     first.wait()
     run(run_dir, "--resume", f"--steps={step + 1000}")
