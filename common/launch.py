@@ -42,8 +42,12 @@ def launch(script, arguments, settings):
     """
     _check_input(script, arguments, settings)
     check_isolation(settings)
+    with prepare_run_dir(settings):
+        return _launch(script, arguments, settings)
+
+
+def _launch(script, arguments, settings):
     with contextlib.ExitStack() as stack:
-        stack.enter_context(prepare_run_dir(settings))
         server = stack.enter_context(fork_server(settings, settings.run_dir, preloads=True))
         hosts = reserved_hosts(server, settings.num_ps, settings.num_workers + settings.num_evaluators)
         command = [

@@ -50,8 +50,8 @@ def prepare_run_dir(settings, task=None):
       A context whose end gives the lock back. So does the end of this process, whatever ends it.
 
     Raises:
-      UserError: if the folder cannot be written, is in use, holds another run, or what is no run's, or if `--resume` finds
-        nothing to resume.
+      UserError: if the folder cannot be written, is in use, holds another run or something that is not to be written into, or
+        if `--resume` finds nothing to resume.
     """
     if settings.run_dir is None:
         if settings.resume:
