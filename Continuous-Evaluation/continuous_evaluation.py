@@ -11,8 +11,10 @@ the ps. All that it knows of the training is in the run's folder, which it share
     tensorboard/evaluator/  written: loss and accuracy, in the charts of the workers' own
 """
 
+import glob
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -114,13 +116,25 @@ class Best:
       loss: its validation loss, infinite if there is none yet.
       checkpoint: its path, or None.
       notes: what is known of it.
+
+    Raises:
+      UserError: if the file is damaged.
     """
 
     def __init__(self, folder):
         self._folder = Path(folder).resolve()
         self._file = self._folder / "evaluation.json"
         self._folder.mkdir(exist_ok=True)
-        self._take(json.loads(self._file.read_text()) if self._file.exists() else {})
+        self._take(self._read() if self._file.exists() else {})
+
+    def _read(self):
+        try:
+            notes = json.loads(self._file.read_text())
+            if re.fullmatch(r"model\.ckpt-\d+", notes["checkpoint"]) and math.isfinite(notes["validation_loss"]):
+                return notes
+        except (ValueError, TypeError, KeyError, RecursionError):  # no JSON, or not what `keep` writes
+            pass
+        raise UserError(f"{self._file} is damaged: remove it, and the next checkpoint will be the best so far")
 
     def _take(self, notes):
         self.notes, self.loss = notes, notes.get("validation_loss", math.inf)
@@ -142,13 +156,13 @@ class Best:
         name = Path(checkpoint).name
         if name != self.notes.get("checkpoint"):
             self._remove_others()
-            for file in Path(checkpoint).parent.glob(name + ".*"):
+            for file in Path(checkpoint).parent.glob(glob.escape(name) + ".*"):
                 tf.gfile.Copy(str(file), str(self._folder / file.name), overwrite=True)
         return str(self._folder / name)
 
     def keep(self, copy, **notes):
         """Makes the copy the best one, and what it replaces is removed. All or nothing."""
-        from common.launch import write_json
+        from common.run_dir import write_json
 
         notes = {"checkpoint": Path(copy).name, **notes}
         write_json(self._file, notes)

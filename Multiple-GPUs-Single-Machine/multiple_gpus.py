@@ -13,9 +13,9 @@ from pathlib import Path
 
 from common import data, devices, models, tf
 from common.flags import UserError, define_integer
-from common.launch import write_json
 from common.main import main
 from common.parameters import GlobalParameters, LocalParameters
+from common.run_dir import write_json
 
 # Flags of the schemes that mean nothing here.
 OF_CLUSTERS = ("launch", "num_ps", "num_workers", "job_name", "task_index", "ps_hosts", "worker_hosts", "max_restarts")

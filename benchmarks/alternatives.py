@@ -5,7 +5,7 @@ import math
 import time
 from pathlib import Path
 
-from common import data, launch
+from common import data, launch, run_dir
 
 
 def parse(**more):
@@ -74,4 +74,4 @@ def write_result(options, scheme, parameters, steps, samples, seconds, accuracy,
         "test_loss": float(loss) if math.isfinite(loss) else None,
         "restarts": 0,
     }
-    launch.write_json(Path(options.run_dir, "result.json"), result)
+    run_dir.write_json(Path(options.run_dir, "result.json"), result)

@@ -471,14 +471,26 @@ def _become_task(server, key, words, log, terminal, environ):
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if log is not None:
-        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        for standard in (1, 2):
-            os.dup2(descriptor, standard)
-        os.close(descriptor)
+        _write_to(log, key, words)
     else:
         os.dup2(terminal, 2)
     os.close(terminal)
-    os.environ.update(environ, LAUNCHER_PID=str(server), LAUNCHER_KEY=key, LAUNCHER_WORDS=str(words))
+    os.environ.update(environ, LAUNCHER_PID=str(server), LAUNCHER_KEY=key, LAUNCHER_WORDS=str(words), LAUNCHER_LOG=log or "")
+
+
+def _write_to(log, key, words):
+    """Sends what a task prints to its log; if that cannot be, to the one it goes to now."""
+    from common.flags import UserError  # not above: the process itself needs none of it
+    from common.run_dir import open_own
+
+    try:
+        descriptor = open_own(log, os.O_WRONLY | os.O_APPEND)
+    except (OSError, UserError) as error:
+        _write(words, key, f"{key} goes on without its log: {error}")
+        descriptor = os.dup(2)
+    for standard in (1, 2):
+        os.dup2(descriptor, standard)
+    os.close(descriptor)
 
 
 def _run(command, preloads):
@@ -516,9 +528,19 @@ def _run(command, preloads):
 
 
 def _beat():
+    log = os.environ["LAUNCHER_LOG"]
     while True:
         _say_progress()
+        log = _made_again(log)
         time.sleep(BEAT_SECONDS)
+
+
+def _made_again(log):
+    """Makes the log of this task again if somebody has deleted it. Returns its path, or "" if that cannot be."""
+    if log and os.fstat(1).st_nlink == 0:
+        _write_to(log, os.environ["LAUNCHER_KEY"], int(os.environ["LAUNCHER_WORDS"]))
+        log = log if os.fstat(1).st_nlink else ""
+    return log
 
 
 def _main(connection, words, is_isolated, preloads, log):
@@ -526,8 +548,9 @@ def _main(connection, words, is_isolated, preloads, log):
     launcher = int(os.environ["LAUNCHER_PID"])
     die_with_parent(launcher)
     terminal = os.dup(2)
-    with open(log, "ab") as file:
-        os.dup2(file.fileno(), 2)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
     is_isolated, preloads = is_isolated == "1", preloads == "1"
     command = _serve(Connection(int(connection)), int(words), terminal, is_isolated, preloads, launcher)
     if command:

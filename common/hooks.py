@@ -1,6 +1,7 @@
 """Session hooks, usable in any monitored session: metrics and evaluation while training, when to begin, wait and stop."""
 
 import collections
+import contextlib
 import json
 import math
 import os
@@ -14,28 +15,33 @@ from common import tf
 from common.coordination import Clocks, Lock
 from common.flags import TrainingFailed, UserError
 from common.parameters import Rounds
+from common.run_dir import open_own
 from common.session import restoring
 
 
 class MetricsLog:
     """Where a worker writes what it measures: `metrics/worker-N.jsonl`, one JSON object a line, and TensorBoard events.
 
-    Lines can be written from any thread and are whole whenever somebody reads the file.
+    Lines can be written from any thread and are whole whenever somebody reads the file. If somebody deletes it, or its folder,
+    both are made again.
 
     Args:
       run_dir: folder of the run.
       worker: index of this worker, or "evaluator", whose files are called that.
       last_step: global step at which training is to end.
       tags: {value: tag} of those that TensorBoard is to show in one chart with another's; otherwise a value's tag is its name.
+
+    Raises:
+      UserError: if the file is not one of the run's own, see `common.run_dir.open_own`.
+      TrainingFailed: if the folder of the run is gone.
     """
 
     def __init__(self, run_dir, worker, last_step, tags=None):
         self.last_step, self._worker, self._tags = last_step, worker, tags or {}
         name = worker if worker == "evaluator" else f"worker-{worker}"
-        path = Path(run_dir, "metrics", f"{name}.jsonl")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _drop_unfinished_line(path)
-        self._file = open(path, "a", buffering=1)
+        self._path = Path(run_dir, "metrics", f"{name}.jsonl")
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._open()
         # Written out every second, not every two minutes: to be seen while training, and not lost when a task is killed.
         self._events = tf.summary.FileWriter(str(Path(run_dir, "tensorboard", name)), flush_secs=1)
         self._lock = threading.Lock()
@@ -51,8 +57,27 @@ class MetricsLog:
             if isinstance(value, float) and np.isfinite(value)
         ]
         with self._lock:
+            if not self._is_in_place():
+                self._file.close()
+                self._file = self._open()
             self._file.write(line + "\n")
             self._events.add_summary(tf.Summary(value=scalars), global_step)
+
+    def _open(self):
+        """Opens the file, and cuts off what a process wrote last that was killed amid a line."""
+        try:
+            descriptor = open_own(self._path, os.O_RDWR | os.O_APPEND)
+        except FileNotFoundError:
+            raise TrainingFailed(f"no metrics can be written: the folder {self._path.parent.parent} is gone") from None
+        with open(descriptor, "rb", closefd=False) as file:
+            os.ftruncate(descriptor, file.read().rfind(b"\n") + 1)
+        return open(descriptor, "a", buffering=1)
+
+    def _is_in_place(self):
+        """Whether the file is still where it was: somebody may have deleted it, or its folder."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return os.path.samestat(os.lstat(self._path), os.fstat(self._file.fileno()))
+        return False
 
     def failure(self, global_step, loss, advice="go on from the newest good checkpoint with --resume and"):
         """Returns the `TrainingFailed` of a worker whose loss is not finite."""
@@ -64,13 +89,6 @@ class MetricsLog:
         with self._lock:
             self._file.close()
             self._events.close()
-
-
-def _drop_unfinished_line(path):
-    """Cuts off what a process wrote last that was killed amid a line."""
-    if path.exists():
-        written = path.read_bytes()
-        os.truncate(path, written.rfind(b"\n") + 1)
 
 
 def seconds_between(every_secs, age):
@@ -197,7 +215,7 @@ class EvaluationHook(tf.train.SessionRunHook):
             began = time.perf_counter()
             try:
                 self.evaluate(session)
-            except (tf.errors.OpError, RuntimeError):
+            except (tf.errors.OpError, RuntimeError, TrainingFailed):
                 return  # the session has failed or was closed; the training loop meets the same error and handles it
             took = time.perf_counter() - began
             # The first takes long, because the session prepares the graph for it: that says nothing about the next.

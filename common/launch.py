@@ -4,7 +4,6 @@ Imports no tensorflow: only the tasks do.
 """
 
 import contextlib
-import datetime
 import json
 import math
 import os
@@ -24,6 +23,7 @@ from typing import Any
 from common import forkserver, progress
 from common.flags import TrainingFailed, UserError
 from common.forkserver import ForkServer, die_with_parent, reserved_port  # noqa: F401
+from common.run_dir import prepare_run_dir, write_json
 
 INTERRUPTING_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C, and what the launcher sends to its workers
 STOP_SECONDS = 60  # to save a checkpoint and leave, before a task is killed
@@ -45,7 +45,11 @@ def launch(script, arguments, settings):
     """
     settings.check_secs = _check_input(script, arguments, settings)
     check_isolation(settings)
-    prepare_run_dir(settings)
+    with prepare_run_dir(settings):
+        return _launch(script, arguments, settings)
+
+
+def _launch(script, arguments, settings):
     result = Path(settings.run_dir, "result.json")
     before = _version(result)
     with contextlib.ExitStack() as stack:
@@ -153,49 +157,6 @@ def _complete_result(settings, tasks):
     result = json.loads(path.read_text())
     result.update(restarts=sum(task.restarts for task in tasks), wall_seconds=time.time() - settings.began)
     write_json(path, result)
-
-
-def write_json(path, value):
-    """Writes a JSON file, all or nothing."""
-    unfinished = path.with_name(path.name + ".unfinished")
-    unfinished.write_text(json.dumps(value, indent=2) + "\n")
-    os.replace(unfinished, path)
-
-
-def prepare_run_dir(settings, task=None):
-    """Makes the folder of the run and sets `settings.run_dir`.
-
-    Raises:
-      UserError: if it cannot be written, holds another run, or `--resume` finds nothing to resume.
-    """
-    if settings.run_dir is None:
-        if settings.resume:
-            raise UserError("--resume needs --run_dir=FOLDER, the folder of the run to go on with")
-        settings.run_dir = f"runs/{settings.scheme}/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
-    run_dir = Path(settings.run_dir)
-    try:
-        folder = run_dir / "checkpoints"
-        has_checkpoint = folder.exists() and any(folder.glob("*.index"))
-    except OSError as error:  # a folder on the way may not be entered, a name is too long
-        raise UserError(f"--run_dir={run_dir} cannot be written: {error.strerror}") from None
-    is_chief = task is None or task.is_master()
-    if settings.resume and not has_checkpoint and is_chief:
-        raise UserError(f"--resume: there is no checkpoint in {run_dir / 'checkpoints'}")
-    if has_checkpoint and not settings.resume and is_chief:
-        raise UserError(f"--run_dir={run_dir} holds a run already: --resume goes on with it, another folder starts anew")
-    try:
-        make_private_folder(run_dir)
-        for name in ("checkpoints", "logs", "metrics"):
-            (run_dir / name).mkdir(exist_ok=True)
-        tempfile.TemporaryFile(dir=run_dir).close()  # of a name of its own: other tasks may be trying the same
-    except OSError as error:
-        raise UserError(f"--run_dir={run_dir} cannot be written: {error.strerror}") from None
-    settings.run_dir = str(run_dir.resolve())
-
-
-def make_private_folder(path):
-    """Makes a folder that other users of the machine cannot look into, unless it is there."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 CHECK_SECONDS = 5  # after which the user is told that the input is being looked at

@@ -15,7 +15,7 @@ import threading
 import time
 from pathlib import Path
 
-from common import cluster, flags, forkserver, launch, progress
+from common import cluster, flags, forkserver, launch, progress, run_dir
 from common.flags import TrainingFailed, UserError, why_unwritable
 
 
@@ -55,8 +55,9 @@ def _log_to(path):
     """Sends what C++ code writes to standard error to a file: tensorflow's start-up messages are not for a terminal."""
     sys.stderr.flush()
     terminal = os.dup(2)
-    with open(path, "ab") as log:
-        os.dup2(log.fileno(), 2)
+    log = run_dir.open_own(path, os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 2)
+    os.close(log)
     sys.stderr = open(terminal, "w", buffering=1)  # Python's own errors stay visible
 
 
@@ -154,9 +155,8 @@ def _run(scheme, train, without, lockstep, check, evaluate, script, arguments, d
         _have_environment(task)
     index = task.shard_index if task else 0
     if not launcher:
-        launch.prepare_run_dir(settings, task)
-        name = "evaluator" if task and task.is_evaluator() else task.job if task else "worker"
-        _log_to(Path(settings.run_dir, "logs", f"{name}-{task.job_index if task else 0}.log"))
+        run_dir.prepare_run_dir(settings, task)  # which is locked from now on until this process ends
+        _log_to(Path(settings.run_dir, "logs", f"{run_dir.task_name(task)}.log"))
     if task and task.is_ps():
         print(f"ps {task.index} serves at {task.ps_hosts[task.index]} until all workers are done", flush=True)
         if launcher:

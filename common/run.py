@@ -13,7 +13,7 @@ from pathlib import Path
 
 from absl import flags as absl_flags
 
-from common import flags, launch, progress
+from common import flags, launch, progress, run_dir
 from common.flags import TrainingFailed, UserError
 
 PROGRAM = "common.run"
@@ -53,12 +53,10 @@ def _run(arguments):
     settings.num_evaluators, settings.hang_secs, settings.check_secs = 0, None, {}
     launch.check_isolation(settings)
     log_dir = Path(settings.log_dir or f"runs/{script.stem}/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S.%f}")
-    try:
-        launch.make_private_folder(log_dir)
-        (log_dir / "logs").mkdir(exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--log_dir={log_dir} cannot be written: {error.strerror}") from None
-    with launch.fork_server(settings, log_dir, preloads=False) as server:
+    with (
+        run_dir.lock_folder(log_dir, "--log_dir", ["logs"]),
+        launch.fork_server(settings, log_dir, preloads=False) as server,
+    ):
         hosts = launch.reserved_hosts(server, settings.num_ps, settings.num_workers)
 
         def task(job, index):

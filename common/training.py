@@ -16,8 +16,9 @@ from common import cluster, data, models, plots, tf
 from common.checkpoints import Keeper
 from common.forkserver import BUILDING, LOADING, doing
 from common.hooks import EarlyStoppingHook, EvaluationHook, MeetingHook, MetricsHook, MetricsLog, WarmStartHook
-from common.launch import INTERRUPTING_SIGNALS, hear_signals, write_json
+from common.launch import INTERRUPTING_SIGNALS, hear_signals
 from common.parameters import GlobalParameters, LocalParameters, build_rounds, repeat_rounds
+from common.run_dir import write_json
 from common.session import Saver, monitored_session
 
 

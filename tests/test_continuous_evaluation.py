@@ -176,6 +176,31 @@ def test_the_best_is_known_to_the_next_process(best, tmp_path):
     assert next_one.notes == {"checkpoint": "model.ckpt-10", "global_step": 10, "validation_loss": 0.5, "test_loss": 0.75}
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "\x00", "[" * 100000, "[]", "3", "{}", '{"checkpoint": "model.ckpt-10"}'),
+        *('{"checkpoint": 10, "validation_loss": 0.5}', '{"checkpoint": "model.ckpt-10", "validation_loss": "0.5"}'),
+        *('{"checkpoint": "../checkpoints/model.ckpt-10", "validation_loss": 0.5}', "NaN", '"caf\udce9"'),
+    ],
+)
+def test_what_is_known_of_the_best_is_damaged(best, user_error, tmp_path, text):
+    """One line, and the best that there is stays."""
+    one = best()
+    one.keep(one.copy(announce(tmp_path / "checkpoints", 10)), validation_loss=0.5)
+    (tmp_path / "best" / "evaluation.json").write_text(text, errors="surrogateescape")
+    with user_error(f"{tmp_path / 'best' / 'evaluation.json'} is damaged: remove it"):
+        best()
+    assert files(tmp_path / "best") == files_of(10) | {"checkpoint", "evaluation.json"}
+
+
+def test_names_of_checkpoints_are_no_patterns(best, tmp_path):
+    """The file that lists them says how they are called, and may come from elsewhere."""
+    announce(tmp_path / "checkpoints", 10)
+    best().copy(str(tmp_path / "checkpoints" / "*"))
+    assert files(tmp_path / "best") == set()
+
+
 def test_killed_between_copy_and_keep(best, tmp_path):
     one = best()
     one.keep(one.copy(announce(tmp_path / "checkpoints", 10)), validation_loss=0.5)
@@ -185,7 +210,7 @@ def test_killed_between_copy_and_keep(best, tmp_path):
     assert tf.train.latest_checkpoint(tmp_path / "best") == next_one.checkpoint == one.checkpoint
 
 
-@pytest.mark.parametrize("where, step", [("common.launch.os.replace", 10), ("common.tf.train.update_checkpoint_state", 20)])
+@pytest.mark.parametrize("where, step", [("common.run_dir.os.replace", 10), ("common.tf.train.update_checkpoint_state", 20)])
 def test_killed_amid_keep(best, tmp_path, monkeypatch, where, step):
     """Before the notes are written it is the old one with the old loss, afterwards the new one with the new loss."""
     one = best()

@@ -241,6 +241,55 @@ def test_asking_a_server_that_was_killed(server):
         server.reserve_ports(1)
 
 
+def test_log_whose_folder_was_deleted(listening, command, folder):
+    """It is made again, or a line says that it cannot be; the task runs."""
+    server, ends, words = listening
+    (folder / "logs" / "fork-server.log").unlink()
+    (folder / "logs").rmdir()
+    for key, log in ("ps 1", folder / "logs" / "ps-1.log"), ("ps 2", folder / "gone" / "logs" / "ps-2.log"):
+        server.start(key, command("print('printed')"), str(log), {})
+        assert ends.get(timeout=SECONDS) == (key, 0)
+    assert (folder / "logs" / "ps-1.log").read_text() == "printed\n"
+    key, text = words.get(timeout=SECONDS)
+    assert key == "ps 2" and text.startswith("ps 2 goes on without its log: ") and str(folder / "gone") in text
+    assert not (folder / "gone").exists()
+
+
+DELETED = """
+import os, shutil, sys
+from common import forkserver
+
+log = sys.argv[1]
+os.environ.update(LAUNCHER_KEY="ps 3", LAUNCHER_WORDS=sys.argv[2])
+forkserver._write_to(log, "ps 3", int(sys.argv[2]))
+print("one", flush=True)
+assert forkserver._made_again(log) == log
+shutil.rmtree(os.path.dirname(log))
+assert forkserver._made_again(log) == log
+print("two", flush=True)
+os.system("echo three >&2")
+shutil.copy(log, os.path.join(sys.argv[3], "kept"))
+shutil.rmtree(os.path.dirname(os.path.dirname(log)))
+assert forkserver._made_again(log) == ""
+assert forkserver._made_again("") == ""
+print("nobody reads this", flush=True)
+"""
+
+
+def test_log_that_is_deleted_while_its_task_runs(tmp_path):
+    """What the task prints later is in a new one. If there can be none, one line says so, and the task goes on."""
+    end, theirs = os.pipe()
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    log = tmp_path / "run" / "logs" / "ps-3.log"
+    command = [sys.executable, "-c", DELETED, str(log), str(theirs), str(tmp_path)]
+    subprocess.run(command, check=True, pass_fds=[theirs], timeout=SECONDS)
+    os.close(theirs)
+    with open(end) as pipe:
+        (said,) = pipe
+    assert said.startswith("ps 3\tps 3 goes on without its log: ")
+    assert (tmp_path / "kept").read_text() == "two\nthree\n"
+
+
 def test_ports_are_reserved_as_long_as_the_server_lives(folder):
     with ForkServer({}, folder / "server.log", False, preloads=False) as server:
         assert server.problem is None

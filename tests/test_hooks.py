@@ -1,6 +1,7 @@
 """common/hooks.py: what a run's metrics say, and evaluation while training goes on."""
 
 import json
+import shutil
 import threading
 import time
 import types
@@ -72,6 +73,52 @@ def test_log_whose_only_line_was_not_finished(tmp_path, graph, lines):
     (tmp_path / "metrics" / "worker-1.jsonl").write_text('{"glob')
     MetricsLog(tmp_path, 1, 50).close()
     assert lines() == []
+
+
+def delete_file(folder):
+    (folder / "metrics" / "worker-1.jsonl").unlink()
+
+
+def delete_folder(folder):
+    shutil.rmtree(folder / "metrics")
+
+
+def put_a_file_in_its_place(folder):
+    (folder / "metrics" / "another").write_text('{"global_step": 5}\n{"glob')
+    (folder / "metrics" / "another").replace(folder / "metrics" / "worker-1.jsonl")
+
+
+@pytest.mark.parametrize("delete, left", [(delete_file, [2, 3]), (delete_folder, [2, 3]), (put_a_file_in_its_place, [5, 2, 3])])
+def test_log_that_somebody_deletes_is_made_again(log, lines, tmp_path, delete, left):
+    log.write(1)
+    delete(tmp_path)
+    log.write(2)
+    log.write(3)
+    assert [line["global_step"] for line in lines()] == left
+
+
+def test_log_whose_run_is_gone(tmp_path, graph):
+    log = MetricsLog(tmp_path / "run", 1, 50)
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(TrainingFailed, match=f"^no metrics can be written: the folder {tmp_path / 'run'} is gone$"):
+        log.write(1)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("plant", ["symlink_to", "hardlink_to"])
+def test_log_is_not_written_through_a_link(tmp_path, graph, user_error, plant):
+    """Whether it is there at the beginning, or takes the place of what was deleted."""
+    (tmp_path / "precious").write_text("precious\n{")
+    (tmp_path / "metrics").mkdir()
+    log = MetricsLog(tmp_path, 2, 50)
+    for name in "worker-1.jsonl", "worker-2.jsonl":
+        (tmp_path / "metrics" / name).unlink(missing_ok=True)
+        getattr(tmp_path / "metrics" / name, plant)(tmp_path / "precious")
+    with user_error("worker-1.jsonl is a"):
+        MetricsLog(tmp_path, 1, 50)
+    with user_error("worker-2.jsonl is a"):
+        log.write(1)
+    assert (tmp_path / "precious").read_text() == "precious\n{"
 
 
 def test_log_of_a_run_that_diverged_is_json(log, tmp_path):

@@ -1,167 +1,23 @@
-"""common/launch.py without a cluster: the folder of a run, ports, a task's process and log."""
+"""common/launch.py without a cluster: ports, a task's process and log."""
 
 import contextlib
-import datetime
-import json
 import math
 import queue
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import types
-from pathlib import Path
 
 import pytest
 from runs import SECONDS, wait_until_gone
 
-from common import launch, run, tf
+from common import launch, tf
 from common.cluster import TaskSpecDef
 from common.flags import UserError
 from common.forkserver import EARLY, PROGRESS, ForkServer
 
 SERVING = PROGRESS + '[1, "serving", true, null]'
-
-
-@pytest.fixture
-def prepare():
-    """A function that prepares a folder and returns the settings."""
-
-    def prepare(run_dir, resume=False, task=None):
-        settings = types.SimpleNamespace(run_dir=None if run_dir is None else str(run_dir), resume=resume, scheme="HogWild")
-        launch.prepare_run_dir(settings, task)
-        return settings
-
-    return prepare
-
-
-@pytest.fixture
-def finished_run(tmp_path):
-    """The folder of a run that has saved a checkpoint."""
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "run" / "checkpoints" / "model.ckpt-100.index").touch()
-    return tmp_path / "run"
-
-
-CHIEF, OTHER = (TaskSpecDef("worker", index, ps_hosts="a:1", worker_hosts="b:1,c:1") for index in (0, 1))
-
-
-def test_folder_is_made(prepare, tmp_path):
-    settings = prepare(tmp_path / "one" / "two")
-    assert settings.run_dir == str(tmp_path / "one" / "two")
-    found = {path.name for path in (tmp_path / "one" / "two").iterdir()}
-    assert found == {"checkpoints", "logs", "metrics"}
-
-
-def test_folder_may_exist(prepare, tmp_path):
-    """As long as no run was saved there: one that failed at once can be tried again."""
-    prepare(tmp_path)
-    (tmp_path / "checkpoints" / "checkpoint").touch()  # of no use without one
-    (tmp_path / "logs" / "worker-0.log").touch()
-    prepare(tmp_path)
-
-
-def mode(path):
-    return stat.S_IMODE(path.stat().st_mode)
-
-
-def test_new_folder_is_private(prepare, tmp_path):
-    """And what is in it with it: nobody else can enter."""
-    prepare(tmp_path / "one" / "two")
-    assert mode(tmp_path / "one" / "two") == 0o700
-
-
-def test_folder_that_was_there_is_as_private_as_it_was(prepare, tmp_path):
-    (tmp_path / "shared").mkdir()
-    (tmp_path / "shared").chmod(0o755)
-    prepare(tmp_path / "shared")
-    assert mode(tmp_path / "shared") == 0o755
-
-
-def test_new_log_folder_is_private(tmp_path):
-    (tmp_path / "mine.py").touch()
-    with pytest.raises(SystemExit) as info:
-        run.main(["--num_ps=1", "--num_workers=1", f"--log_dir={tmp_path / 'one' / 'two'}", str(tmp_path / "mine.py")])
-    assert info.value.code == 0
-    assert mode(tmp_path / "one" / "two") == 0o700
-
-
-def test_relative_folder_becomes_absolute(prepare, tmp_path, monkeypatch):
-    """The tasks may run elsewhere."""
-    monkeypatch.chdir(tmp_path)
-    assert prepare("here").run_dir == str(tmp_path / "here")
-
-
-def test_default_folder_has_scheme_and_time(prepare, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    before = datetime.datetime.now()
-    one, other = Path(prepare(None).run_dir), Path(prepare(None).run_dir)
-    assert one.parent == tmp_path / "runs" / "HogWild"
-    assert before <= datetime.datetime.strptime(one.name, "%Y-%m-%d_%H-%M-%S.%f") <= datetime.datetime.now()
-    assert one != other  # two runs that start in the same second
-
-
-@pytest.mark.parametrize("task", [None, CHIEF])
-def test_another_run_is_not_overwritten(prepare, user_error, finished_run, task):
-    with user_error(f"--run_dir={finished_run} holds a run already", "--resume", "another folder"):
-        prepare(finished_run, task=task)
-
-
-def test_other_workers_join_a_run_that_the_chief_has_begun(prepare, finished_run):
-    prepare(finished_run, task=OTHER)
-
-
-def test_resume(prepare, finished_run):
-    assert prepare(finished_run, resume=True).run_dir == str(finished_run)
-
-
-@pytest.mark.parametrize("task", [None, CHIEF])
-def test_resume_without_a_checkpoint(prepare, user_error, tmp_path, task):
-    with user_error("--resume: there is no checkpoint in", str(tmp_path / "nothing")):
-        prepare(tmp_path / "nothing", resume=True, task=task)
-    assert not (tmp_path / "nothing").exists()
-
-
-def test_resume_without_a_folder(prepare, user_error):
-    with user_error("--resume needs --run_dir=FOLDER"):
-        prepare(None, resume=True)
-
-
-@pytest.mark.parametrize("below", ["", "run", "a/run"])
-def test_file_in_the_way(prepare, user_error, tmp_path, below):
-    (tmp_path / "file").touch()
-    with user_error(f"--run_dir={tmp_path / 'file' / below} cannot be written: "):
-        prepare(tmp_path / "file" / below)
-
-
-@pytest.mark.parametrize("folder", ["logs", "metrics"])
-def test_file_in_the_place_of_a_folder_of_the_run(prepare, user_error, tmp_path, folder):
-    (tmp_path / folder).touch()
-    with user_error(f"--run_dir={tmp_path} cannot be written: "):
-        prepare(tmp_path)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="has no /proc")
-def test_folder_that_takes_no_files(prepare, user_error):
-    with user_error("--run_dir=/proc/run cannot be written: "):
-        prepare("/proc/run")
-
-
-def test_name_that_no_folder_can_have(prepare, user_error, tmp_path):
-    with user_error("cannot be written: File name too long"):
-        prepare(tmp_path / ("x" * 300))
-
-
-def test_folder_that_may_not_be_entered(prepare, user_error, monkeypatch):
-    """As `exists` says for another user's folder, where tests that run as root may enter."""
-
-    def exists(path, **_):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(Path, "exists", exists)
-    with user_error("--run_dir=/home/other/run cannot be written: Permission denied"):
-        prepare("/home/other/run")
 
 
 def test_reserved_ports_are_distinct():
@@ -188,15 +44,6 @@ def test_reservation_ends_with_its_context():
         port = reserved.getsockname()[1]
     with socket.socket() as another:
         another.bind(("", port))
-
-
-def test_json_is_written_whole_or_not_at_all(tmp_path):
-    path = tmp_path / "result.json"
-    launch.write_json(path, {"steps": 1})
-    with pytest.raises(TypeError):
-        launch.write_json(path, {"steps": object()})
-    assert json.loads(path.read_text()) == {"steps": 1}
-    assert [p.name for p in tmp_path.iterdir()] == ["result.json"]
 
 
 @pytest.fixture

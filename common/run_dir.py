@@ -1,0 +1,269 @@
+"""The folder of a run: made, looked at, locked, and written into without following what somebody has planted there.
+
+Imports no tensorflow.
+"""
+
+import contextlib
+import datetime
+import errno
+import fcntl
+import json
+import os
+import re
+import socket
+import stat
+import tempfile
+import time
+from pathlib import Path
+
+from common import progress
+from common.flags import UserError
+
+# What a run writes into its folder; the names of files that are not complete yet begin with the names of those that are.
+FOLDERS = ("checkpoints", "logs", "metrics", "tensorboard", "best")
+FILES = ("lock", "result.json", "curve.", "model.keras", "evaluator-says-stop", "training-has-ended")
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+# How long a lock is waited for that another machine holds: NFS keeps it 90 s for a machine that was lost.
+OTHER_HOST_SECONDS = 120
+
+_locks: set[int] = set()  # descriptors of this process
+
+
+def _forget_locks():
+    for descriptor in _locks:
+        os.close(descriptor)
+    _locks.clear()
+
+
+os.register_at_fork(after_in_child=_forget_locks)  # a lock lives as long as anybody has it open: a child must not
+
+
+def prepare_run_dir(settings, task=None):
+    """Makes the folder of the run, locks it, and sets `settings.run_dir`.
+
+    Args:
+      settings: `run_dir`, `resume` and `scheme`.
+      task: a task that no launcher has started; None for a launcher, or a process that trains on its own.
+
+    Returns:
+      A context whose end gives the lock back. So does the end of this process, whatever ends it.
+
+    Raises:
+      UserError: if the folder cannot be written, is in use, holds another run or something that is not to be written into, or
+        if `--resume` finds nothing to resume.
+    """
+    if settings.run_dir is None:
+        if settings.resume:
+            raise UserError("--resume needs --run_dir=FOLDER, the folder of the run to go on with")
+        settings.run_dir = f"runs/{settings.scheme}/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
+    run_dir, is_chief = Path(settings.run_dir), task is None or task.is_master()
+
+    def check():
+        has_checkpoint = any((run_dir / "checkpoints").glob("*.index"))
+        if settings.resume and not has_checkpoint and is_chief:
+            raise UserError(f"--resume: there is no checkpoint in {run_dir / 'checkpoints'}")
+        if has_checkpoint and not settings.resume and is_chief:
+            raise UserError(f"--run_dir={run_dir} holds a run already: --resume goes on with it, another folder starts anew")
+
+    held = lock_folder(run_dir, "--run_dir", FOLDERS[:3], None if task is None else task_name(task), check)
+    settings.run_dir = str(run_dir.resolve())
+    return held
+
+
+def task_name(task):
+    """What the files of a task are called that no launcher has started: worker-0 for one that trains on its own."""
+    job = "evaluator" if task and task.is_evaluator() else task.job if task else "worker"
+    return f"{job}-{task.job_index if task else 0}"
+
+
+def lock_folder(folder, flag, parts, name=None, check=lambda: None):
+    """Makes a folder with its `parts`, unless it is there, and locks it.
+
+    Two processes lock it together only if both are tasks, of different names. Nothing is written before it is clear that it may
+    be.
+
+    Args:
+      folder: its path.
+      flag: name of the flag that it comes from.
+      parts: names of folders in it.
+      name: of the task that locks it; None for who has the folder alone.
+      check: function that raises a `UserError` unless what is in the folder is as it should be.
+
+    Returns:
+      A context whose end gives the lock back.
+
+    Raises:
+      UserError: in one line, whatever is wrong.
+    """
+    flag = f"{flag}={folder}"
+    with contextlib.ExitStack() as stack, _unwritable(flag):
+        if folder.exists():
+            _check_contents(folder, flag)
+        is_locked = os.path.lexists(folder / "lock")
+        if is_locked:
+            _take_locks(stack, folder, flag, name)
+        check()
+        make_private_folder(folder)
+        tempfile.TemporaryFile(dir=folder).close()  # of a name of its own: other tasks may be trying the same
+        if not is_locked:
+            _take_locks(stack, folder, flag, name)
+            check()  # a whole run may have come in between
+        for part in parts:
+            (folder / part).mkdir(exist_ok=True)
+        return stack.pop_all()
+
+
+@contextlib.contextmanager
+def _unwritable(flag):
+    try:
+        yield
+    except OSError as error:  # a folder on the way may not be entered, a name is too long, a disk is full
+        raise UserError(f"{flag} cannot be written: {error.strerror}") from None
+
+
+def make_private_folder(path):
+    """Makes a folder that other users of the machine cannot look into, unless it is there."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def _take_locks(stack, folder, flag, name):
+    """Locks the file `lock` for who has the folder alone; else that with others, and another file for the task alone."""
+    files = [("lock", fcntl.LOCK_EX)] if name is None else [("lock", fcntl.LOCK_SH), (f"lock-{name}", fcntl.LOCK_EX)]
+    for file, how in files:
+        descriptor = open_own(folder / file, os.O_RDWR)
+        _locks.add(descriptor)
+        stack.callback(_release, descriptor)  # not when the stack is forgotten: a process that keeps none holds them to its end
+        _lock(descriptor, how, folder, file, flag)
+
+
+def _release(descriptor):
+    if descriptor in _locks:  # not in a child
+        _locks.discard(descriptor)
+        os.close(descriptor)
+
+
+def _lock(descriptor, how, folder, file, flag):
+    deadline = None
+    while True:
+        try:
+            fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            pid, host = _holder(folder, file)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            if file == "lock":
+                progress.say(f"nothing keeps other runs out of {folder}: the file system has no locks")
+            break
+        where = f"process {pid}{'' if host == socket.gethostname() else f' on {host}'}" if pid else "another process"
+        if host in (None, socket.gethostname()) or (deadline and time.monotonic() > deadline):
+            raise UserError(f"{flag} is in use by {where}: wait until that run has ended, or give another folder")
+        if deadline is None:
+            progress.say(f"{flag} is in use by {where}: waits up to {OTHER_HOST_SECONDS} s, in case that machine was lost")
+            deadline = time.monotonic() + OTHER_HOST_SECONDS
+        time.sleep(1)
+    os.ftruncate(descriptor, 0)
+    if how == fcntl.LOCK_EX:  # else several have it, each of which says so in its own
+        os.write(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode())
+
+
+def _holder(folder, file):
+    """Returns the process that holds a lock of the folder, and its host: what the file says, and if that says nothing, those of
+    the tasks, whose processes may have ended."""
+    for path in (folder / file, *sorted(folder.glob("lock-*"))):
+        with contextlib.suppress(OSError):
+            found = re.fullmatch(r"(\d{1,9}) ([\w.-]+)\n", path.read_text("ascii", "replace"), re.ASCII)
+            if found and (found[2] != socket.gethostname() or _is_alive(int(found[1]))):
+                return int(found[1]), found[2]
+    return None, None
+
+
+def _is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is another user's
+        pass
+    return True
+
+
+def _check_contents(folder, flag):
+    """Raises a `UserError` if the folder is another user's, or if among what a run writes there is something that is another
+    user's, or through which it would write elsewhere."""
+    with tempfile.TemporaryFile(dir=folder) as file:  # a network's file system may call whatever we make another user's
+        owners = {os.geteuid(), os.fstat(file.fileno()).st_uid}
+    advice = "give another folder: a run writes only into files and folders of its own"
+    if os.stat(folder).st_uid not in owners:
+        raise UserError(f"{flag} cannot be used: it belongs to another user; {advice}")
+    with os.scandir(folder) as entries:
+        pending = [Path(entry) for entry in entries if entry.name in FOLDERS or entry.name.startswith(FILES)]
+    while pending:
+        path = pending.pop()
+        with contextlib.suppress(FileNotFoundError):  # other tasks may be writing
+            found = os.lstat(path)
+            problem = _problem(path.relative_to(folder), found, owners)
+            if problem:
+                raise UserError(f"{flag} cannot be used: {path.relative_to(folder)} {problem}; remove it, or {advice}")
+            if stat.S_ISDIR(found.st_mode):
+                pending += path.iterdir()
+
+
+def _problem(path, found, owners):
+    """What is wrong with a file or folder, None if nothing is: `path` is relative to the run's folder, `found` its `lstat`."""
+    kind = stat.S_IFMT(found.st_mode)
+    if found.st_uid not in owners:
+        return "belongs to another user"
+    if kind == stat.S_IFDIR:
+        is_file = path.name.startswith((*FILES, "checkpoint")) or path.suffix in (".log", ".jsonl", ".json", ".index")
+        return "is a folder, where a file belongs" if is_file and path.name not in FOLDERS else None
+    if kind != stat.S_IFREG:
+        return {stat.S_IFLNK: "is a link", stat.S_IFIFO: "is a pipe", stat.S_IFSOCK: "is a socket"}.get(kind, "is a device")
+    if path.name in FOLDERS:
+        return "is a file, where a folder belongs"
+    if found.st_nlink > 1 and (path.suffix in (".log", ".jsonl") or path.name.startswith("lock")):  # others are replaced
+        return "is a file that has another name, too"
+    return None
+
+
+def open_own(path, flags):
+    """Opens a file of the run to write into it, and makes it if it is not there; returns the descriptor.
+
+    Args:
+      path: of the file. Its folder is made, too, if it is not there, but not the folder of that.
+      flags: of `os.open`, as O_APPEND. Not O_TRUNC: it would come before the check.
+
+    Raises:
+      UserError: if it is a link, no file, another user's, or has another name, too.
+    """
+    path = Path(path)
+    flags |= os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # the last for a pipe, where nobody may be at the other end
+    with contextlib.ExitStack() as stack:
+        try:
+            try:
+                descriptor = os.open(path, flags, 0o666)
+            except FileNotFoundError:
+                path.parent.mkdir(exist_ok=True)
+                descriptor = os.open(path, flags, 0o666)
+            stack.callback(os.close, descriptor)
+            found = os.fstat(descriptor)
+        except OSError:
+            found = os.lstat(path)
+            if not _problem(path, found, {found.st_uid}):
+                raise
+        problem = _problem(path, found, {os.geteuid(), os.stat(path.parent).st_uid})
+        if problem:
+            raise UserError(f"{path} {problem}; a run writes only into files of its own")
+        stack.pop_all()
+        return descriptor
+
+
+def write_json(path, value):
+    """Writes a JSON file, all or nothing."""
+    text, unfinished = json.dumps(value, indent=2) + "\n", path.with_name(path.name + ".unfinished")
+    unfinished.unlink(missing_ok=True)
+    with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "w") as file:  # follows no link
+        file.write(text)
+    os.replace(unfinished, path)
