@@ -185,7 +185,8 @@ def make_private_folder(path):
 
 def _check_input(script, arguments, settings):
     """Lets one process look at data and model before any task starts. For the built-in ones nothing can be wrong."""
-    if settings.data in ("digits", "linear") and settings.model in ("mlp", "linear") and settings.num_workers <= 100:
+    is_small = settings.num_workers <= 100 and settings.batch_size * settings.window <= 2**20
+    if settings.data in ("digits", "linear") and settings.model in ("mlp", "linear") and is_small:
         return
     checking = subprocess.run(
         [sys.executable, str(script), *arguments, "--check"],

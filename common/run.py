@@ -13,7 +13,7 @@ from pathlib import Path
 
 from absl import flags as absl_flags
 
-from common import flags, launch, progress
+from common import flags, launch, limits, progress
 from common.flags import TrainingFailed, UserError
 
 PROGRAM = "common.run"
@@ -49,6 +49,7 @@ def _run(arguments):
         raise UserError(f"there is no script {script}")
     if settings.gpus:
         launch.assign_gpus(settings, flags.present(values, "num_workers"))
+    limits.check_tasks(settings.num_ps, settings.num_workers)
     settings.lockstep = settings.ends_with_chief = False
     settings.num_evaluators, settings.hang_secs = 0, None
     launch.check_isolation(settings)

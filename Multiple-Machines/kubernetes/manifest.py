@@ -32,7 +32,10 @@ NOT_THEIRS = (
     *("num_ps", "num_workers", "gpus", "run_dir", "resume", "launch", "check", "help"),
     *("job_name", "task_index", "ps_hosts", "worker_hosts"),
     *("max_restarts", "hang_secs", "isolation", "require_isolation"),
+    *("flagfile", "undefok"),  # absl's: what is in such a file nobody would look at here
 )
+
+MOST_TASKS = 10_000  # of a kind: --name leaves room for the digits of 9999
 
 # What says that a process is a task of a cluster, see common/cluster.py
 CLUSTER_VARIABLES = {"TF_CONFIG", "JOB_NAME", "TASK_INDEX", "PS_HOSTS", "WORKER_HOSTS", "MASTER_HOST"}
@@ -45,8 +48,8 @@ def main(arguments):
       UserError: if anything is wrong with it.
     """
     values = absl_flags.FlagValues()
-    flags.define_integer("num_ps", 1, "ps tasks", least=1, flag_values=values)
-    flags.define_integer("num_workers", 2, "workers, the chief among them", least=1, flag_values=values)
+    flags.define_integer("num_ps", 1, "ps tasks", least=1, most=MOST_TASKS, flag_values=values)
+    flags.define_integer("num_workers", 2, "workers, the chief among them", least=1, most=MOST_TASKS, flag_values=values)
     flags.define_integer("gpus_per_worker", 0, "1 for a GPU each", least=0, most=1, flag_values=values)
     absl_flags.DEFINE_string("image", None, "the image, as `docker push` was told", flag_values=values)
     absl_flags.DEFINE_enum("kind", "plain", ["plain", "statefulset", "tfjob"], "see README.md", flag_values=values)
