@@ -115,7 +115,10 @@ def _run(arguments):
             program = REMOTE.format(**{name: shlex.quote(word) for name, word in words.items()}, flags=shlex.join(flags))
             # --: a host cannot be taken for an option
             command = [*ssh, "--", address.rpartition(":")[0], shlex.join(["bash", "-c", program])]
-            lines.append(_Line(f"{job} {counts[job]}", command, events))
+            try:
+                lines.append(_Line(f"{job} {counts[job]}", command, events))
+            except OSError as error:  # of very many tasks, say, of which each has to be told
+                raise UserError(f"{job} {counts[job]} cannot be reached by {ssh[0]}: {error.strerror}") from None
             counts[job] += 1
         return _watch(lines, events)
     finally:

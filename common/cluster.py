@@ -83,7 +83,7 @@ class TaskSpecDef:
         for job, hosts in self.hosts.items():
             for i, host in enumerate(hosts):
                 # A name with a dash first would be an option to the programs that get it, as ssh.
-                address = re.fullmatch(r"[^\s\x00-\x1f\x7f,/-][^\s\x00-\x1f\x7f,/]*:([0-9]{1,5})", str(host))
+                address = re.fullmatch(r"[\w.:%[\]][\w.:%[\]-]*:(\d{1,5})", str(host), re.ASCII)
                 if not address or not 0 < int(address[1]) < 2**16:
                     raise UserError(f"the {job} {_short(host)} is no address: expected host:port")
                 other = tasks.setdefault(host.lower(), f"{job} {i}")

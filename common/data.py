@@ -152,7 +152,7 @@ def hold_out(data, share, seed=0):
     """
     count = round(share * len(data.x_train))
     if not 0 < count < len(data.x_train):
-        raise UserError(f"--validation={share:g} holds out {count} of {len(data.x_train)} samples: expected some, not all")
+        raise UserError(f"--validation={share} holds out {count} of {len(data.x_train)} samples: expected some, not all")
     order = np.random.default_rng(seed).permutation(len(data.x_train))
     held, kept = np.sort(order[:count]), np.sort(order[count:])
     training = data._replace(x_train=data.x_train[kept], y_train=data.y_train[kept])
@@ -181,9 +181,10 @@ def check_batch(x, y, batch_size, window=1, num_workers=1):
     # `Batches.next` has two vectors of indices at least, in 64 bits.
     need, has = num_workers * batch_size * (bytes_of_one + 16 * window), limits.memory()
     if need > has:
-        of = (f" with a window of {window:,} steps" if window > 1 else "") + (f" and {num_workers} workers" * (num_workers > 1))
+        of = f" with a window of {window:,} steps" if window > 1 else ""
+        each = f" in {num_workers} workers" if num_workers > 1 else ""
         raise UserError(
-            f"--batch_size={batch_size}{of} takes at least {limits.as_bytes(need)} of memory, but there are "
+            f"--batch_size={batch_size}{of}{each} takes at least {limits.as_bytes(need)} of memory, but there are "
             f"{limits.as_bytes(has)}: choose less"
         )
 

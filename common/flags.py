@@ -12,6 +12,7 @@ from absl import flags
 
 INT32, INT64 = 2**31 - 1, 2**63 - 1  # the graph's counters
 FLOAT32, LEAST_FLOAT32 = (2 - 2**-23) * 2.0**127, 2.0**-149  # the graph's numbers: the largest, and the smallest but 0
+ABSL_READS = {"flagfile", "undefok"}  # flags that absl reads before all others, whether they are defined or not
 SECONDS = threading.TIMEOUT_MAX  # the longest that anybody can wait, 292 years
 LOCAL_OPTIMIZERS = ("sgd", "momentum", "adagrad", "adam")  # see LocalParameters.optimizer
 
@@ -251,7 +252,7 @@ def _unknown(values, name):
 def _refuse_absls_own(values, arguments):
     """Raises a `UserError` for a flag of absl's own. They are not the scheme's, and which ones there are depends on what is
     imported; `--flagfile` would bring in flags that nobody has looked at, and `--undefok` hide a flag's misspelling."""
-    theirs = {"flagfile", "undefok"} | set(values) - _own_names(values)
+    theirs = ABSL_READS | set(values) - _own_names(values)
     for argument in arguments:
         if argument == "--":
             return

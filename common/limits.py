@@ -42,12 +42,14 @@ def check_tasks(num_ps, num_workers):
             f"{count:,} tasks need {need:,} open files each, but `ulimit -n` allows {has:,}: fewer --num_ps or --num_workers, "
             f"or ulimit -n {need}"
         )
-    need, (has, of) = THREADS_OF_A_TASK * count, _processes()
+    check_threads(f"{count:,} tasks need some", THREADS_OF_A_TASK * count, "--num_ps or --num_workers")
+
+
+def check_threads(who, need, flags):
+    """Raises a `UserError` if this machine cannot have so many threads; the line says who needs them, and of what to give less."""
+    has, of = _processes()
     if need > has:
-        raise UserError(
-            f"{count:,} tasks need some {need:,} threads, but {of} allows {has:,}: fewer --num_ps or --num_workers, or a "
-            "higher limit"
-        )
+        raise UserError(f"{who} {need:,} threads, but {of} allows {has:,}: fewer {flags}, or a higher limit")
 
 
 def _processes():

@@ -55,7 +55,7 @@ def main(scheme=None, train=None, without=(), lockstep=False, check=None, evalua
 
 def _stale_launcher():
     """Returns a line if the environment says that a launcher has started this process, and none has."""
-    given = [f"{name}={os.environ[name]}" for name in forkserver.VARIABLES if name in os.environ]
+    given = [f"{name}={os.environ[name]}" for name in forkserver.VARIABLES if os.environ.get(name)]
     if not given or (len(given) == len(forkserver.VARIABLES) and os.environ["LAUNCHER_PID"] == str(os.getppid())):
         return None
     return f"{', '.join(given)} in the environment is what a launcher gives its tasks, but this is none: unset it"
@@ -126,6 +126,8 @@ def _run(scheme, train, without, lockstep, check, evaluate, script, arguments, d
     elif task and task.is_evaluator():
         raise UserError(f"this task is an evaluator, which {script.name} does not have; Continuous-Evaluation has")
     flags.check_backend(os.environ.get("KERAS_BACKEND") or "tensorflow")  # here, as without that backend no import gets far
+    if settings.run_dir == "":
+        raise UserError("--run_dir is empty: name a folder, or leave the flag away")
     launches = task is None and settings.launch
     settings.num_evaluators = 1 if evaluate and (task or launches) else 0
     if task is None and not launches:

@@ -47,7 +47,7 @@ def _run(arguments):
     script = Path(arguments[own])
     if not script.is_file():
         raise UserError(f"there is no script {script}")
-    if settings.gpus:
+    if settings.gpus is not None:
         launch.assign_gpus(settings, flags.present(values, "num_workers"))
     limits.check_tasks(settings.num_ps, settings.num_workers)
     settings.lockstep = settings.ends_with_chief = False

@@ -175,7 +175,8 @@ def test_numbers_too_large_for_what_counts_them(parse, user_error, name, most):
     """A step, a sample, a moment; or for a float32. Nothing of this may overflow when training has begun."""
     whole = "e" not in most
     assert getattr(parse(f"--{name}={most if whole else float(most) * 0.999}"), name)
-    for high in ([str(int(most) + 1), "1" + 30 * "0"] if whole and name != "epochs" else ["1e39", "1e308"]):
+    too_high = [str(int(most) + 1), "1" + 30 * "0"] if whole and name != "epochs" else ["1e39", "1e308"]
+    for high in too_high:
         with user_error(f"--{name} must be at most {most}, not {high}"):
             parse(f"--{name}={high}")
 

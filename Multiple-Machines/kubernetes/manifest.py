@@ -32,7 +32,6 @@ NOT_THEIRS = (
     *("num_ps", "num_workers", "gpus", "run_dir", "resume", "launch", "check", "help"),
     *("job_name", "task_index", "ps_hosts", "worker_hosts"),
     *("max_restarts", "hang_secs", "isolation", "require_isolation"),
-    *("flagfile", "undefok"),  # absl's: what is in such a file nobody would look at here
 )
 
 MOST_TASKS = 10_000  # of a kind: --name leaves room for the digits of 9999
@@ -102,6 +101,8 @@ def check(options):
         raise UserError(f"--storage must be a size as 10Gi, not {options.storage!r}")
     for flag in options.flags:
         name = re.match(r"--?(?:no)?(\w+)", flag)
+        if name and name[1] in flags.ABSL_READS:
+            raise UserError(f"unknown flag {flag} after -- ({options.scheme}/run.sh --help lists all)")
         if name and name[1] in NOT_THEIRS:
             raise UserError(f"{flag} after --: where and as what a task runs, the manifest says; leave it away")
     if options.check_flags:
