@@ -46,7 +46,7 @@ def check_tasks(num_ps, num_workers):
 
 
 def check_threads(who, need, flags):
-    """Raises a `UserError` if this machine cannot have so many threads; the line says who needs them, and of what to give less."""
+    """Raises a `UserError` if this machine cannot have so many threads: it says who needs them, and of what to give less."""
     has, of = _processes()
     if need > has:
         raise UserError(f"{who} {need:,} threads, but {of} allows {has:,}: fewer {flags}, or a higher limit")

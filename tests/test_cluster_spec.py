@@ -218,7 +218,10 @@ def test_an_address_of_two_tasks(user_error):
         task(tf_config({"ps": ["j:2"], "worker": ["j:2"]}, "worker", 0))
 
 
-@pytest.mark.parametrize("host", ["-oProxyCommand=x:1", "a b:1", "a\n:1", "a\x00b:1", "http://a:1", "`id`:1", "a;b:1", "a@b:1", "a:1e3", "a:٣", "a:000080"])
+@pytest.mark.parametrize(
+    "host",
+    ["-oProxyCommand=x:1", "a b:1", "a\n:1", "a\x00b:1", "http://a:1", "`id`:1", "a;b:1", "a@b:1", "a:1e3", "a:٣", "a:000080"],
+)
 def test_host_that_is_no_name(user_error, host):
     with user_error(repr(host), "expected host:port"):
         task(**FLAGS | dict(worker_hosts=["b:2", host]))
