@@ -26,7 +26,7 @@ from pathlib import Path
 from absl import flags
 from hogwild import hogwild
 
-from common import data, models, tf
+from common import data, limits, models, tf
 from common.flags import UserError, define_integer
 from common.main import main
 from common.parameters import GlobalParameters, LocalParameters
@@ -36,6 +36,11 @@ flags.DEFINE_bool("locked", False, "guard the parameters with a mutex, for compa
 
 # Flags of the schemes that mean nothing here.
 OF_CLUSTERS = ("launch", "num_ps", "num_workers", "job_name", "task_index", "ps_hosts", "worker_hosts", "max_restarts")
+
+
+def check(settings):
+    """Raises a `UserError` if there cannot be so many threads."""
+    limits.check_threads(f"--num_threads={settings.num_threads} needs", settings.num_threads, "of them")
 
 
 def train(task, settings):
@@ -167,4 +172,4 @@ class Worker:
 
 
 if __name__ == "__main__":
-    main(train=train, without=OF_CLUSTERS, epochs=60, batch_size=32, learning_rate=0.1)
+    main(train=train, check=check, without=OF_CLUSTERS, epochs=60, batch_size=32, learning_rate=0.1)

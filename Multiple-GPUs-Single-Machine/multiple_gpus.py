@@ -116,6 +116,7 @@ def begin(settings, is_keras=False):
         raise UserError(
             f"{len(dataset.x_train)} training samples are too few for {count} towers: --num_towers or the data must change"
         )
+    data.check_batch(dataset.x_train, dataset.y_train, settings.batch_size, num_workers=count)
     names, line = devices.logical_devices(count)
     print(line, flush=True)
     return names, dataset, types.SimpleNamespace(**{**vars(settings), "batch_size": count * settings.batch_size})

@@ -11,6 +11,7 @@ import json
 import os
 import queue
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from common.launch import INTERRUPTING_SIGNALS, STOP_SECONDS
 ROOT = Path(__file__).resolve().parents[1]
 # On the host, the task lives as long as the line to it: "stop" lets it save and leave, the end of the line kills it.
 REMOTE = """
-cd {folder} && exec 3<&0 </dev/null
+cd -- {folder} && exec 3<&0 </dev/null
 TF_CONFIG={config} bash {scheme}/run.sh {flags} & task=$!
 {{ if read -r word <&3; then kill -TERM $task; read -r word <&3; fi; kill -KILL $task; }} >/dev/null 2>&1 & watch=$!
 disown $watch; exec 3<&-
@@ -41,6 +42,25 @@ def main(arguments):
     except UserError as error:
         print(f"start.sh: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def ssh_command():
+    """Returns the words of SSH.
+
+    Raises:
+      UserError: if they are none, or there is no such program.
+    """
+    text = os.environ.get("SSH", "ssh -o BatchMode=yes")
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"SSH={text} cannot be split into words: {str(error).lower()}") from None
+    if not words:
+        raise UserError('SSH is empty: expected a command as SSH="ssh -i KEY"; unset it for plain ssh')
+    if shutil.which(words[0]) is None:
+        how = f"SSH={text}: there is" if "SSH" in os.environ else "there is"
+        raise UserError(f"{how} no program {words[0]}; install OpenSSH's client, or say in SSH how to reach the hosts")
+    return words
 
 
 def read_hosts(path):
@@ -61,6 +81,8 @@ def read_hosts(path):
                 raise UserError(
                     f"{path}, line {number}: expected ps or worker, HOST:PORT and maybe a folder, not {line.strip()!r}"
                 )
+            if not line.isprintable() and not line.replace("\t", " ").isprintable():
+                raise UserError(f"{path}, line {number}: {line.strip()!r} holds a character that is no text")
             tasks.append((words[0], *words[1:2], *(words[2:] or [str(ROOT)])))
             if len(words) == 1:
                 raise UserError(f"{path}, line {number}: {words[0]} lacks its address, HOST:PORT")
@@ -70,6 +92,7 @@ def read_hosts(path):
 def _run(arguments):
     if len(arguments) < 2 or arguments[0].startswith("-") or arguments[1].startswith("-"):
         raise UserError("expected: bash Multiple-Machines/start.sh HOSTS_FILE SCHEME [flags of the scheme]")
+    ssh = ssh_command()
     hosts_file, scheme, *flags = arguments
     tasks = read_hosts(hosts_file)
     if not (ROOT / scheme / "run.sh").is_file():
@@ -90,7 +113,12 @@ def _run(arguments):
             config = json.dumps({"cluster": cluster, "task": {"type": job, "index": counts[job]}})
             words = {"folder": folder, "config": config, "scheme": scheme}
             program = REMOTE.format(**{name: shlex.quote(word) for name, word in words.items()}, flags=shlex.join(flags))
-            lines.append(_Line(f"{job} {counts[job]}", address.rpartition(":")[0], program, events))
+            # --: a host cannot be taken for an option
+            command = [*ssh, "--", address.rpartition(":")[0], shlex.join(["bash", "-c", program])]
+            try:
+                lines.append(_Line(f"{job} {counts[job]}", command, events))
+            except OSError as error:  # of very many tasks, say, of which each has to be told
+                raise UserError(f"{job} {counts[job]} cannot be reached by {ssh[0]}: {error.strerror}") from None
             counts[job] += 1
         return _watch(lines, events)
     finally:
@@ -135,10 +163,10 @@ def _watch(lines, events):
 class _Line:
     """A task on a host, by the line of ssh to it."""
 
-    def __init__(self, name, host, program, events):
+    def __init__(self, name, command, events):
         self.name = name
         self._process = subprocess.Popen(
-            [*shlex.split(os.environ.get("SSH", "ssh -o BatchMode=yes")), host, shlex.join(["bash", "-c", program])],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

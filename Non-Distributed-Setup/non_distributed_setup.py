@@ -153,6 +153,7 @@ def train(task, settings):
 
     interruption = Interruption()
     dataset = data.load(settings.data, settings.seed)
+    data.check_batch(dataset.x_train, dataset.y_train, settings.batch_size)
     model = compiled(models.build(settings.model, dataset, settings.seed), settings.learning_rate)
     checkpoint = tensorflow.train.Checkpoint(model=model)
     checkpoints = tensorflow.train.CheckpointManager(checkpoint, Path(settings.run_dir, "checkpoints"), max_to_keep=1)

@@ -124,5 +124,5 @@ def train(task, settings):
 
 
 if __name__ == "__main__":
-    define_integer("num_tokens", -1, "tokens to begin with; -1: one for each worker", least=-1)
+    define_integer("num_tokens", -1, "tokens to begin with; -1: one for each worker", least=-1, most=2**20)
     main(train=train, without=("window", "warm_start_steps"), epochs=60, batch_size=32, learning_rate=0.2)

@@ -1,7 +1,6 @@
 """Which task am I, where are the others, which device gets what, when may a ps exit.
 
-What a process reads about itself here needs no tensorflow, unless it is in `TF_CONFIG` or Slurm's variables; what it does with
-it does.
+What a process reads about itself here needs no tensorflow; what it does with it does.
 """
 
 import contextlib
@@ -9,13 +8,14 @@ import ctypes
 import dataclasses
 import json
 import os
+import re
 import signal
 import threading
 import time
 from dataclasses import dataclass
 from typing import Any
 
-from common import silent, slurm, tf
+from common import slurm, tf
 from common.flags import UserError
 
 
@@ -56,12 +56,11 @@ class TaskSpecDef:
         self.ps_hosts, self.worker_hosts, master = map(_hosts, (self.ps_hosts, self.worker_hosts, self.master))
         self.master = master[0] if master else None
         self.type = self.task_type = "master" if self.task_type == "chief" else self.task_type
-        try:
-            self.index = int(self.index)
-        except (TypeError, ValueError):
-            raise UserError(f"the index of a task must be a whole number, not {self.index!r}") from None
+        if isinstance(self.index, bool) or not re.fullmatch(r"\s*-?[0-9]{1,9}\s*", str(self.index)):
+            raise UserError(f"the index of a task must be a whole number, not {_short(self.index)}")
+        self.index = int(self.index)
         if len(master) > 1:
-            raise UserError(f"there is one master at most, not {len(master)}: {', '.join(master)}")
+            raise UserError(f"there is one master at most, not {len(master)}: {_short(', '.join(master), quoted=False)}")
         self.hosts = {"ps": self.ps_hosts, "worker": [*master, *self.worker_hosts]}
         self._check()
         self.num_ps = len(self.hosts["ps"])
@@ -71,8 +70,8 @@ class TaskSpecDef:
 
     def _check(self):
         members = {"master": [self.master] if self.master else [], "evaluator": [""], **self.hosts}
-        if self.type not in members:
-            raise UserError(f"the job {self.type!r} is none: a task is a ps, a worker, a master or an evaluator")
+        if not isinstance(self.type, str) or self.type not in members:
+            raise UserError(f"the job {_short(self.type)} is none: a task is a ps, a worker, a master or an evaluator")
         alone = not any(self.hosts.values())
         if alone and self.type in ("master", "worker"):
             members[self.type] = [""]
@@ -80,11 +79,16 @@ class TaskSpecDef:
             for job, hosts in self.hosts.items():
                 if not hosts:
                     raise UserError(f"there is no {job}: a cluster needs at least one ps and one worker")
+        tasks: dict[str, str] = {}  # by address
         for job, hosts in self.hosts.items():
-            for host in hosts:
-                name, _, port = str(host).rpartition(":")
-                if not name or not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
-                    raise UserError(f"the {job} {host!r} is no address: expected host:port")
+            for i, host in enumerate(hosts):
+                # A name with a dash first would be an option to the programs that get it, as ssh.
+                address = re.fullmatch(r"[\w.:%[\]][\w.:%[\]-]*:(\d{1,5})", str(host), re.ASCII)
+                if not address or not 0 < int(address[1]) < 2**16:
+                    raise UserError(f"the {job} {_short(host)} is no address: expected host:port")
+                other = tasks.setdefault(host.lower(), f"{job} {i}")
+                if other != f"{job} {i}":
+                    raise UserError(f"{host} is the address of {other} and of {job} {i}: each task needs a port of its own")
         members["worker"] = members["worker"][1:] if self.master else members["worker"]
         count = len(members[self.type])
         if not 0 <= self.index < count:
@@ -197,6 +201,12 @@ class TaskSpecDef:
         return TaskSpecDef(job, index, self.trial, self.ps_hosts, self.worker_hosts[:-1], self.master)
 
 
+def _short(value, quoted=True):
+    """What somebody gave for a value, to be shown in one line."""
+    text = repr(value) if quoted else value
+    return text if len(text) <= 100 else f"{text[:60]}... ({len(text):,} characters)"
+
+
 def _hosts(given):
     if given is None or isinstance(given, str):
         given = [host.strip() for host in given.split(",")] if given else []
@@ -252,40 +262,59 @@ def task_from(settings):
     given = {f"--{name}": getattr(settings, name) for name in flag_names}
     if all(value is None for value in given.values()):
         return TaskSpec()
+    for name, hosts in given.items():
+        if hosts == []:
+            raise UserError(f"{name}= names no host: expected host:port of each {name[2:-6]}, separated by commas")
     job, index, ps_hosts, worker_hosts = _complete(given).values()
     return _task("the flags", job, index, None, ps_hosts, worker_hosts)
 
 
 def _complete(given, may_be_missing=()):
-    missing = [name for name, value in given.items() if value in (None, []) and name not in may_be_missing]
+    missing = [name for name, value in given.items() if value is None and name not in may_be_missing]
     if missing:
-        present = next((f"{name}={value}" for name, value in given.items() if value not in (None, [])), "MASTER_HOST")
+        present = next((f"{name}={_shown(value)}" for name, value in given.items() if value is not None), "MASTER_HOST")
         raise UserError(f"{present} names a task of a cluster, but {', '.join(missing)} is missing")
     return given
 
 
+def _shown(value):
+    return _short(",".join(value) if isinstance(value, list) else str(value), quoted=False)
+
+
 def _from_tf_config():
+    """As `TaskSpec`. Not by TensorFlow's resolver, which takes seconds to import, and an index of 1.5 for 1."""
     example = '{"cluster": {"ps": ["host:port"], "worker": ["host:port"]}, "task": {"type": "worker", "index": 0}}'
     try:
         config = json.loads(os.environ["TF_CONFIG"])
     except ValueError as error:
         raise UserError(f"TF_CONFIG is not JSON ({error}); expected {example}") from None
-    try:
-        config["cluster"]  # the resolver takes none for an empty one
-        trial = config.get("task", {}).get("trial")
-        with silent():  # a script may have no log yet to which tensorflow's report could go
-            resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
-        cluster, job, index = resolver.cluster_spec(), resolver.task_type, resolver.task_id
-    except (KeyError, TypeError, ValueError, AttributeError):
-        cluster = job = index = None
-    if cluster is None or (cluster.jobs and (job is None or index is None)):
+    except RecursionError:
+        raise UserError(f"TF_CONFIG is nested too deep; expected {example}") from None
+    config = config if isinstance(config, dict) else {}
+    cluster, task = config.get("cluster"), config.get("task", {})
+    if not isinstance(cluster, dict) or not isinstance(task, dict) or (cluster and not {"type", "index"} <= set(task)):
         raise UserError(f"TF_CONFIG lacks the cluster or the task; expected {example}")
-    hosts = {name: cluster.job_tasks(name) for name in cluster.jobs}
+    hosts = {name: _hosts_of_job(name, tasks, example) for name, tasks in cluster.items()}
     ps, workers = hosts.get("ps", []), hosts.get("worker", [])
     masters = [*hosts.get("chief", []), *hosts.get("master", [])]
+    job, index, trial = task.get("type"), task.get("index"), task.get("trial")
+    for name, tasks in hosts.items():
+        if not tasks and not (name == "worker" and masters):  # a chief may be the only worker
+            raise UserError(f"TF_CONFIG names no host of the job {_short(name)}; expected {example}")
     if not ps and len(masters) + len(workers) <= 1 and job != "ps":
+        if hosts and job != "evaluator":
+            _task("TF_CONFIG", job, index)  # raises a UserError if that is not the one task
         return TaskSpecDef("evaluator", trial=trial) if job == "evaluator" else None
     return _task("TF_CONFIG", job, index, trial, ps, workers, masters)
+
+
+def _hosts_of_job(name, tasks, example):
+    """Returns the list of a job's hosts; some platforms write a dictionary of them, by their index."""
+    if isinstance(tasks, dict) and set(tasks) == set(map(str, range(len(tasks)))):
+        tasks = [tasks[str(i)] for i in range(len(tasks))]
+    if not isinstance(tasks, list) or not all(isinstance(host, str) for host in tasks):
+        raise UserError(f"TF_CONFIG: the hosts of the job {_short(name)} are no list of host:port; expected {example}")
+    return tasks
 
 
 def _task(source, *arguments):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from common import tf
+from common import limits, tf
 from common.flags import UserError
 
 
@@ -88,14 +88,19 @@ def checked(arrays, spec):
     try:
         (x_train, y_train), (x_test, y_test) = arrays
         parts = {"x_train": x_train, "y_train": y_train, "x_test": x_test, "y_test": y_test}
+        masked = [name for name, part in parts.items() if _is_masked(part)]
         parts = {name: np.asarray(part) for name, part in parts.items()}
-    except (TypeError, ValueError):
+    except Exception:  # whatever an object that is no array raises when it is to become one
         raise UserError(f"--data={spec} must give ((x_train, y_train), (x_test, y_test)) as NumPy arrays") from None
     for name, part in parts.items():
+        if name in masked:  # NumPy would forget the mask, and take what is under it
+            raise UserError(f"--data={spec}: {name} has masked values; fill them (.filled), or leave their samples out")
         if part.dtype.kind not in "fiub":
             raise UserError(f"--data={spec}: {name} holds {part.dtype}, expected numbers")
         if part.ndim == 0 or len(part) == 0:
             raise UserError(f"--data={spec}: {name} has no samples")
+        if part.size == 0:
+            raise UserError(f"--data={spec}: {name} has shape {part.shape}: its samples hold no numbers, expected some")
         if part.dtype.kind == "f":
             if not np.isfinite(part).all():
                 raise UserError(f"--data={spec}: {name} holds {np.sum(~np.isfinite(part))} values that are NaN or infinite")
@@ -132,6 +137,11 @@ def checked(arrays, spec):
     return Data(**parts)
 
 
+def _is_masked(part):
+    """Whether some value of an array, or of the arrays in a list, is masked."""
+    return np.ma.is_masked(part) or (isinstance(part, (list, tuple)) and any(map(np.ma.is_masked, part)))
+
+
 def hold_out(data, share, seed=0):
     """Returns the `Data` with a share of the training samples taken away, and the `Data` that has these as its test set.
 
@@ -142,7 +152,7 @@ def hold_out(data, share, seed=0):
     """
     count = round(share * len(data.x_train))
     if not 0 < count < len(data.x_train):
-        raise UserError(f"--validation={share:g} holds out {count} of {len(data.x_train)} samples: expected some, not all")
+        raise UserError(f"--validation={share} holds out {count} of {len(data.x_train)} samples: expected some, not all")
     order = np.random.default_rng(seed).permutation(len(data.x_train))
     held, kept = np.sort(order[:count]), np.sort(order[count:])
     training = data._replace(x_train=data.x_train[kept], y_train=data.y_train[kept])
@@ -156,6 +166,27 @@ def shard(data, index, count):
             f"{len(data.x_train)} training samples are too few for {count} workers: --num_workers or the data must change"
         )
     return data.x_train[index::count], data.y_train[index::count]
+
+
+def check_batch(x, y, batch_size, window=1, num_workers=1):
+    """Raises a `UserError` if memory cannot hold the samples of a step, and the indices of those of a window, of each worker.
+
+    So neither sizes nor indices overflow 64 bits, with which TensorFlow would abort.
+
+    Args:
+      x, y: arrays `[n, ...]` of samples and labels.
+      num_workers: how many share this machine.
+    """
+    bytes_of_one = x[:1].nbytes + y[:1].nbytes
+    # `Batches.next` has two vectors of indices at least, in 64 bits.
+    need, has = num_workers * batch_size * (bytes_of_one + 16 * window), limits.memory()
+    if need > has:
+        of = f" with a window of {window:,} steps" if window > 1 else ""
+        each = f" in {num_workers} workers" if num_workers > 1 else ""
+        raise UserError(
+            f"--batch_size={batch_size}{of}{each} takes at least {limits.as_bytes(need)} of memory, but there are "
+            f"{limits.as_bytes(has)}: choose less"
+        )
 
 
 def call_user_function(flag, spec):
@@ -207,13 +238,14 @@ class Batches:
 
     Args:
       x, y: arrays `[n, ...]`, `[n, ...]`.
-      batch_size: samples a batch; a batch may cross the end of an epoch.
+      batch_size: samples a batch, any number; a batch may cross the end of an epoch.
       seed: of the order; equal seeds give equal orders.
       name: variable scope.
     """
 
     def __init__(self, x, y, batch_size, seed, name="batches"):
         self.num_samples, self.batch_size = len(x), batch_size
+        self._check = lambda window: check_batch(x, y, batch_size, window)
         self.init_feed_dict = {}
         with tf.variable_scope(name):
             self._x, self._y = self._fed("x", x), self._fed("y", y)
@@ -227,7 +259,12 @@ class Batches:
         return local_variable(name, feed)
 
     def next(self, window):
-        """Returns the indices `[window, batch_size]` of the next samples."""
+        """Returns the indices `[window, batch_size]` of the next samples.
+
+        Raises:
+          UserError: if they are too many for memory.
+        """
+        self._check(window)
         size = window * self.batch_size
         k = self._position.assign_add(size) - size + tf.range(size, dtype=tf.int64)
         place = tf.gather(self._first, k % self.num_samples) + k // self.num_samples

@@ -5,10 +5,15 @@ import errno
 import os
 import re
 import sys
+import threading
 import types
 
 from absl import flags
 
+INT32, INT64 = 2**31 - 1, 2**63 - 1  # the graph's counters
+FLOAT32, LEAST_FLOAT32 = (2 - 2**-23) * 2.0**127, 2.0**-149  # the graph's numbers: the largest, and the smallest but 0
+ABSL_READS = {"flagfile", "undefok"}  # flags that absl reads before all others, whether they are defined or not
+SECONDS = threading.TIMEOUT_MAX  # the longest that anybody can wait, 292 years
 LOCAL_OPTIMIZERS = ("sgd", "momentum", "adagrad", "adam")  # see LocalParameters.optimizer
 
 
@@ -70,12 +75,15 @@ class _Number(flags.ArgumentParser):
             raise UserError(f"--{self.name} must be at least {self.least}, not {argument}")
         if self.above is not None and not value > self.above:
             raise UserError(f"--{self.name} must be greater than {self.above}, not {argument}")
-        if self.most is not None and not value <= self.most:
-            raise UserError(f"--{self.name} must be at most {self.most}, not {argument}")
-        if self.below is not None and not value < self.below:
-            raise UserError(f"--{self.name} must be less than {self.below}, not {argument}")
         if self.finite and value in (float("inf"), float("-inf")):
             raise UserError(f"--{self.name} must be finite, not {argument}")
+        if self.finite and self.most is not None and not value <= self.most:
+            most = f"{self.most:g}" if isinstance(self.most, float) else self.most
+            raise UserError(f"--{self.name} must be at most {most}, not {argument}")
+        if self.below is not None and not value < self.below:
+            raise UserError(f"--{self.name} must be less than {self.below}, not {argument}")
+        if 0 < abs(value) < LEAST_FLOAT32:
+            raise UserError(f"--{self.name} must be at least {LEAST_FLOAT32:g}, or it is 0 as a float32, not {argument}")
         return value
 
 
@@ -92,19 +100,20 @@ class _Numbers(flags.ArgumentParser):
         return [self._number.parse(part) for part in argument.split(",")] if isinstance(argument, str) else argument
 
 
-def define_integer(name, default, help, least=None, most=None, flag_values=flags.FLAGS):
+def define_integer(name, default, help, least=None, most=INT64, flag_values=flags.FLAGS):
     """Defines a flag for a whole number of at least `least` and at most `most`."""
     flags.DEFINE(_Number(name, int, least, most=most), name, default, help, flag_values)
 
 
-def define_number(name, default, help, least=None, above=None, below=None, finite=True, flag_values=flags.FLAGS):
-    """Defines a flag for a real number of at least `least`, greater than `above` and less than `below`."""
-    flags.DEFINE(_Number(name, float, least, above, below=below, finite=finite), name, default, help, flag_values)
+def define_number(name, default, help, least=None, above=None, below=None, finite=True, most=FLOAT32, flag_values=flags.FLAGS):
+    """Defines a flag for a real number of at least `least` and at most `most`, greater than `above` and less than `below`."""
+    flags.DEFINE(_Number(name, float, least, above, most, below, finite), name, default, help, flag_values)
 
 
-def define_numbers(name, default, help, least=None, above=None, flag_values=flags.FLAGS):
-    """Defines a flag for real numbers of at least `least` and greater than `above`, one or more, separated by commas."""
-    flags.DEFINE(_Numbers(_Number(name, float, least, above)), name, default, help, flag_values, flags.ListSerializer(","))
+def define_numbers(name, default, help, least=None, above=None, most=FLOAT32, flag_values=flags.FLAGS):
+    """Defines a flag for real numbers within the same bounds, one or more, separated by commas."""
+    parser = _Numbers(_Number(name, float, least, above, most))
+    flags.DEFINE(parser, name, default, help, flag_values, flags.ListSerializer(","))
 
 
 def define_gpus(flag_values=flags.FLAGS):
@@ -121,6 +130,21 @@ def define_isolation(flag_values=flags.FLAGS):
 
 
 _aliases: dict[str, str] = {}
+
+
+def _define_alias(values, name, original):
+    flags.DEFINE_alias(name, original)
+    alias, parser = values[name], values[original].parser
+    parse_as_original = alias.parse
+
+    def parse(argument):
+        parser.name = name  # what is wrong with it is said of the flag that was given
+        try:
+            parse_as_original(argument)
+        finally:
+            parser.name = original
+
+    alias.parse = parse
 
 
 def define_alias(name, original):
@@ -144,14 +168,16 @@ def define(defaults):
     define_integer("num_ps", own("num_ps", 1), "ps tasks to start", least=1)
     define_integer("num_workers", own("num_workers", 2), "workers to start", least=1)
     define_gpus()
-    define_number("epochs", own("epochs"), "passes over the training set, all workers together", above=0)
+    # Samples are counted in 64 bits: with so many epochs, those of a set of 2³¹ still can be.
+    define_number("epochs", own("epochs"), "passes over the training set, all workers together", above=0, most=2**32)
     define_integer("steps", None, "stop at this many global updates (default: from --epochs)", least=1)
-    define_number("seconds", None, "stop after this many seconds of training", above=0)
+    define_number("seconds", None, "stop after this many seconds of training", above=0, most=SECONDS)
     flags.DEFINE_string("data", own("data", "digits"), "digits, linear, mnist, or FILE.py:FUNCTION")
     flags.DEFINE_string("model", own("model", "mlp"), "linear, mlp, cnn, or FILE.py:FUNCTION")
     define_integer("batch_size", own("batch_size"), "samples a step and worker", least=1)
     define_number("learning_rate", own("learning_rate"), "step size", above=0)
-    define_integer("window", own("window", 1), "local steps from one exchange with the ps to the next", least=1)
+    # A loop of the graph counts them, in 32 bits.
+    define_integer("window", own("window", 1), "local steps from one exchange with the ps to the next", least=1, most=INT32)
     if "beta" in defaults:
         define_number("beta", own("beta"), "elastic force of all workers together; of each it is beta / --num_workers", least=0)
     if "local_optimizer" in defaults:
@@ -165,16 +191,21 @@ def define(defaults):
         )
         define_integer("patience", own("patience"), "evaluations without an improvement after which training ends", least=1)
     define_integer("warm_start_steps", 0, "global updates that worker 0 makes before the others begin", least=0)
-    define_numbers("delays", None, "milliseconds that each worker's local training takes longer, as 0,0,50", least=0)
-    define_integer("rounds_per_call", own("rounds_per_call"), "most rounds in one session call (default: by model)", least=1)
+    text = "milliseconds that each worker's local training takes longer, as 0,0,50"
+    define_numbers("delays", None, text, least=0, most=1000 * SECONDS)
+    text = "most rounds in one session call (default: by model)"
+    # A round takes 18 kB of the graph at least (HogWild), which can have 2 GB.
+    define_integer("rounds_per_call", own("rounds_per_call"), text, least=1, most=100_000)
     # Keras takes 32 bits, and each worker adds its index.
     define_integer("seed", own("seed", 0), "of initial values and of the order of samples", least=0, most=2**31)
     flags.DEFINE_string("run_dir", None, "folder for all that the run writes (default: runs/SCHEME/TIME)")
     flags.DEFINE_bool("resume", False, "go on from the newest checkpoint in --run_dir")
-    define_number("checkpoint_secs", own("checkpoint_secs", 5), "seconds between checkpoints", above=0)
-    define_number("evaluation_secs", 1, "seconds between evaluations on the test set while training goes on", above=0)
+    define_number("checkpoint_secs", own("checkpoint_secs", 5), "seconds between checkpoints", above=0, most=SECONDS)
+    text = "seconds between evaluations on the test set while training goes on"
+    define_number("evaluation_secs", 1, text, above=0, most=SECONDS)
     define_integer("max_restarts", 3, "how often each task may be restarted within an hour", least=0)
-    define_number("hang_secs", 60, "seconds without progress after which a task is killed and restarted", least=2)
+    text = "seconds without progress after which a task is killed and restarted"
+    define_number("hang_secs", 60, text, least=2, most=SECONDS)
     define_isolation()
     flags.DEFINE_bool("launch", False, "start --num_ps and --num_workers processes on this machine")
     flags.DEFINE_bool("check", False, "check the flags, the data and the model, and train nothing")
@@ -184,7 +215,7 @@ def define(defaults):
     flags.DEFINE_list("worker_hosts", None, "host:port of each worker, separated by commas")
     flags.DEFINE_bool("help", False, "show this help")
     while _aliases:
-        flags.DEFINE_alias(*_aliases.popitem())
+        _define_alias(values, *_aliases.popitem())
     return values
 
 
@@ -194,12 +225,11 @@ def parse(values, arguments, program, without=()):
     Raises:
       UserError: for an unknown flag, a bad value, or an argument that is no flag.
     """
+    _refuse_absls_own(values, arguments)
     try:
         rest = values([program, *arguments])[1:]
     except flags.UnrecognizedFlagError as error:
-        close = difflib.get_close_matches(error.flagname, _own_names(values), 1)
-        near = f"; did you mean --{close[0]}?" if close else ""
-        raise UserError(f"unknown flag --{error.flagname}{near} (--help lists all)") from None
+        raise _unknown(values, error.flagname) from None
     except (flags.Error, ValueError) as error:
         text = re.sub(r"\('(.*)', '(.*)'\)", r"\1, \2", " ".join(str(error).split()))
         raise UserError(f"{text} (--help lists all)") from None
@@ -213,6 +243,24 @@ def parse(values, arguments, program, without=()):
     return types.SimpleNamespace(**{name: values[name].value for name in values if name in _own_names(values)})
 
 
+def _unknown(values, name):
+    close = difflib.get_close_matches(name, _own_names(values), 1)
+    near = f"; did you mean --{close[0]}?" if close else ""
+    return UserError(f"unknown flag --{name}{near} (--help lists all)")
+
+
+def _refuse_absls_own(values, arguments):
+    """Raises a `UserError` for a flag of absl's own. They are not the scheme's, and which ones there are depends on what is
+    imported; `--flagfile` would bring in flags that nobody has looked at, and `--undefok` hide a flag's misspelling."""
+    theirs = ABSL_READS | set(values) - _own_names(values)
+    for argument in arguments:
+        if argument == "--":
+            return
+        named = re.match(r"--?([^=]+)", argument)
+        if named and (named[1] in theirs or named[1].removeprefix("no") in theirs):
+            raise _unknown(values, named[1])
+
+
 def present(values, *names):
     """Returns those of the flags `names` that were given on the command line."""
     return [name for name in names if values[name].present]
@@ -223,7 +271,7 @@ def _own_names(values):
     theirs = {
         flag.name for module, group in values.flags_by_module_dict().items() for flag in group if module.startswith("absl")
     }
-    return {name for name in values if name not in theirs}
+    return {name for name in values if values[name].name not in theirs}  # a flag may have a short name, too, as -v
 
 
 def print_help(values, program, without):

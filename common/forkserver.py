@@ -139,6 +139,9 @@ class ForkServer:
             self._connection.send(("signal", key, number))
 
 
+# What a task finds in its environment: who has started it, and where to say what, and as whom
+VARIABLES = ("LAUNCHER_PID", "LAUNCHER_KEY", "LAUNCHER_WORDS")
+
 LAST = "\f"  # begins what a task says with `say_last`
 PROGRESS = "\v"  # begins what it says of its progress
 # What tasks do that runs functions of the user's, which the launcher may have called before; see `Progress.what`.

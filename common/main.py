@@ -15,7 +15,7 @@ import threading
 import time
 from pathlib import Path
 
-from common import cluster, flags, forkserver, launch, progress, run_dir
+from common import cluster, flags, forkserver, launch, limits, progress, run_dir
 from common.flags import TrainingFailed, UserError, why_unwritable
 
 
@@ -32,6 +32,10 @@ def main(scheme=None, train=None, without=(), lockstep=False, check=None, evalua
       **defaults: the scheme's own defaults, by the name of the flag.
     """
     script = Path(sys.argv[0]).resolve()
+    stale = _stale_launcher()
+    if stale:
+        print(f"{script.name}: {stale}", file=sys.stderr)
+        sys.exit(2)
     failed = launch.FAILED_FOR_GOOD if os.environ.get("LAUNCHER_KEY") else 1
     try:
         status = _run(scheme, train, without, lockstep, check, evaluate, script, sys.argv[1:], defaults)
@@ -49,6 +53,14 @@ def main(scheme=None, train=None, without=(), lockstep=False, check=None, evalua
         sys.exit(_say(failed, f"{script.name}: {where} cannot be written: {why}; --resume goes on when that is mended"))
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _stale_launcher():
+    """Returns a line if the environment says that a launcher has started this process, and none has."""
+    given = [f"{name}={os.environ[name]}" for name in forkserver.VARIABLES if os.environ.get(name)]
+    if not given or (len(given) == len(forkserver.VARIABLES) and os.environ["LAUNCHER_PID"] == str(os.getppid())):
+        return None
+    return f"{', '.join(given)} in the environment is what a launcher gives its tasks, but this is none: unset it"
 
 
 def _log_to(path):
@@ -117,6 +129,8 @@ def _run(scheme, train, without, lockstep, check, evaluate, script, arguments, d
     elif task and task.is_evaluator():
         raise UserError(f"this task is an evaluator, which {script.name} does not have; Continuous-Evaluation has")
     flags.check_backend(os.environ.get("KERAS_BACKEND") or "tensorflow")  # here, as without that backend no import gets far
+    if settings.run_dir == "":
+        raise UserError("--run_dir is empty: name a folder, or leave the flag away")
     launches = task is None and settings.launch
     settings.num_evaluators = 1 if evaluate and (task or launches) else 0
     if task is None and not launches:
@@ -135,6 +149,13 @@ def _run(scheme, train, without, lockstep, check, evaluate, script, arguments, d
         )
     if len(settings.delays or []) > settings.num_workers:
         raise UserError(f"--delays names {len(settings.delays)} workers, but there are {settings.num_workers}")
+    if (settings.steps or 0) * settings.window * settings.batch_size > flags.INT64:
+        raise UserError(
+            f"--steps={settings.steps} of {settings.window:,} × {settings.batch_size:,} samples each are more samples than 64 "
+            "bits count: choose fewer steps or smaller batches"
+        )
+    if launches:
+        limits.check_tasks(settings.num_ps, settings.num_workers + settings.num_evaluators)
     if check:
         check(settings)
     if settings.check:
@@ -142,6 +163,8 @@ def _run(scheme, train, without, lockstep, check, evaluate, script, arguments, d
 
         forkserver.doing(forkserver.LOADING)
         dataset = data.load(settings.data, settings.seed)  # before tensorflow is imported, which takes seconds
+        workers = settings.num_workers if launches else 1
+        data.check_batch(dataset.x_train, dataset.y_train, settings.batch_size, settings.window, workers)
         forkserver.doing("importing tensorflow")
         from common import training
 

@@ -1,10 +1,11 @@
 """A Keras model as a pure function of one flat vector of parameters."""
 
+import math
 import os
 
 import numpy as np
 
-from common import tf
+from common import limits, tf
 from common.data import call_user_function, one_line
 from common.flags import UserError, check_backend
 
@@ -26,6 +27,7 @@ def build(spec, data, seed=0):
         shape = data.x_train.shape[1:]
         if spec == "cnn" and (len(shape) != 3 or min(shape[:2]) < 4):
             raise UserError(f"--model=cnn needs images of shape [height, width, channels], not samples of shape {list(shape)}")
+        _check_size(spec, data, _count_of[spec](shape, outputs))
         layers = BUILT_IN[spec](keras.layers, outputs)
         if not data.is_classification:
             layers.append(keras.layers.Reshape(data.y_train.shape[1:]))
@@ -59,6 +61,35 @@ BUILT_IN = {
 }
 
 
+def _dense(inputs, outputs):
+    return (inputs + 1) * outputs
+
+
+# How many parameters they have, for samples of a shape and a number of outputs
+_count_of = {
+    "linear": lambda shape, outputs: _dense(math.prod(shape), outputs),
+    "mlp": lambda shape, outputs: _dense(math.prod(shape), 128) + _dense(128, 128) + _dense(128, outputs),
+    "cnn": lambda shape, outputs: (
+        _dense(9 * shape[2], 16) + _dense(9 * 16, 32) + _dense((shape[0] // 4) * (shape[1] // 4) * 32, outputs)
+    ),
+}
+
+
+def _check_size(spec, data, count):
+    """Raises a `UserError` if memory cannot hold a model of so many parameters, before it is built.
+
+    A worker has them four times at least: as Keras made them, as initial values, as x and as the gradient.
+    """
+    need, has = 4 * 4 * count, limits.memory()
+    if need > has:
+        classes = f"the labels are classes 0 to {data.num_classes - 1}, and " if data.is_classification else ""
+        renumber = "; number them without gaps, as np.unique(y, return_inverse=True) does" if data.is_classification else ""
+        raise UserError(
+            f"{classes}--model={spec} would have {count:,} parameters, which take at least {limits.as_bytes(need)} of memory, "
+            f"but there are {limits.as_bytes(has)}{renumber}"
+        )
+
+
 def _check(keras_model, spec, data):
     """Calls the model on two samples, which also builds one that is not built yet."""
     try:
@@ -79,6 +110,11 @@ def _check(keras_model, spec, data):
         )
     if not keras_model.trainable_variables:
         raise UserError(f"--model={spec} has no trainable variables")
+    for v in [*keras_model.trainable_variables, *keras_model.non_trainable_variables]:
+        values = v.numpy()
+        if values.dtype.kind == "f" and not np.isfinite(values).all():
+            count = np.sum(~np.isfinite(values))
+            raise UserError(f"--model={spec}: {v.path} begins with {count} values that are NaN or infinite")
     others = {v.dtype for v in keras_model.trainable_variables} - {"float32"}
     if others:
         raise UserError(f"--model={spec} has trainable variables of type {', '.join(sorted(others))}, expected float32")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from absl import flags as absl_flags
 
-from common import flags, launch, progress, run_dir
+from common import flags, launch, limits, progress, run_dir
 from common.flags import TrainingFailed, UserError
 
 PROGRAM = "common.run"
@@ -47,8 +47,9 @@ def _run(arguments):
     script = Path(arguments[own])
     if not script.is_file():
         raise UserError(f"there is no script {script}")
-    if settings.gpus:
+    if settings.gpus is not None:
         launch.assign_gpus(settings, flags.present(values, "num_workers"))
+    limits.check_tasks(settings.num_ps, settings.num_workers)
     settings.lockstep = settings.ends_with_chief = False
     settings.num_evaluators, settings.hang_secs, settings.check_secs = 0, None, {}
     launch.check_isolation(settings)

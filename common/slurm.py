@@ -1,12 +1,12 @@
 """Which task of a cluster a process is that Slurm has started: what `srun` says to each task of a job step.
 
-TensorFlow's `SlurmClusterResolver` serves for reading Slurm's lists, not for the rest: it sorts the nodes by name, so `node10`
-comes before `node2` and a task takes another one's address; it fails without GPUs; and all ps would be on the first nodes.
+TensorFlow's `SlurmClusterResolver` does not serve: it sorts the nodes by name, so `node10` comes before `node2` and a task
+takes another one's address; it fails without GPUs; all ps would be on the first nodes; a list of a billion takes it minutes.
 """
 
 import os
+import re
 
-from common import silent
 from common.flags import UserError
 
 STEP = ("SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_PROCID", "SLURM_NODEID", "SLURM_JOB_ID", "SLURM_STEP_ID")
@@ -26,18 +26,24 @@ def task():
       UserError: if the tasks are none of a cluster, or are not numbered node by node.
     """
     environ = os.environ
-    if int(environ.get("SLURM_STEP_NUM_TASKS") or 1) == 1:
+    num_tasks = _number("SLURM_STEP_NUM_TASKS") if environ.get("SLURM_STEP_NUM_TASKS") else 1
+    if num_tasks <= 1:
         return None
     missing = [name for name in STEP if not environ.get(name)]
     if missing:
         raise UserError(f"SLURM_STEP_NUM_TASKS names a job step of several tasks, but {', '.join(missing)} is missing")
-    nodelist, tasks_per_node, rank, node, job_id, step_id = (environ[name] for name in STEP)
-    with silent():
-        from tensorflow.python.distribute.cluster_resolver.slurm_cluster_resolver import expand_hostlist, expand_tasks_per_node
-    nodes, counts = expand_hostlist(nodelist), expand_tasks_per_node(tasks_per_node)
-    ports = [int(port) for port in expand_hostlist(f"[{environ.get('SLURM_STEP_RESV_PORTS') or ports_of(job_id, step_id)}]")]
+    rank, node, job_id, step_id = (_number(name) for name in STEP[2:])
+    nodes = hosts_in("SLURM_STEP_NODELIST", environ["SLURM_STEP_NODELIST"])
+    counts = _tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"], len(nodes))
+    reserved = environ.get("SLURM_STEP_RESV_PORTS")
+    ports = hosts_in("SLURM_STEP_RESV_PORTS", f"[{reserved or ports_of(job_id, step_id)}]")
+    if not MOST >= sum(counts) == num_tasks > rank:
+        raise UserError(
+            f"Slurm: SLURM_STEP_NUM_TASKS={num_tasks} and SLURM_PROCID={rank} do not fit the {sum(counts)} tasks of "
+            f"SLURM_STEP_TASKS_PER_NODE={environ['SLURM_STEP_TASKS_PER_NODE'][:100]}"
+        )
     places = [(i, local) for i, count in enumerate(counts) for local in range(count)]  # of the tasks, by rank
-    if places[int(rank)][0] != int(node):
+    if places[rank][0] != node:
         raise UserError("Slurm: the tasks are not numbered node by node; start them with srun --distribution=block")
     if max(counts) > len(ports):
         raise UserError(f"Slurm: {max(counts)} tasks on a node, but only {len(ports)} ports: srun --resv-ports={max(counts)}")
@@ -47,7 +53,7 @@ def task():
     by_turn = sorted(places, key=lambda place: (place[1], place[0]))  # first the first task of each node
     ps = sorted(by_turn[: int(num_ps)])
     workers = [place for place in places if place not in ps]
-    own = places[int(rank)]
+    own = places[rank]
     _choose_gpu(own in ps, [place for place in workers if place[0] == own[0]], own)
     ps_hosts, worker_hosts = ([f"{nodes[i]}:{ports[local]}" for i, local in some] for some in (ps, workers))
     job, those = ("ps", ps) if own in ps else ("worker", workers)
@@ -64,9 +70,63 @@ def ports_of(job_id, step_id):
     return f"{first}-{first + 99}"
 
 
+MOST = 2**16  # hosts in a list, ports, tasks: Slurm has no more hosts in one, a machine no more ports
+
+
+def hosts_in(name, text):
+    """Returns the hosts in a list as Slurm writes it, `a,n[1-2,07]`, in its order: a, n1, n2, n07.
+
+    Raises:
+      UserError: if the text of this variable is no such list, or one of more than 65,536 hosts.
+    """
+    hosts: list[str] = []
+    end, comma = 0, ","
+    while comma:
+        part = re.compile(r"([^][,\s]*)(?:\[([\d,-]+)\])?(,|\Z)", re.ASCII).match(text, end)
+        if not part or (part[1], part[2]) == ("", None):
+            raise _no_list(name, text)
+        prefix, ranges, comma = part.groups()
+        end = part.end()
+        for piece in ranges.split(",") if ranges else []:
+            numbers = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", piece, re.ASCII)
+            count = int(numbers[2] or numbers[1]) - int(numbers[1]) + 1 if numbers else 0
+            if not numbers or count < 1 or len(hosts) + count > MOST:  # counted before they are made
+                raise _no_list(name, text)
+            hosts += [f"{prefix}{int(numbers[1]) + i:0{len(numbers[1])}}" for i in range(count)]
+        hosts += [] if ranges else [prefix]
+    if len(hosts) > MOST:
+        raise _no_list(name, text)
+    return hosts
+
+
+def _tasks_per_node(text, num_nodes):
+    """Returns how many tasks each node has, of `2(x3),1`: 2, 2, 2, 1."""
+    name = "SLURM_STEP_TASKS_PER_NODE"
+    counts: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d{1,5})(?:\(x(\d{1,5})\))?", part, re.ASCII)
+        if not found or int(found[1]) > MOST or len(counts) + int(found[2] or 1) > num_nodes:
+            raise UserError(f"Slurm: {name}={text[:100]} is no list of the tasks on each of {num_nodes} nodes, as 2(x3),1")
+        counts += [int(found[1])] * int(found[2] or 1)
+    if len(counts) < num_nodes:
+        raise UserError(f"Slurm: {name}={text[:100]} says it of {len(counts)} nodes, but there are {num_nodes}")
+    return counts
+
+
+def _no_list(name, text):
+    return UserError(f"Slurm: {name}={text[:100]} is no list of at most {MOST:,}, as n[1-3,7]")
+
+
+def _number(name):
+    text = os.environ[name]
+    if not re.fullmatch(r"\d{1,18}", text, re.ASCII):
+        raise UserError(f"Slurm: {name} must be a whole number of at least 0, not {text[:100]!r}")
+    return int(text)
+
+
 def _choose_gpu(is_ps, neighbours, own):
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if is_ps:
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
-    elif "," in gpus and len(gpus.split(",")) == int(os.environ.get("SLURM_GPUS_ON_NODE") or 0):
+    elif "," in gpus and str(len(gpus.split(","))) == os.environ.get("SLURM_GPUS_ON_NODE"):
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus.split(",")[neighbours.index(own) % len(gpus.split(","))]

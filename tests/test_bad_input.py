@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import pytest
 
+from common import limits
+
 CHECKOUT = Path(__file__).resolve().parents[1]
 SECTION = (CHECKOUT / "tests" / "README.md").read_text().split("\n## Bad input\n")[1].split("\n## ")[0]
 
@@ -62,7 +64,7 @@ def run(command, folder):
     for text in fenced("bash"):
         subprocess.run(["bash", "-c", text], cwd=folder, check=True)
     before = files_in(folder)
-    command = re.sub(r"(?<= )[A-Z][\w-]*/\w+\.(sh|py)\b", lambda script: shlex.quote(f"{CHECKOUT / script[0]}"), command)
+    command = re.sub(r"(?<= )[A-Z][\w-]*/(\w+/)?\w+\.(sh|py)\b", lambda script: shlex.quote(f"{CHECKOUT / script[0]}"), command)
     command = command.replace(".venv/bin/python", shlex.quote(sys.executable))
     hidden = CLUSTER_VARIABLES | {"TF_CPP_MIN_LOG_LEVEL"}  # a user has not set it; conftest.py has
     environ = {name: value for name, value in os.environ.items() if name not in hidden}
@@ -128,6 +130,39 @@ def test_cells_of_a_table():
 @pytest.mark.parametrize("command, line", ROWS, ids=[command for command, _ in ROWS])
 def test_row_of_the_tables(ended, line):
     refuses(ended, line)
+
+
+# These lines say how much memory there is.
+HAS = limits.as_bytes(limits.memory())
+TOO_LARGE = {
+    "bash HogWild/run.sh --batch_size=9223372036854775807": "--batch_size=9223372036854775807 in 2 workers takes at least "
+    f"5,091,301.4 PB of memory, but there are {HAS}: choose less",
+    "bash AGN/run.sh --batch_size=10000000000 --window=2147483647": "--batch_size=10000000000 with a window of 2,147,483,647 "
+    f"steps in 2 workers takes at least 687,194.8 PB of memory, but there are {HAS}: choose less",
+    "bash HogWild/run.sh --data=d.py:far_label": "the labels are classes 0 to 1000000000, and --model=mlp would have "
+    f"129,000,017,025 parameters, which take at least 2.1 TB of memory, but there are {HAS}; number them without gaps, as "
+    "np.unique(y, return_inverse=True) does",
+}
+
+
+@pytest.mark.parametrize("command, line", TOO_LARGE.items(), ids=TOO_LARGE)
+def test_what_memory_cannot_hold(ended, line, command):
+    program = "agn.py" if "AGN" in command else "hogwild.py"
+    refuses(ended, f"{program}: {line}")
+
+
+@pytest.mark.parametrize("more", [{}, {"LAUNCHER_KEY": "ps 0"}, {"LAUNCHER_WORDS": "1"}])
+def test_a_parent_that_is_no_launcher(tmp_path, more):
+    """Its number alone proves nothing: in a container the parent may well be process 1."""
+    environ = {name: value for name, value in os.environ.items() if name not in CLUSTER_VARIABLES}
+    environ |= {"LAUNCHER_PID": str(os.getpid()), **more}
+    command = [sys.executable, str(CHECKOUT / "HogWild" / "hogwild.py")]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (2, "", [])
+    given = ", ".join(f"{name}={environ[name]}" for name in ("LAUNCHER_PID", *more))
+    assert done.stderr == (
+        f"hogwild.py: {given} in the environment is what a launcher gives its tasks, but this is none: unset it\n"
+    )
 
 
 LONG = "x" * 300

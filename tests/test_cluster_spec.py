@@ -104,9 +104,11 @@ def test_a_flag_is_missing(user_error, name):
 
 
 @pytest.mark.parametrize("name", ["ps_hosts", "worker_hosts"])
-def test_an_empty_list_of_hosts_is_missing(user_error, name):
-    with user_error(f"but --{name} is missing"):
+def test_an_empty_list_of_hosts(user_error, name):
+    with user_error(f"--{name}= names no host", f"host:port of each {name[:-6]}"):
         task(**FLAGS | {name: []})
+    with user_error(f"--{name}= names no host"):  # also alone
+        task(**{name: []})
 
 
 @pytest.mark.parametrize("name", ENVIRONMENT)
@@ -143,16 +145,92 @@ WORKER_0 = {"type": "worker", "index": 0}
         {"cluster": {"ps": ["a:1"], "worker": ["b:2"]}},
         {"cluster": {"ps": ["a:1"], "worker": ["b:2"]}, "task": {"type": "worker"}},
         {"cluster": {"ps": ["a:1"], "worker": ["b:2"]}, "task": {"index": 0}},
-        {"cluster": {"ps": ["a:1"], "worker": ["b:2"]}, "task": {"type": "worker", "index": "first"}},
-        {"cluster": {"ps": ["a:1"], "worker": ["b:2"]}, "task": {"type": "worker", "index": None}},
         {"cluster": [["a:1"], ["b:2"]], "task": WORKER_0},
-        {"cluster": {"ps": None, "worker": ["b:2"]}, "task": WORKER_0},
-        {"cluster": {"ps": [1], "worker": ["b:2"]}, "task": WORKER_0},
+        {"cluster": {"ps": ["a:1"], "worker": ["b:2"]}, "task": [WORKER_0]},
+        {"cluster": "ps", "task": WORKER_0},
     ],
 )
 def test_tf_config_that_lacks_something(user_error, config):
     with user_error("TF_CONFIG lacks the cluster or the task", "expected {"):
         task({"TF_CONFIG": json.dumps(config)})
+
+
+def test_tf_config_that_is_nested_too_deep(user_error):
+    for bracket in "[", '{"cluster":':
+        with user_error("TF_CONFIG is nested too deep", "expected {"):
+            task({"TF_CONFIG": bracket * 100_000})
+
+
+@pytest.mark.parametrize("hosts", [None, [1], "a:1", [["a:1"]], [None], {"1": "a:1"}, {"0": 1}, {"x": "a:1"}, 7, True])
+def test_tf_config_whose_hosts_are_no_list(user_error, hosts):
+    for cluster in {"ps": hosts, "worker": ["b:2"]}, {"worker": hosts}, {"boss": hosts}:
+        with user_error("TF_CONFIG: the hosts of the job", "are no list of host:port", "expected {"):
+            task(tf_config(cluster, "worker", 0))
+
+
+@pytest.mark.parametrize("nothing", [[], {}])
+def test_tf_config_with_empty_lists(user_error, nothing):
+    """It would train alone, and so would each of the other tasks."""
+    for cluster, job in (
+        ({"ps": nothing, "worker": nothing}, "ps"),
+        ({"ps": nothing, "worker": ["b:2"]}, "ps"),
+        ({"ps": ["a:1"], "worker": nothing}, "worker"),
+        ({"worker": nothing}, "worker"),
+        ({"ps": ["a:1"], "chief": nothing, "worker": ["b:2"]}, "chief"),
+    ):
+        with user_error(f"TF_CONFIG names no host of the job {job!r}", "expected {"):
+            task(tf_config(cluster, "worker", 0))
+    assert task(tf_config({"ps": ["a:1"], "chief": ["c:3"], "worker": nothing}, "chief", 0)).num_workers == 1
+
+
+@pytest.mark.parametrize(
+    "index",
+    ["1e999", "-1e999", "NaN", "0.5", "1.0", "true", "null", "[]", "{}", '"first"', '""', '"1_0"', '"٣"', '"\\n"', "9" * 4000],
+)
+def test_tf_config_whose_index_is_none(user_error, index):
+    config = '{"cluster": {"ps": ["a:1"], "worker": ["b:2"]}, "task": {"type": "worker", "index": %s}}'
+    with user_error("TF_CONFIG: the index of a task must be a whole number, not "):
+        task({"TF_CONFIG": config % index})
+    with user_error("TF_CONFIG: the index of a task must be a whole number, not "):
+        task({"TF_CONFIG": config.replace('"ps": ["a:1"], ', "") % index})  # of the one task of a cluster
+
+
+@pytest.mark.parametrize("job, index", [("worker", 1), ("worker", -1), ("boss", 0), ("ps", 0), (["worker"], 0)])
+def test_task_that_is_not_the_one_of_its_tf_config(user_error, job, index):
+    with user_error("TF_CONFIG: "):
+        task(tf_config({"worker": ["b:2"]}, job, index))
+
+
+def test_an_address_of_two_tasks(user_error):
+    """Seen by each task at once, not only by who cannot listen there."""
+    for ps, workers, master in (
+        ("a:1", "b:2,b:2", None),
+        ("a:1", "b:2,a:1", None),
+        ("a:1,A:1", "b:2", None),
+        ("a:1", "b:2", "b:2"),
+        (",".join(f"a:{i}" for i in range(1, 1000)), "b:2,a:999", None),
+    ):
+        with user_error("is the address of", "each task needs a port of its own"):
+            TaskSpecDef("ps", 0, None, ps, workers, master)
+    with user_error("the flags: b:2 is the address of worker 0 and of worker 1: each task needs a port of its own"):
+        task(**FLAGS | dict(worker_hosts=["b:2", "b:2"]))
+    with user_error("TF_CONFIG: j:2 is the address of ps 0 and of worker 0"):
+        task(tf_config({"ps": ["j:2"], "worker": ["j:2"]}, "worker", 0))
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["-oProxyCommand=x:1", "a b:1", "a\n:1", "a\x00b:1", "http://a:1", "`id`:1", "a;b:1", "a@b:1", "a:1e3", "a:٣", "a:000080"],
+)
+def test_host_that_is_no_name(user_error, host):
+    with user_error(repr(host), "expected host:port"):
+        task(**FLAGS | dict(worker_hosts=["b:2", host]))
+
+
+def test_what_is_too_long_is_shown_in_part(user_error):
+    for config in {"type": "x" * 10**5, "index": 0}, {"type": "worker", "index": "x" * 10**5}:
+        with user_error("100,002 characters"):
+            task({"TF_CONFIG": json.dumps({"cluster": {"ps": ["a:1"], "worker": ["b:2"]}, "task": config})})
 
 
 @pytest.mark.parametrize(

@@ -392,3 +392,62 @@ def test_samples_are_those_of_the_indices(graph, initialized):
 def test_samples_are_not_part_of_the_graph(graph):
     Batches(np.zeros([1000, 100], np.float32), np.zeros(1000, np.int32), 4, 0)
     assert graph.as_graph_def().ByteSize() < 10_000
+
+
+def checked(x=None, y=None):
+    """`data.checked` of the same samples twice; 20 of 3 numbers in 2 classes, unless something else is given."""
+    x = np.random.default_rng(0).random([20, 3]) if x is None else x
+    y = np.arange(20) % 2 if y is None else y
+    return data.checked(((x, y), (x, y)), "d.py:f")
+
+
+def test_masked_values_are_refused(user_error):
+    """NumPy forgets the mask when it makes a plain array of them."""
+    masked = np.ma.masked_greater(np.random.default_rng(0).random([20, 3]), 0.5)
+    for x in masked, list(masked):
+        with user_error("--data=d.py:f: x_train has masked values; fill them (.filled), or leave their samples out"):
+            checked(x)
+    with user_error("y_train has masked values"):
+        checked(y=np.ma.masked_equal(np.arange(20) % 2, 1))
+    assert type(checked(np.ma.masked_greater(masked, 2).filled(0)).x_train) is np.ndarray
+    assert type(checked(np.ma.array(np.ones([20, 3]))).x_train) is np.ndarray  # nothing is masked
+
+
+@pytest.mark.parametrize("shape", [(20, 0), (20, 4, 0, 3)])
+def test_samples_without_numbers_are_refused(user_error, shape):
+    with user_error(f"--data=d.py:f: x_train has shape {shape}: its samples hold no numbers"):
+        checked(np.zeros(shape))
+    with user_error(f"y_train has shape {shape}: its samples hold no numbers"):
+        checked(y=np.zeros(shape))
+
+
+@pytest.mark.parametrize("kind", ["complex64", "object", "U3", "M8[s]", [("a", "f4")]])
+def test_values_that_are_no_numbers_are_refused(user_error, kind):
+    with user_error("--data=d.py:f: x_train holds ", "expected numbers"):
+        checked(np.zeros([20, 3], kind))
+
+
+def test_what_cannot_become_an_array_is_refused(user_error):
+    class Lazy:
+        def __array__(self, *args, **kwargs):
+            raise RuntimeError("call detach() first")
+
+    with user_error("--data=d.py:f must give ((x_train, y_train), (x_test, y_test)) as NumPy arrays"):
+        checked(Lazy())
+
+
+def test_batch_larger_than_memory_is_refused(user_error, monkeypatch):
+    monkeypatch.setattr(data.limits, "memory", lambda: 16 * 10**9)
+    x, y = np.zeros([5, 8, 8, 1], np.float32), np.zeros(5, np.int32)  # 260 bytes a sample, and 16 for its index
+    data.check_batch(x, y, 57_000_000)  # more samples than there are: a batch may take several epochs
+    with user_error("--batch_size=58000000 takes at least 16.0 GB of memory, but there are 16.0 GB: choose less"):
+        data.check_batch(x, y, 58_000_000)
+    with user_error("--batch_size=29000000 in 2 workers takes at least 16.0 GB of memory"):
+        data.check_batch(x, y, 29_000_000, num_workers=2)
+    with user_error("--batch_size=9223372036854775807 takes at least 2,545,650.7 PB of memory"):
+        data.check_batch(x, y, 2**63 - 1)
+    data.check_batch(x, y, 32, 30_000_000)
+    with user_error("--batch_size=32 with a window of 2,147,483,647 steps takes at least 1.1 TB of memory"):
+        data.check_batch(x, y, 32, 2**31 - 1)
+    with tf.Graph().as_default(), user_error("--batch_size=10000000000 takes at least 2.8 TB of memory"):
+        Batches(x, y, 10**10, 0).next(1)

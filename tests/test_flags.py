@@ -100,8 +100,12 @@ def test_another_name_of_a_flag(parse, user_error):
 
     assert parse("--n_push=3", script_flags=script_flags).window == 3
     assert parse("--window=4", script_flags=script_flags).n_push == 4
-    with user_error("--window must be at least 1, not 0"):
+    with user_error("--n_push must be at least 1, not 0"):  # the flag that was given, not the one that it stands for
         parse("--n_push=0", script_flags=script_flags)
+    with user_error("--window must be at least 1, not 0"):
+        parse("--n_push=2", "--window=0", script_flags=script_flags)
+    with user_error("--n_push must be a whole number, not 'x'"):
+        parse("--n_push=x", script_flags=script_flags)
     with user_error("unknown flag --n_push"):
         parse("--n_push=3")
 
@@ -153,6 +157,53 @@ def test_real_numbers(parse, user_error, name):
     for bad in "abc", "", "1,5":
         with user_error(f"--{name} must be a number, not {bad!r}"):
             parse(f"--{name}={bad}")
+
+
+AT_MOST = {
+    "epochs": "4294967296",
+    "window": "2147483647",
+    "rounds_per_call": "100000",
+    **dict.fromkeys(["steps", "batch_size", "num_ps", "num_workers", "max_restarts", "task_index"], "9223372036854775807"),
+    **dict.fromkeys(["seconds", "checkpoint_secs", "evaluation_secs", "hang_secs"], "9.22337e+09"),
+    "delays": "9.22337e+12",
+    "learning_rate": "3.40282e+38",
+}
+
+
+@pytest.mark.parametrize("name, most", AT_MOST.items())
+def test_numbers_too_large_for_what_counts_them(parse, user_error, name, most):
+    """A step, a sample, a moment; or for a float32. Nothing of this may overflow when training has begun."""
+    whole = "e" not in most
+    assert getattr(parse(f"--{name}={most if whole else float(most) * 0.999}"), name)
+    too_high = [str(int(most) + 1), "1" + 30 * "0"] if whole and name != "epochs" else ["1e39", "1e308"]
+    for high in too_high:
+        with user_error(f"--{name} must be at most {most}, not {high}"):
+            parse(f"--{name}={high}")
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "epochs", "delays"])
+def test_numbers_that_a_float32_takes_for_zero(parse, user_error, name):
+    assert parse(f"--{name}=1e-44")
+    with user_error(f"--{name} must be at least 1.4013e-45, or it is 0 as a float32, not 1e-300"):
+        parse(f"--{name}=1e-300")
+
+
+@pytest.mark.parametrize(
+    "argument",
+    ["--flagfile=flags", "-flagfile=flags", "--undefok=windw", "--verbosity=1", "-v=1", "--nologtostderr", "--only_check_args"],
+)
+def test_absls_own_flags_are_unknown(parse, user_error, argument):
+    """Whatever has been imported: some are defined with absl.logging, which tensorflow imports."""
+    import absl.logging  # noqa: F401
+
+    with user_error(f"unknown flag --{argument.lstrip('-').partition('=')[0]} (--help lists all)"):
+        parse("--window=2", argument)
+
+
+def test_a_flagfile_is_not_read(parse, user_error, tmp_path):
+    (tmp_path / "flags").write_text("--window=3\n--flagfile=missing\n")
+    with user_error("unknown flag --flagfile"):
+        parse("--flagfile", str(tmp_path / "flags"))
 
 
 @pytest.mark.parametrize("seed", [2**32, 2**63])

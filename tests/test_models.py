@@ -357,3 +357,35 @@ def test_saving_again_replaces_the_file(model, images, tmp_path):
     model.save(0 * model.initial_parameters, model.initial_state, tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
     np.testing.assert_array_equal(loaded.predict(images.x_test, verbose=0), np.zeros([23, 3]))
+
+
+@pytest.mark.parametrize("spec", ["linear", "mlp", "cnn"])
+@pytest.mark.parametrize("shape, num_classes", [([8, 8, 1], 2), ([9, 5, 3], 7)])
+def test_size_of_a_model_before_it_is_built(spec, shape, num_classes):
+    model = models.build(spec, classes(20, shape, num_classes))
+    assert models._count_of[spec](tuple(shape), num_classes) == model.size
+
+
+@pytest.mark.parametrize("spec", ["linear", "mlp", "cnn"])
+def test_model_larger_than_memory_is_refused_before_it_is_built(user_error, monkeypatch, spec):
+    """As for a label that is a customer's number and no class. A class without samples, though, is no mistake."""
+    monkeypatch.setattr(models.limits, "memory", lambda: 10**9)
+    x, y = np.zeros([20, 8, 8, 1]), np.arange(20) % 2
+    y[3] = 10**9
+    with user_error(
+        f"the labels are classes 0 to 1000000000, and --model={spec} would have ",
+        "of memory, but there are 1.0 GB; number them without gaps, as np.unique(y, return_inverse=True) does",
+    ):
+        models.build(spec, data.checked(((x, y), (x, y)), "far"))
+    y[3] = 1000
+    assert models.build(spec, data.checked(((x, y), (x, y)), "far")).keras_model.output_shape == (None, 1001)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_initial_values_that_are_not_finite_are_refused(user_error, monkeypatch, images, value):
+    for name, variable in ("dense", lambda m: m.layers[-1].bias), ("moving_mean", lambda m: m.layers[1].moving_mean):
+        model = layers_of_all_kinds()
+        variable(model).assign([value if i == 1 else 0.0 for i in range(variable(model).shape[0])])
+        monkeypatch.setattr(models, "call_user_function", lambda *_, model=model: model)
+        with user_error("--model=m.py:build: ", name, "begins with 1 values that are NaN or infinite"):
+            models.build("m.py:build", images)

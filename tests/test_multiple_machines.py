@@ -211,14 +211,59 @@ def test_a_task_that_fails_by_ssh_ends_the_others(by_ssh, tmp_path):
         ("ps a\nworker b:2", ["HogWild"], ["'a' is no address", "expected host:port"]),
         ("ps a:1", ["HogWild"], ["names no worker"]),
         ("", ["HogWild"], ["names no ps"]),
+        ("ps a:1\nworker b\0:2", ["HogWild"], ["line 2", "a character that is no text"]),
+        ("ps a:1 /fol\0der\nworker b:2", ["HogWild"], ["line 1", "a character that is no text"]),
+        ("ps a:1\nworker b\x1b:2", ["HogWild"], ["line 2", "a character that is no text"]),
+        ("ps -oProxyCommand=reboot:1\nworker b:2", ["HogWild"], ["the ps '-oProxyCommand=reboot:1' is no address"]),
+        ("ps a:1\nworker b:2\nworker b:2", ["HogWild"], ["b:2 is the address of worker 0 and of worker 1"]),
+        ("ps a:1\nworker a:1", ["HogWild"], ["a:1 is the address of ps 0 and of worker 0"]),
     ],
 )
 def test_bad_input_to_start(tmp_path, hosts_file, arguments, texts):
     path = tmp_path / "hosts"
     if hosts_file is not None:
         path.write_text(hosts_file)
-    done = subprocess.run([sys.executable, str(START), str(path), *arguments], capture_output=True, text=True, timeout=SECONDS)
+    refuses_to_start([path, *arguments], texts)
+
+
+@pytest.mark.parametrize(
+    "ssh, texts",
+    [
+        ("", ['SSH is empty: expected a command as SSH="ssh -i KEY"']),
+        ("  ", ["SSH is empty"]),
+        ("ssh -i 'key", ["SSH=ssh -i 'key cannot be split into words: no closing quotation"]),
+        ("no-such-ssh -v", ["SSH=no-such-ssh -v: there is no program no-such-ssh"]),
+        ("/dev/null", ["there is no program /dev/null"]),
+        (None, ["there is no program ssh; install OpenSSH's client"]),  # on an empty PATH
+    ],
+)
+def test_no_way_to_reach_the_hosts(tmp_path, ssh, texts):
+    path = tmp_path / "hosts"
+    path.write_text("ps a:1\nworker b:2")
+    environ = {name: value for name, value in os.environ.items() if name != "SSH"}
+    environ |= {"PATH": str(tmp_path)} if ssh is None else {"SSH": ssh}
+    refuses_to_start([path, "HogWild"], texts, environ)
+
+
+def refuses_to_start(arguments, texts, environ=None):
+    """Asserts that start.py ends with one line that holds these texts, and starts nothing."""
+    command = [sys.executable, str(START), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environ)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("start.sh: ") and done.stderr.count("\n") == 1
     for text in texts:
         assert text in done.stderr
+
+
+def test_a_host_is_never_an_option(tmp_path):
+    """What stands before it says so to ssh; here a program that shows what it gets."""
+    show = tmp_path / "show"
+    show.write_text('#!/bin/sh\nfor word in "$1" "$2" "$3"; do echo "($word)"; done\n')
+    show.chmod(0o700)
+    (tmp_path / "hosts").write_text("ps a:1\nworker b:2\n")
+    command = [sys.executable, str(START), str(tmp_path / "hosts"), "HogWild"]
+    environ = {**os.environ, "SSH": f"{show} -x"}
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environ)
+    said = shown.stdout.splitlines()
+    for name, host in ("    ps 0", "a"), ("worker 0", "b"):
+        assert [line for line in said if line.startswith(f"{name} |")] == [f"{name} | ({word})" for word in ("-x", "--", host)]

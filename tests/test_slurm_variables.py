@@ -80,6 +80,12 @@ def test_ports_of_neighbouring_steps_differ():
     assert all(10000 <= int(slurm.ports_of(*one)[:5]) < int(slurm.ports_of(*one)[-5:]) < 32768 for one in steps)
 
 
+def test_lists_of_hosts():
+    lists = {"a": ["a"], "n[1,3,5-6],m": ["n1", "n3", "n5", "n6", "m"], "n[098-102]": ["n098", "n099", "n100", "n101", "n102"]}
+    assert {text: slurm.hosts_in("X", text) for text in lists} == lists
+    assert len(slurm.hosts_in("X", "n[1-65536]")) == 65_536
+
+
 def test_no_step_of_several_tasks():
     assert task({}) is None
     assert task(step(0, SLURM_STEP_NUM_TASKS="1")) is None
@@ -103,6 +109,33 @@ def test_slurm_is_the_last_to_be_asked():
         ({"NUM_PS": "0"}, ["NUM_PS must be from 1 to 5"]),
         ({"NUM_PS": "two"}, ["NUM_PS must be from 1 to 5", "'two'"]),
         ({"SLURM_STEP_RESV_PORTS": "12345"}, ["2 tasks on a node, but only 1 ports", "--resv-ports=2"]),
+        *(
+            ({name: wrong}, ["Slurm: ", name, "a whole number of at least 0", repr(wrong)])
+            for name in ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_NODEID", "SLURM_JOB_ID", "SLURM_STEP_ID")
+            for wrong in ("one", "-1", "1.5", " ", "1 2", "٣", "9" * 30)
+        ),
+        ({"SLURM_PROCID": "6"}, ["SLURM_STEP_NUM_TASKS=6 and SLURM_PROCID=6 do not fit the 6 tasks of"]),
+        ({"SLURM_STEP_NUM_TASKS": "7"}, ["SLURM_STEP_NUM_TASKS=7", "6 tasks of SLURM_STEP_TASKS_PER_NODE=2(x3)"]),
+        ({"SLURM_NODEID": "7"}, ["node by node"]),
+        *(
+            ({"SLURM_STEP_NODELIST": wrong}, [f"Slurm: SLURM_STEP_NODELIST={wrong} is no list", "as n[1-3,7]"])
+            for wrong in ("n[1-", "n]1[", "n[3-1]", "n[]", "n[a-c]", "n[1-2-3]", "a,,b", ",", "n[1,]", "a b", "n[1-999999999]")
+        ),
+        ({"SLURM_STEP_NODELIST": "node[1-3]," * 30_000 + "a"}, ["is no list of at most 65,536"]),
+        ({"SLURM_STEP_NODELIST": "-o[1-3]"}, ["Slurm: the ps '-o1:11700' is no address"]),
+        ({"SLURM_STEP_NODELIST": "a,a,a"}, ["Slurm: a:11700 is the address of ps 0 and of worker 1"]),
+        *(
+            ({"SLURM_STEP_TASKS_PER_NODE": wrong}, [f"SLURM_STEP_TASKS_PER_NODE={wrong}", "of 3 nodes"])
+            for wrong in ("2(x", "two", "2(x999999999)", "1(x99999)", "2(x3),1", "", "-2(x3)", "2(x-3)", "999999,1,1")
+            if wrong
+        ),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, ["says it of 2 nodes, but there are 3"]),
+        ({"SLURM_STEP_TASKS_PER_NODE": "60000(x3)", "SLURM_STEP_NUM_TASKS": "180000"}, ["do not fit the 180000 tasks"]),
+        *(
+            ({"SLURM_STEP_RESV_PORTS": wrong}, ["Slurm: ", f"SLURM_STEP_RESV_PORTS=[{wrong}] is no list"])
+            for wrong in ("1-999999999", "x", "12,", "12-11")
+        ),
+        ({"SLURM_STEP_RESV_PORTS": "65536-65540"}, ["Slurm: ", "is no address"]),
     ],
 )
 def test_bad_step(change, texts, user_error):

@@ -34,6 +34,8 @@ NOT_THEIRS = (
     *("max_restarts", "hang_secs", "isolation", "require_isolation"),
 )
 
+MOST_TASKS = 10_000  # of a kind: --name leaves room for the digits of 9999
+
 # What says that a process is a task of a cluster, see common/cluster.py
 CLUSTER_VARIABLES = {"TF_CONFIG", "JOB_NAME", "TASK_INDEX", "PS_HOSTS", "WORKER_HOSTS", "MASTER_HOST"}
 
@@ -45,8 +47,8 @@ def main(arguments):
       UserError: if anything is wrong with it.
     """
     values = absl_flags.FlagValues()
-    flags.define_integer("num_ps", 1, "ps tasks", least=1, flag_values=values)
-    flags.define_integer("num_workers", 2, "workers, the chief among them", least=1, flag_values=values)
+    flags.define_integer("num_ps", 1, "ps tasks", least=1, most=MOST_TASKS, flag_values=values)
+    flags.define_integer("num_workers", 2, "workers, the chief among them", least=1, most=MOST_TASKS, flag_values=values)
     flags.define_integer("gpus_per_worker", 0, "1 for a GPU each", least=0, most=1, flag_values=values)
     absl_flags.DEFINE_string("image", None, "the image, as `docker push` was told", flag_values=values)
     absl_flags.DEFINE_enum("kind", "plain", ["plain", "statefulset", "tfjob"], "see README.md", flag_values=values)
@@ -99,6 +101,8 @@ def check(options):
         raise UserError(f"--storage must be a size as 10Gi, not {options.storage!r}")
     for flag in options.flags:
         name = re.match(r"--?(?:no)?(\w+)", flag)
+        if name and name[1] in flags.ABSL_READS:
+            raise UserError(f"unknown flag {flag} after -- ({options.scheme}/run.sh --help lists all)")
         if name and name[1] in NOT_THEIRS:
             raise UserError(f"{flag} after --: where and as what a task runs, the manifest says; leave it away")
     if options.check_flags:

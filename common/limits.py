@@ -1,0 +1,87 @@
+"""What this machine allows: memory, open files, processes. What would need more is refused before a task starts.
+
+Imports no tensorflow. Every estimate here is a lower bound: nothing is refused that could have been done.
+"""
+
+import os
+import resource
+from pathlib import Path
+
+from common.flags import UserError
+
+# Measured on two cores: a ps has 103 threads, a worker 106 to 109, however many tasks there are.
+THREADS_OF_A_TASK = 100
+FILES_OF_A_TASK = 32  # beside ports and connections; measured: 10 to 15
+
+
+def memory():
+    """Returns how many bytes of memory this process and those beside it can have: the machine's, or less by a cgroup."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([machine, *_of_cgroups("memory", "memory.max", "memory.limit_in_bytes")])
+
+
+def as_bytes(count):
+    """A number of bytes as text: `25.6 TB`."""
+    count, units = count / 1e6, ["MB", "GB", "TB", "PB"]
+    while count >= 1000 and len(units) > 1:
+        count /= 1000
+        units.pop(0)
+    return f"{count:,.1f} {units[0]}"
+
+
+def check_tasks(num_ps, num_workers):
+    """Raises a `UserError` if this machine cannot have so many tasks, for open files or for processes.
+
+    A task has the reserved ports of all tasks open, as the process has that starts it, and a connection to each task of the
+    other job.
+    """
+    count = num_ps + num_workers
+    need, has = count + max(num_ps, num_workers) + FILES_OF_A_TASK, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if has != resource.RLIM_INFINITY and need > has:
+        raise UserError(
+            f"{count:,} tasks need {need:,} open files each, but `ulimit -n` allows {has:,}: fewer --num_ps or --num_workers, "
+            f"or ulimit -n {need}"
+        )
+    check_threads(f"{count:,} tasks need some", THREADS_OF_A_TASK * count, "--num_ps or --num_workers")
+
+
+def check_threads(who, need, flags):
+    """Raises a `UserError` if this machine cannot have so many threads: it says who needs them, and of what to give less."""
+    has, of = _processes()
+    if need > has:
+        raise UserError(f"{who} {need:,} threads, but {of} allows {has:,}: fewer {flags}, or a higher limit")
+
+
+def _processes():
+    """Returns how many processes, threads included, there can be, and which limit says so."""
+    limits = [(number, "the cgroup's pids.max") for number in _of_cgroups("pids", "pids.max", "pids.max")]
+    if os.geteuid():  # root may have any number
+        limits.append((resource.getrlimit(resource.RLIMIT_NPROC)[0], "`ulimit -u`"))
+    for name in "pid_max", "threads-max":
+        limits += [(number, f"kernel.{name}") for number in _numbers_in(Path("/proc/sys/kernel", name))]
+    return min(((number, of) for number, of in limits if number >= 0), default=(float("inf"), ""))
+
+
+def _of_cgroups(controller, name, name_of_1):
+    """Yields the limits of the cgroups that this process is in, in files called so in version 2 and version 1."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return  # no Linux
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root, file = (Path("/sys/fs/cgroup", controller), name_of_1) if controllers else (Path("/sys/fs/cgroup"), name)
+        folder = root / path.lstrip("/")
+        for each in (folder, *folder.parents):
+            if each.is_relative_to(root):
+                yield from _numbers_in(each / file)
+
+
+def _numbers_in(path):
+    """Returns the number in a file as a list: none if there is no such file, or no number in it, as in `max`."""
+    try:
+        return [int(path.read_text())]
+    except (OSError, ValueError):
+        return []
