@@ -307,6 +307,7 @@ def _become_task(server, key, words, log, terminal, environ):
     die_with_parent(server)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher may ignore it, and asks its tasks by it to end
     if log is not None:
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         for standard in (1, 2):
