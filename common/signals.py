@@ -51,7 +51,7 @@ def prepare_for_a_closed_terminal():
     a terminal that was closed goes nowhere."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream:
+        if stream and stream.isatty():
             setattr(sys, name, lasting(stream, stream.fileno()))
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
         signal.signal(signal.SIGHUP, _interrupt_once)
