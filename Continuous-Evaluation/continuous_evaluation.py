@@ -100,7 +100,7 @@ def values_in(checkpoint, model):
             f"the checkpoint {checkpoint} has {parameters.size:,} parameters, the model {model.size:,}: give the evaluator the "
             "flags of the other tasks"
         )
-    state = [reader.get_tensor(f"worker_0/state_{i}") for i in range(len(model.initial_state))]
+    state = [reader.get_tensor(f"state_{i}") for i in range(len(model.initial_state))]
     return (parameters, state), int(reader.get_tensor("global_step"))
 
 

@@ -45,9 +45,10 @@ def train(task, settings):
       UserError: if data and model cannot be trained.
     """
     # Imported only now, with tensorflow, which costs seconds: a bad flag is told at once.
+    from common.checkpoints import Keeper
     from common.hooks import EvaluationHook
     from common.session import Saver, monitored_session
-    from common.training import Interruption, fed_test_set, last_step, write_result
+    from common.training import Interruption, fed_test_set, last_step, samples_per_update, updates_before, write_result
 
     interruption = Interruption()
     dataset = data.load(settings.data, settings.seed)
@@ -80,37 +81,38 @@ def train(task, settings):
             local_init_op=tf.local_variables_initializer(),
             local_init_feed_dict=local_init_feed_dict,
         )
-        checkpoints = str(Path(settings.run_dir, "checkpoints"))
-        with monitored_session(
-            None, "", scaffold, checkpoints, settings.checkpoint_secs, [interruption, evaluation]
-        ) as session:
+        checkpoints, every_secs = str(Path(settings.run_dir, "checkpoints")), settings.checkpoint_secs
+        keeper = Keeper(center, checkpoints, every_secs, samples_per_update=samples_per_update(settings))
+        with monitored_session(None, "", scaffold, checkpoints, every_secs, [interruption, evaluation], keeper) as session:
             # Hooks are not made for several threads: these run on the plain session inside, and this one calls the hooks.
             shared = session.run_step_fn(lambda step_context: step_context.session)
-            deadline = time.monotonic() + (settings.seconds or math.inf)
+            trained, samples_before = session.run([keeper.trained, keeper.samples_before])
+            done = updates_before(samples_before, settings)
+            deadline = time.monotonic() + (settings.seconds - trained if settings.seconds else math.inf)
             failed = threading.Event()
 
             def stop():
                 return interruption.requested or failed.is_set() or time.monotonic() >= deadline
 
             with concurrent.futures.ThreadPoolExecutor(len(workers)) as pool:
-                reports = [pool.submit(worker.train, shared, last, stop) for worker in workers]
+                reports = [pool.submit(worker.train, shared, last, done, stop) for worker in workers]
                 ended = False
                 while not ended:
-                    done, _ = concurrent.futures.wait(reports, 1, concurrent.futures.FIRST_EXCEPTION)
-                    ended = len(done) == len(reports)
-                    if any(report.exception() for report in done):
+                    at_end, _ = concurrent.futures.wait(reports, 1, concurrent.futures.FIRST_EXCEPTION)
+                    ended = len(at_end) == len(reports)
+                    if any(report.exception() for report in at_end):
                         failed.set()  # the others stop, too, and result() raises the exception
-                    session.run(center.step)  # lets the session save a checkpoint when it is time
+                    session.run(center.step)  # lets the session say that checkpoints cannot be written any more
             results = [report.result() for report in reports]
             if interruption.requested:
                 return 130  # leaving the session saves a checkpoint
             interruption.training_ends()
             evaluated = evaluation.evaluate(session)
-            values, state = session.run(final)
+            (values, state), samples = session.run([final, keeper.samples])
     for worker in workers:
         worker.log.close()
     built[0].save(values, state, Path(settings.run_dir, "model.keras"))
-    write_result(settings, None, results, *evaluated)
+    write_result(settings, None, results, *evaluated, samples=samples)
     return 0
 
 
@@ -145,12 +147,12 @@ class Worker:
         self.log = MetricsLog(settings.run_dir, index, last)
         self._metrics = MetricsHook(self.log, settings.batch_size * settings.window)
 
-    def train(self, session, last, stop):
-        """Runs rounds up to global step `last`, or until `stop()`; returns its report, see `common.training.REPORT`."""
+    def train(self, session, last, done, stop):
+        """Runs rounds up to global step `last` - `done`, or until `stop()`; returns its report, as `common.training.REPORT`."""
         first_time, first_step = time.time(), session.run(self._center.step)
         present = first_step
-        while present < last and not stop():
-            present = self._run(session, *self._next_call(present)).steps[-1, 1]
+        while present + done < last and not stop():
+            present = self._run(session, *self._next_call(present + done)).steps[-1, 1]
         stop_time = time.time()
         self._metrics.flush()
         return self._index, first_time, first_step, stop_time, *self._metrics.totals()

@@ -6,6 +6,7 @@ there, at the speed of that device. On the CPU they would cross the bus to each 
 Without a GPU the towers are on logical devices of the CPU: the same graph, to look at, on the cores that one would have, too.
 """
 
+import functools
 import json
 import types
 from pathlib import Path
@@ -139,8 +140,9 @@ def train(task, settings):
       UserError: if data and model cannot be trained.
     """
     # Imported only now, with tensorflow, which costs seconds: a bad flag is told at once.
+    from common.checkpoints import Keeper
     from common.session import Saver, monitored_session
-    from common.training import Interruption, Plan, build_calls, fed_test_set, work, write_result
+    from common.training import Interruption, Plan, build_calls, fed_test_set, samples_per_update, work, write_result
 
     interruption = Interruption()
     names, dataset, whole = begin(settings)
@@ -169,11 +171,13 @@ def train(task, settings):
             local_init_op=tf.local_variables_initializer(),
             local_init_feed_dict={**towers.init_feed_dict, **feed_dict},
         )
-        plan = Plan(last, center.step, next_call, evaluation, final, scaffold)
-        outcome = work(plan, None, whole, None, interruption, monitored_session)
+        checkpoints = Path(settings.run_dir, "checkpoints")
+        keeper = Keeper(center, checkpoints, settings.checkpoint_secs, samples_per_update=samples_per_update(whole))
+        plan = Plan(last, center.step, next_call, evaluation, final, scaffold, keeper=keeper)
+        outcome = work(plan, None, whole, None, interruption, functools.partial(monitored_session, keeper=keeper))
     if outcome.final:
         built[0].save(*outcome.final, Path(settings.run_dir, "model.keras"))
-        write_result(whole, None, outcome.reports, *outcome.evaluated)
+        write_result(whole, None, outcome.reports, *outcome.evaluated, samples=outcome.samples)
         end(settings, names)
     return outcome.status
 

@@ -239,10 +239,10 @@ class Batches:
         return tf.gather(self._x, indices), tf.gather(self._y, indices)
 
 
-def local_variable(name, initial_value, is_saved=False):
-    """Returns a variable of this worker's own: initialized in every session anew, in no checkpoint unless it `is_saved`."""
-    key = tf.GraphKeys.GLOBAL_VARIABLES if is_saved else tf.GraphKeys.LOCAL_VARIABLES
-    return tf.get_variable(name, initializer=initial_value, trainable=False, collections=[key], use_resource=True)
+def local_variable(name, initial_value):
+    """Returns a variable of this worker's own: initialized in every session anew, in no checkpoint."""
+    collections = [tf.GraphKeys.LOCAL_VARIABLES]
+    return tf.get_variable(name, initializer=initial_value, trainable=False, collections=collections, use_resource=True)
 
 
 def array_dataset(arrays, batch_size, num_workers=1, shard_index=0, epochs=None, seed=0):

@@ -30,7 +30,7 @@ class MetricsLog:
     """
 
     def __init__(self, run_dir, worker, last_step, tags=None):
-        self._constant, self._tags = {"worker": worker, "last_step": last_step}, tags or {}
+        self.last_step, self._worker, self._tags = last_step, worker, tags or {}
         name = worker if worker == "evaluator" else f"worker-{worker}"
         path = Path(run_dir, "metrics", f"{name}.jsonl")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,7 +43,8 @@ class MetricsLog:
     def write(self, global_step, **values):
         """Writes one line with the time and these values; the numbers among them become TensorBoard scalars."""
         finite = {name: None if isinstance(v, float) and not np.isfinite(v) else v for name, v in values.items()}
-        line = json.dumps({"time": time.time(), "global_step": int(global_step), **self._constant, **finite})
+        constant = {"worker": self._worker, "last_step": int(self.last_step)}
+        line = json.dumps({"time": time.time(), "global_step": int(global_step), **constant, **finite})
         scalars = [
             tf.Summary.Value(tag=self._tags.get(name, name), simple_value=value)
             for name, value in values.items()
@@ -55,7 +56,7 @@ class MetricsLog:
 
     def failure(self, global_step, loss, advice="go on from the newest good checkpoint with --resume and"):
         """Returns the `TrainingFailed` of a worker whose loss is not finite."""
-        where = f"worker {self._constant['worker']}: the loss is {loss} at step {global_step}"
+        where = f"worker {self._worker}: the loss is {loss} at step {global_step}"
         return TrainingFailed(f"{where}; {advice} a smaller --learning_rate, or look at the data")
 
     def close(self):

@@ -73,6 +73,19 @@ class GlobalParameters:
             self._slots[name] = self._pieces(name, tf.zeros_initializer(), beside)
         return self._slots[name]
 
+    def keep(self, values):
+        """Returns variables beside the global step with these initial values, which are saved with x̃.
+
+        They are for what a model has that is not trained, as moving means: the chief's own live on the chief, and die with it.
+        """
+        kept = []
+        for i, value in enumerate(values):
+            feed = tf.placeholder(value.dtype, value.shape)
+            self.init_feed_dict[feed] = value
+            with tf.device(self.step.device):
+                kept.append(tf.get_variable(f"state_{i}", initializer=feed, trainable=False, use_resource=True))
+        return kept
+
     def _after_previous(self, device):
         """Control dependencies of a read on `device`: what went before, there or on a worker.
 
@@ -393,21 +406,21 @@ class LocalParameters:
       name: variable scope; different for each worker, since the ps know what they remember of it by this name.
       index, num_workers: which worker of how many this is.
       delay: seconds that each call of `train` takes longer, to see what a slow worker does.
-      is_saved: whether checkpoints hold the state of this worker's model, as the chief's do.
+      kept: variables, see `GlobalParameters.keep`: where the state of this worker's model begins, in place of the model's own.
     """
 
-    def __init__(self, center, model, batches, name="local", index=0, num_workers=1, delay=0.0, is_saved=False):
+    def __init__(self, center, model, batches, name="local", index=0, num_workers=1, delay=0.0, kept=()):
         self.model, self.batches, self.name = model, batches, name
         self.index, self.num_workers, self.delay = index, num_workers, delay
-        self.init_feed_dict, self.state_feed_dict = dict(batches.init_feed_dict), {}
+        self.init_feed_dict = dict(batches.init_feed_dict)
         with tf.variable_scope(name):
             self.value = local_variable("x", center.read()[0])
             self.state = []
             for i, value in enumerate(model.initial_state):
-                feed = tf.placeholder(value.dtype, value.shape)
-                self.state_feed_dict[feed] = value
-                self.state.append(local_variable(f"state_{i}", feed, is_saved))
-            self.init_feed_dict.update(self.state_feed_dict)
+                if not kept:
+                    feed = tf.placeholder(value.dtype, value.shape)
+                    self.init_feed_dict[feed] = value
+                self.state.append(local_variable(f"state_{i}", kept[i].read_value() if kept else feed))
         self.memory = Memory()  # set by a pull that is remembered
         self._vectors: dict[str, Any] = {}
         self._optimizers: dict[Any, Any] = {}

@@ -3,13 +3,10 @@
 import contextlib
 import os
 import re
-from pathlib import Path
-
-import numpy as np
 
 from common import cluster, tf
-from common.flags import TrainingFailed, UserError, why_unwritable
-from common.forkserver import say
+from common.checkpoints import checkpoints_in, newest_good_checkpoint, writing_into
+from common.flags import UserError
 
 
 class Saver(tf.train.Saver):
@@ -21,76 +18,20 @@ class Saver(tf.train.Saver):
         Raises:
           TrainingFailed: if the disk is full, read-only or gone.
         """
-        try:
+        with writing_into(os.path.dirname(save_path)):
             return super().save(sess, save_path, *args, **kwargs)
-        except (tf.errors.OpError, ValueError) as error:  # the second for a folder that is not there any more
-            folder, why = os.path.dirname(save_path), why_unwritable(error)
-            if not os.path.isdir(folder):
-                raise TrainingFailed(f"no checkpoint can be written: the folder {folder} is gone") from None
-            if why is None:
-                raise
-            raise TrainingFailed(
-                f"no checkpoint can be written into {folder}: {why}; those in it are whole, and --resume goes on from the "
-                "newest when that is mended"
-            ) from None
-
-
-def checkpoints_in(folder):
-    """Returns the paths of all checkpoints in a folder, the oldest first."""
-    with contextlib.suppress(ValueError):  # of an empty file, or one with other bytes
-        state = tf.train.get_checkpoint_state(str(folder)) if folder else None
-        if state and state.all_model_checkpoint_paths:
-            return list(state.all_model_checkpoint_paths)
-    # The file that lists them is damaged, or they were copied without it.
-    files = Path(folder).glob("*-*.index") if folder else []
-    steps = {int(step): str(file.with_suffix("")) for file in files if (step := file.stem.rpartition("-")[2]).isdigit()}
-    return [path for _, path in sorted(steps.items())]
-
-
-def newest_good_checkpoint(folder):
-    """Returns the path of the newest checkpoint in a folder of which every value can be read; None if there are none at all.
-
-    It says a line about each newer one that is damaged: cut short, with other bytes than were written, or with a trainable
-    variable that is not finite.
-
-    Raises:
-      UserError: if all are damaged.
-    """
-    paths, problem = checkpoints_in(folder), None
-    for path in reversed(paths):
-        problem = _damage(path)
-        if problem is None:
-            return path
-        line = f"the checkpoint {path} is damaged: {problem}; looking for an older one"
-        print(line, flush=True)
-        say(line)
-    if problem:
-        raise UserError(f"all checkpoints in {folder} are damaged, {Path(paths[0]).name}: {problem}; give another folder")
-    return None
-
-
-def _damage(path):
-    """What is wrong with a checkpoint, or None. Reads all of it: each value has a checksum."""
-    variables = [(v, v._get_save_slice_info()) for v in tf.trainable_variables()]
-    trainable = {part.full_name if part else v.op.name for v, part in variables}
-    try:
-        checkpoint = tf.train.load_checkpoint(path)
-        for name in checkpoint.get_variable_to_shape_map():
-            value = checkpoint.get_tensor(name)
-            if name in trainable and not np.isfinite(value).all():
-                return f"{name} has values that are not finite"
-    except (tf.errors.OpError, IndexError, ValueError, RuntimeError) as error:
-        return str(error).splitlines()[0].removeprefix(f"TensorBundle at {path} ")
-    return None
 
 
 class _Creator(tf.train.SessionCreator):
-    """What `tf.train.ChiefSessionCreator` and `WorkerSessionCreator` do, looking every 0.1 s whether the chief has initialized
-    the parameters. Theirs looks every 30 s, so each worker would start that late."""
+    """What `tf.train.ChiefSessionCreator` and `WorkerSessionCreator` do, with two differences.
 
-    def __init__(self, task, scaffold, target, checkpoint_dir, config):
+    A chief that finds initialized parameters on the ps goes on with them: it restores only what is lost. And the others look
+    every 0.1 s whether the chief has initialized the parameters. Theirs looks every 30 s, so each worker would start that late.
+    """
+
+    def __init__(self, task, scaffold, target, checkpoint_dir, config, keeper=None):
         self._task, self._scaffold, self._target, self._checkpoint_dir = task, scaffold, target, checkpoint_dir
-        self._config = task.config(config) if task else config
+        self._config, self._keeper = task.config(config) if task else config, keeper
 
     def create_session(self):
         scaffold = self._scaffold.finalize()
@@ -107,28 +48,40 @@ class _Creator(tf.train.SessionCreator):
             session.is_new = False
             return session
         is_new = []
+        # As its `init_fn`, since the manager itself would restore a checkpoint over parameters that live.
+        session = manager.prepare_session(
+            self._target, config=self._config, init_fn=lambda session: is_new.append(self._provide(session, scaffold))
+        )
+        session.is_new = is_new[-1]  # for hooks: whether its variables have their initial values
+        return session
 
-        def note_and_init(session):
-            is_new.append(True)
+    def _provide(self, session, scaffold):
+        """Gives the global variables their values, unless they have them; returns whether these are the initial ones."""
+        keeper = self._keeper
+        if keeper or self._task and tf.global_variables():
+            lost = session.run(keeper.has_lost if keeper else scaffold.ready_for_local_init_op)
+            if not lost.size:
+                if keeper:
+                    keeper.adopt(session)
+                else:
+                    scaffold.saver.recover_last_checkpoints(checkpoints_in(self._checkpoint_dir))
+                return False
+        if keeper:
+            keeper.lose(session)
+        newest = newest_good_checkpoint(self._checkpoint_dir)
+        if newest:
+            paths = checkpoints_in(self._checkpoint_dir)
+            scaffold.saver.recover_last_checkpoints(paths[: paths.index(newest) + 1])  # which are to be removed in their turn
+            what, otherwise = f"the checkpoint in {self._checkpoint_dir}", "another --run_dir or checkpoint_dir"
+            with restoring(what, otherwise, scaffold.saver, newest):
+                scaffold.saver.restore(session, newest)
+        else:
+            session.run(scaffold.init_op, scaffold.init_feed_dict)
             if scaffold.init_fn:
                 scaffold.init_fn(session)
-
-        newest, paths = newest_good_checkpoint(self._checkpoint_dir), checkpoints_in(self._checkpoint_dir)
-        if newest:
-            scaffold.saver.recover_last_checkpoints(paths[: paths.index(newest) + 1])  # which are to be removed in their turn
-        what, otherwise = f"the checkpoint in {self._checkpoint_dir}", "another --run_dir or checkpoint_dir"
-        with restoring(what, otherwise, scaffold.saver, newest):
-            session = manager.prepare_session(
-                self._target,
-                config=self._config,
-                saver=scaffold.saver,
-                checkpoint_filename_with_path=newest,
-                init_op=scaffold.init_op,
-                init_feed_dict=scaffold.init_feed_dict,
-                init_fn=note_and_init,  # called if no checkpoint was restored
-            )
-        session.is_new = bool(is_new)  # for hooks: whether its variables have their initial values
-        return session
+        if keeper:
+            keeper.begin_run(session, newest)
+        return not newest
 
 
 @contextlib.contextmanager
@@ -281,16 +234,19 @@ def _saver_hook(checkpoint_dir, checkpoint_secs, scaffold):
     return tf.train.CheckpointSaverHook(checkpoint_dir, save_secs=checkpoint_secs, scaffold=scaffold, save_graph_def=False)
 
 
-def monitored_session(task, target, scaffold, checkpoint_dir, checkpoint_secs, hooks=()):
+def monitored_session(task, target, scaffold, checkpoint_dir, checkpoint_secs, hooks=(), keeper=None):
     """Returns a `tf.train.MonitoredSession` for this task, whose end tells the ps tasks nothing: see `cluster.say_done`.
 
     The chief (and a process on its own, `task` None) initializes the global variables or restores them from the newest
-    checkpoint, and saves one at the beginning, every `checkpoint_secs` seconds and at the end.
+    checkpoint, if they are not there. The `common.checkpoints.Keeper` saves them. Without one the chief saves, between its
+    calls: at the beginning, every `checkpoint_secs` seconds and at the end.
     """
     hooks = list(hooks)
-    if task is None or task.is_master():
+    if keeper:
+        hooks.append(keeper)
+    elif task is None or task.is_master():
         hooks.append(_saver_hook(checkpoint_dir, checkpoint_secs, scaffold))
     config = tf.ConfigProto(allow_soft_placement=True)
     # TensorFlow would fuse a small layer's operations into one that takes longer: see benchmarks/README.md.
     config.graph_options.rewrite_options.remapping = type(config.graph_options.rewrite_options).OFF
-    return tf.train.MonitoredSession(_Creator(task, scaffold, target, checkpoint_dir, config), hooks)
+    return tf.train.MonitoredSession(_Creator(task, scaffold, target, checkpoint_dir, config, keeper), hooks)

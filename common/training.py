@@ -1,5 +1,6 @@
 """The one main loop of a worker: join the cluster, build the scheme, open the session, run rounds, write the result."""
 
+import functools
 import math
 import os
 import signal
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common import cluster, data, models, plots, signals, tf
+from common.checkpoints import Keeper
 from common.hooks import EarlyStoppingHook, EvaluationHook, MeetingHook, MetricsHook, MetricsLog, WarmStartHook
 from common.launch import write_json
 from common.parameters import GlobalParameters, LocalParameters, build_rounds, repeat_rounds
@@ -41,11 +43,23 @@ def train(scheme, task, settings):
         center = GlobalParameters(model.initial_parameters, task.num_ps if task else 1, task and task.device_fn())
         with tf.device(task and task.device):
             batches = data.Batches(x, y, settings.batch_size, settings.seed + index)
+            kept = center.keep(model.initial_state)
             local = LocalParameters(
-                center, model, batches, f"worker_{index}", index, num_workers, delay_of(settings.delays, index), index == 0
+                *(center, model, batches, f"worker_{index}", index, num_workers, delay_of(settings.delays, index)),
+                kept=kept if index == 0 else (),
             )
             last, next_call = build_calls(scheme, center, local, settings, len(dataset.x_train))
             settings.gradients_per_update = center.gradients_per_update
+            copies = [there.assign(here, read_value=False) for there, here in zip(kept, local.state, strict=True)]
+            keeper = Keeper(
+                center,
+                Path(settings.run_dir, "checkpoints"),
+                settings.checkpoint_secs,
+                index,
+                task and task.device,
+                samples_per_update(settings),
+                copies,
+            )
             local_init_feed_dict, evaluation, final = local.init_feed_dict, None, None
             if index == 0:
                 parameters, step = center.read()
@@ -57,22 +71,24 @@ def train(scheme, task, settings):
             if task and (settings.warm_start_steps or center.meeting):
                 with tf.device(center.step.device):
                     gate = tf.get_variable("gate", initializer=True, trainable=False, collections=[])
-                if index > 0:
-                    ready = tf.report_uninitialized_variables([*tf.global_variables(), gate])
+            if index > 0:
+                gates = [] if gate is None else [tf.report_uninitialized_variables([gate])]
+                ready = tf.concat([keeper.has_lost, *gates], axis=0)
             scaffold = tf.train.Scaffold(
-                # Not sharded: the chief alone writes, so the ps tasks need no folder in common with it.
+                # It restores what the keeper saves. Not sharded: the ps tasks need no folder in common with the chief.
                 saver=Saver(sharded=False, save_relative_paths=True),
-                init_feed_dict={**center.init_feed_dict, **local.state_feed_dict},
+                init_feed_dict=center.init_feed_dict,
                 ready_for_local_init_op=ready,
                 local_init_op=tf.local_variables_initializer(),
                 local_init_feed_dict=local_init_feed_dict,
             )
-        plan = Plan(last, center.step, next_call, evaluation, final, scaffold, gate, center.meeting)
-        outcome = work(plan, task, settings, server, interruption, monitored_session)
+        plan = Plan(last, center.step, next_call, evaluation, final, scaffold, gate, center.meeting, keeper)
+        outcome = work(plan, task, settings, server, interruption, functools.partial(monitored_session, keeper=keeper))
     if outcome.final:
         model.save(*outcome.final, Path(settings.run_dir, "model.keras"))
         optimizers = ", ".join(sorted(center.optimizers | local.optimizers))
-        write_result(settings, task, outcome.reports, *outcome.evaluated, parameters=model.size, optimizer=optimizers)
+        more = {"samples": outcome.samples, "parameters": model.size, "optimizer": optimizers}
+        write_result(settings, task, outcome.reports, *outcome.evaluated, **more)
     return outcome.status
 
 
@@ -150,6 +166,7 @@ class Plan(NamedTuple):
     scaffold: Any  # a `tf.train.Scaffold`
     gate: Any = None  # a variable that the other workers wait for, see `common.hooks.WarmStartHook`
     meeting: Any = None  # a `common.parameters.Meeting`, where workers wait for each other
+    keeper: Any = None  # a `common.checkpoints.Keeper`, if there is one
 
 
 class Outcome(NamedTuple):
@@ -159,6 +176,7 @@ class Outcome(NamedTuple):
     final: Any = None  # values of `Plan.final`
     reports: Any = None  # of all workers, see REPORT
     evaluated: Any = None  # global step, loss and accuracy on the test set
+    samples: Any = None  # how many the parameters were trained with, in all runs that they come from; None: see the reports
 
 
 def work(plan, task, settings, server, interruption, open_session):
@@ -204,43 +222,63 @@ def work(plan, task, settings, server, interruption, open_session):
     with tf.device(plan.step.device):
         clock = tf.timestamp()  # one clock for all workers
     target, checkpoints = server.target if server else "", str(Path(settings.run_dir, "checkpoints"))
+
+    if plan.keeper:
+        plan.keeper.log = log
+
+    def save(opened):
+        if plan.keeper:
+            plan.keeper.save(opened)
+        else:
+            plan.scaffold.saver.save(opened, os.path.join(checkpoints, "model.ckpt"), plan.step)
+
     with open_session(task, target, plan.scaffold, checkpoints, settings.checkpoint_secs, hooks) as session:
         first_time, first_step = session.run([clock, plan.step])
-        deadline = time.monotonic() + (settings.seconds or math.inf)
+        last, trained = plan.last, 0.0
+        if plan.keeper:
+            trained, samples_before = session.run([plan.keeper.trained, plan.keeper.samples_before])
+            last -= updates_before(samples_before, settings)
+            log.last_step = last
+        deadline = time.monotonic() + (settings.seconds - trained if settings.seconds else math.inf)
         present = first_step
         if index > 0 and plan.gate is not None and not meeting and not session.run(plan.gate):
-            present = plan.last  # the chief has ended before there was anything to do for others
+            present = last  # the chief has ended before there was anything to do for others
         is_over, calls = False, 0
-        while present < plan.last and not is_over:
-            is_told = early_stopping and early_stopping.requested
-            if time.monotonic() >= deadline or interruption.requested or is_told:
-                if meeting is None or not meeting.vote(session):
-                    break
-            if calls == 1:  # the first one had to prepare the graph, which is no training
-                first_time, first_step = session.run([clock, plan.step])
-            rounds = session.run(*plan.next_call(present))
-            present, is_over, calls = rounds.steps[-1, 1], rounds.over, calls + 1
-        if interruption.requested:
-            return Outcome(130)  # leaving the session saves a checkpoint
-        stop_time = session.run(clock)
-        interruption.training_ends()
-        if meeting:
-            session.run_step_fn(lambda step_context: meeting.leave(step_context.session))
-        metrics.flush()
-        report = [index, first_time, first_step, stop_time, *metrics.totals()]
-        if index > 0:
-            rendezvous.wait(session, report)
-            outcome = Outcome(0)
-        else:
-            # Waiting for the others may take long, if one of them is not even started: save before.
-            path = os.path.join(checkpoints, "model.ckpt")
-            session.run_step_fn(lambda step_context: plan.scaffold.saver.save(step_context.session, path, plan.step))
+        while True:
+            while present < last and not is_over:
+                is_told = early_stopping and early_stopping.requested
+                if time.monotonic() >= deadline or interruption.requested or is_told:
+                    if meeting is None or not meeting.vote(session):
+                        is_over = True
+                        break
+                if calls == 1:  # the first one had to prepare the graph, which is no training
+                    first_time, first_step = session.run([clock, plan.step])
+                rounds = session.run(*plan.next_call(present + plan.last - last))
+                present, is_over, calls = rounds.steps[-1, 1], rounds.over, calls + 1
+            if interruption.requested:
+                return Outcome(130)  # leaving the session saves a checkpoint
+            stop_time = session.run(clock)
+            interruption.training_ends()
+            if meeting:
+                session.run_step_fn(lambda step_context: meeting.leave(step_context.session))
+            metrics.flush()
+            report = [index, first_time, first_step, stop_time, *metrics.totals()]
+            if index > 0:
+                rendezvous.wait(session, report)
+                outcome = Outcome(0)
+                break
             if warm_start:  # or those would never come that still wait
                 session.run_step_fn(lambda step_context: warm_start.close(step_context.session))
             reports = rendezvous.gather(session, report) if task else [report]
-            outcome = Outcome(0, session.run(plan.final), reports, evaluation.evaluate(session))
-            if task:
-                rendezvous.dismiss(session)
+            present = session.run(plan.step)
+            if present >= last or is_over or meeting:
+                session.run_step_fn(lambda step_context: save(step_context.session))
+                samples = session.run(plan.keeper.samples) if plan.keeper else None
+                outcome = Outcome(0, session.run(plan.final), reports, evaluation.evaluate(session), samples)
+                if task:
+                    rendezvous.dismiss(session)
+                break
+            # A ps has died when all others had ended. The chief makes the updates again that were lost.
     log.close()
     if settings.num_evaluators and index == 0:
         ended.touch()  # now that the last checkpoint is saved
@@ -268,26 +306,39 @@ def delay_of(delays, index):
     return delays[index] / 1000 if delays and index < len(delays) else 0.0
 
 
+def samples_per_update(settings):
+    """Returns how many samples, of all workers, an update of the global parameters is made of."""
+    return settings.batch_size * settings.window * settings.gradients_per_update
+
+
 def last_step(settings, num_samples, gradients_per_update=1):
     """Returns the global step to stop at, from `--steps` or else `--epochs`."""
-    samples_per_update = settings.batch_size * settings.window * gradients_per_update
-    return settings.steps or math.ceil(settings.epochs * num_samples / samples_per_update)
+    samples = settings.batch_size * settings.window * gradients_per_update
+    return settings.steps or math.ceil(settings.epochs * num_samples / samples)
+
+
+def updates_before(samples, settings):
+    """Returns how many updates fewer `--epochs` takes, when more samples were trained with than the global step says.
+
+    That is so when a run goes on from one with another batch size or window.
+    """
+    return 0 if settings.steps else int(samples) // samples_per_update(settings)
 
 
 # What a worker tells the chief at its end, as float64. Times are in seconds on the clock of ps 0.
 REPORT = ("index", "first_time", "first_step", "stop_time", "samples", "updates", "staleness_sum", "staleness_max", "dropped")
 
 
-def write_result(settings, task, reports, global_step, test_loss, test_accuracy, **more):
+def write_result(settings, task, reports, global_step, test_loss, test_accuracy, *, samples=None, **more):
     """Writes `result.json`, with what `more` there is to say, and `curve.png`, from all workers' reports and the last
-    evaluation."""
-    result = summarize(settings, task, reports, global_step)
+    evaluation. `samples` are those of `Outcome`."""
+    result = summarize(settings, task, reports, global_step, samples)
     result.update(test_accuracy=test_accuracy, test_loss=test_loss if math.isfinite(test_loss) else None, restarts=0, **more)
     write_json(Path(settings.run_dir, "result.json"), result)
     plots.draw_curve(settings.run_dir)  # last, as it may fail
 
 
-def summarize(settings, task, reports, global_step):
+def summarize(settings, task, reports, global_step, samples=None):
     """Returns what `result.json` says of speed and staleness."""
     columns = dict(zip(REPORT, np.array(reports, float).T, strict=True))
     trained = columns["updates"] > 0
@@ -297,9 +348,13 @@ def summarize(settings, task, reports, global_step):
         latest = np.argmax(np.where(trained, columns["first_time"], -np.inf))
         updates = global_step - columns["first_step"][latest]
         train_seconds = float(columns["stop_time"].max() - columns["first_time"][latest])
-        samples_per_update = settings.batch_size * settings.window * settings.gradients_per_update
-        samples_per_second = updates * samples_per_update / train_seconds
+        samples_per_second = updates * samples_per_update(settings) / train_seconds
         staleness = columns["staleness_sum"].sum() / columns["updates"].sum()
+    dropped = columns["dropped"].sum()
+    if samples is None:
+        samples = columns["samples"].sum()
+    else:
+        samples += dropped * settings.batch_size * settings.window
     return {
         "scheme": settings.scheme,
         "num_ps": task.num_ps if task else 0,
@@ -308,13 +363,13 @@ def summarize(settings, task, reports, global_step):
         "batch_size": settings.batch_size,
         "window": settings.window,
         "global_steps": int(global_step),
-        "samples": int(columns["samples"].sum()),
+        "samples": int(samples),
         "train_seconds": train_seconds,
         "wall_seconds": time.time() - settings.began,
         "samples_per_second": samples_per_second,
         "staleness_mean": staleness,
         "staleness_max": int(columns["staleness_max"].max()),
-        "gradients_dropped": int(columns["dropped"].sum()),
+        "gradients_dropped": int(dropped),
     }
 
 

@@ -4,8 +4,8 @@
     python tests/chaos.py --rounds=1 --seed=1 --first=137  # that round again: the same scheme, faults and times
 
 A round is one run of a scheme through its launcher. At times drawn from the seed a task, drawn too, gets SIGKILL or SIGSTOP, or
-the launcher gets SIGKILL and is started again with --resume. What has to hold in the end is in `Round.problems`. The folder
-of a round that failed is kept.
+the launcher gets SIGKILL and is started again with --resume. What has to hold in the end is in `Round.problems`; how much
+training is lost with a ps, in `Round._losses`. The folder of a round that failed is kept.
 """
 
 import argparse
@@ -44,7 +44,12 @@ SCHEMES = {
 HANG_SECS = 4
 SECONDS = 300  # within which a run has to end, whatever happened to it
 ACCURACY = 0.95
-FAULTS_UNTIL = 14  # seconds after the start of a run, when most would have ended undisturbed
+FAULTS_UNTIL = 10  # seconds after the tasks were started, when most runs would have ended undisturbed
+CHECKPOINT_SECS = 1
+# What may be lost beyond that, in seconds: a call that is under way, and metrics tell the step every half second.
+MORE_SECS = 1.0
+# Every eleventh round has 4 ps and 16 workers, so that each scheme has its turn. They take longer to start.
+LARGE_EVERY, LARGE_TASKS, LARGE_SLOWER = 11, (4, 16), 4
 
 
 @dataclass
@@ -64,30 +69,37 @@ class Round:
     injected: list = field(default_factory=list)  # (seconds, what, whom)
     seconds: float = 0.0
     gap: float = 0.0  # longest time without a line of metrics, from the first to the last
+    losses: list = field(default_factory=list)  # seconds of training that were lost, each time that parameters were restored
     problem: str = ""
     _checkpoints: list = field(default_factory=list)  # (time at which it was seen, step)
+    _ends_of_parameters: list = field(default_factory=list)  # times at which a ps, or all tasks, got a signal
 
     def __post_init__(self):
         drawn = random.Random(f"{self.seed}-{self.number}")
         self.scheme = self.scheme or list(SCHEMES)[self.number % len(SCHEMES)]
         self.num_ps, self.num_workers = drawn.choice([1, 1, 2]), drawn.choice([2, 2, 3])
+        is_large = self.number % LARGE_EVERY == LARGE_EVERY - 1
+        if is_large:
+            self.num_ps, self.num_workers = LARGE_TASKS
+        self._slower = LARGE_SLOWER if is_large else 1
         tasks = [("ps", i) for i in range(self.num_ps)] + [("worker", i) for i in range(self.num_workers)]
         self.plan = []
         for _ in range(drawn.randint(1, 3)):
             kind = drawn.choices(["SIGKILL", "SIGSTOP", "launcher"], [6, 3, 1])[0]
             whom = drawn.choice(tasks)
-            self.plan.append((drawn.uniform(0, FAULTS_UNTIL), kind, None if kind == "launcher" else whom))
+            self.plan.append((drawn.uniform(0, FAULTS_UNTIL * self._slower), kind, None if kind == "launcher" else whom))
         self.plan.sort(key=lambda fault: fault[0])
 
     def run(self):
         """Runs it to the end; `problem` is empty if all is well."""
-        began = time.monotonic()
+        first = time.monotonic()
         process = self._start()
         watching = threading.Event()
         watcher = threading.Thread(target=self._watch_checkpoints, args=(watching,), daemon=True)
         watcher.start()
         status = None
         try:
+            began = self._wait_for_tasks(process)
             for at, kind, whom in self.plan:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     status = process.wait(max(0.0, began + at - time.monotonic()))
@@ -96,7 +108,7 @@ class Round:
                     process = self._kill_launcher(process, at)
                 else:
                     self._signal(at, kind, whom)
-            status = process.wait(max(0.0, began + SECONDS - time.monotonic()))
+            status = process.wait(SECONDS)
         except subprocess.TimeoutExpired:
             status = "hung"
             process.kill()
@@ -104,7 +116,7 @@ class Round:
         finally:
             watching.set()
             watcher.join()
-        self.seconds = time.monotonic() - began
+        self.seconds = time.monotonic() - first
         self.problem = next(self.problems(status), "")
         for pid in processes(self.folder):
             with contextlib.suppress(ProcessLookupError):
@@ -115,7 +127,8 @@ class Round:
         script, steps = SCHEMES[self.scheme]
         resume = ["--resume"] if any(self.folder.glob("checkpoints/*.index")) else []
         flags = [f"--num_ps={self.num_ps}", f"--num_workers={self.num_workers}", f"--steps={steps}", *resume]
-        flags += [f"--hang_secs={HANG_SECS}", "--checkpoint_secs=1", "--max_restarts=10", f"--run_dir={self.folder}"]
+        flags += [f"--hang_secs={HANG_SECS * self._slower}", f"--checkpoint_secs={CHECKPOINT_SECS}", "--max_restarts=10"]
+        flags.append(f"--run_dir={self.folder}")
         with open(f"{self.folder}.out", "a") as out:
             return subprocess.Popen(
                 [sys.executable, str(ROOT / self.scheme / script), "--launch", *flags],
@@ -125,16 +138,27 @@ class Round:
                 start_new_session=True,
             )
 
+    def _wait_for_tasks(self, process):
+        """Waits until there are tasks, or the run has ended, and returns the time."""
+        while process.poll() is None and not processes(self.folder, "--job_name=worker"):
+            time.sleep(0.05)
+        return time.monotonic()
+
     def _signal(self, at, kind, whom):
         for pid in processes(self.folder, f"--job_name={whom[0]}", f"--task_index={whom[1]}"):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.Signals[kind])
-                self.injected.append((round(at, 2), kind, f"{whom[0]} {whom[1]}"))
+                self._note(at, kind, f"{whom[0]} {whom[1]}")
+
+    def _note(self, at, kind, whom):
+        self.injected.append((round(at, 2), kind, whom))
+        if not whom.startswith("worker"):
+            self._ends_of_parameters.append(time.time())
 
     def _kill_launcher(self, process, at):
         process.kill()
         process.wait()
-        self.injected.append((round(at, 2), "SIGKILL", "launcher"))
+        self._note(at, "SIGKILL", "launcher")
         left = wait_until_gone(processes(self.folder))  # they end with it, but it cannot wait for them any more
         if left:
             self.injected.append((round(at, 2), "left", f"processes {left}"))
@@ -163,6 +187,7 @@ class Round:
         for path in (self.folder / "metrics").iterdir():
             lines += map(json.loads, path.read_text().splitlines())
         training = sorted((line["time"], line["global_step"]) for line in lines if "samples" in line)
+        yield from self._losses(training, sorted((line["time"], line) for line in lines if "parameters" in line))
         self.gap = max((after[0] - before[0] for before, after in zip(training, training[1:])), default=0.0)
         for seen, step in self._checkpoints:
             # A second for a line that was under way when the checkpoint was saved.
@@ -170,9 +195,35 @@ class Round:
                 yield f"step {back[0][1]} after a checkpoint of step {step}"
         yield from self._unreadable()
 
+    def _losses(self, training, begins):
+        """Yields what is wrong with where training went on, each time that the chief gave the parameters their values.
+
+        Args:
+          training: (time, global step) of all lines of metrics, sorted.
+          begins: (time, line) of those of the chief that say with which parameters it begins, sorted.
+        """
+        for (before, known), (now, line) in zip(begins, begins[1:]):
+            step = line["global_step"]
+            fault = min((time for time in self._ends_of_parameters if before < time < now), default=None)
+            points = [(before, known["global_step"])]
+            points += [point for point in training if before < point[0] < (fault or now) + 0.5]
+            if not line["parameters"].startswith("restored"):
+                if step + 1 < max(step for time, step in points if time < now - MORE_SECS):
+                    yield f"the parameters {line['parameters']} are of step {step}, after one of {points[-1][1]}"
+            elif fault is None:
+                yield f"parameters were {line['parameters']}, though no ps was killed or stopped"
+            else:
+                # The run was at that step between the last line of metrics with an earlier one, and the first with a later one.
+                earlier = max((p for p in points if p[1] <= step), default=points[0])
+                later = min((p for p in points if p[1] > step), default=(fault, step + 1))
+                share = (step - earlier[1]) / (later[1] - earlier[1])
+                self.losses.append(max(0.0, fault - (earlier[0] + share * (later[0] - earlier[0]))))
+                if self.losses[-1] > CHECKPOINT_SECS + MORE_SECS:
+                    yield f"{self.losses[-1]:.1f} s were lost when parameters were {line['parameters']}"
+
     def _unreadable(self):
         from common import tf
-        from common.session import checkpoints_in, newest_good_checkpoint
+        from common.checkpoints import checkpoints_in, newest_good_checkpoint
 
         paths = checkpoints_in(self.folder / "checkpoints")
         with tf.Graph().as_default():
@@ -188,8 +239,8 @@ class Round:
 def table(rounds):
     """Returns a row for each scheme, as Markdown."""
     rows = [
-        "| scheme | rounds | killed | stopped | launcher killed | came through | longest gap |",
-        "|---|--:|--:|--:|--:|--:|--:|",
+        "| scheme | rounds | killed | stopped | launcher killed | came through | restored | largest loss | longest gap |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     groups = collections.defaultdict(list)
     for one in rounds:
@@ -200,8 +251,9 @@ def table(rounds):
         killed = sum(kind == "SIGKILL" for _, kind, _ in faults) - launcher
         stopped = sum(kind == "SIGSTOP" for _, kind, _ in faults)
         good = sum(not one.problem for one in group)
-        gap = max(one.gap for one in group)
-        rows.append(f"| {name} | {len(group)} | {killed} | {stopped} | {launcher} | {good} | {gap:.1f} s |")
+        gap, losses = max(one.gap for one in group), [loss for one in group for loss in one.losses]
+        counts = f"{len(group)} | {killed} | {stopped} | {launcher} | {good} | {len(losses)}"
+        rows.append(f"| {name} | {counts} | {max(losses, default=0.0):.1f} s | {gap:.1f} s |")
     return "\n".join(rows)
 
 
@@ -221,8 +273,9 @@ def main():
             done.append(one)
             faults = ", ".join(f"{kind} {whom} at {at:.1f} s" for at, kind, whom in one.injected) or "none: it had ended before"
             tasks = f"{one.num_ps} ps, {one.num_workers} workers"
+            lost = "".join(f", {loss:.2f} s lost" for loss in one.losses)
             print(
-                f"round {one.number}: {one.scheme}, {tasks}: {faults}; {one.problem or 'well'} after {one.seconds:.0f} s",
+                f"round {one.number}: {one.scheme}, {tasks}: {faults}{lost}; {one.problem or 'well'} after {one.seconds:.0f} s",
                 flush=True,
             )
             if not one.problem:

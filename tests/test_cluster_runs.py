@@ -190,13 +190,13 @@ def test_ctrl_c_saves_and_resume_goes_on_with_another_number_of_ps(run_dir, tmp_
     output = finish(process, status=130)
     assert f"--resume --run_dir={run_dir}" in output
     assert processes(run_dir) == []
-    # the step in the file's name is read before the values are: the other worker may have pushed in between
-    saved = int(tf.train.load_variable(tf.train.latest_checkpoint(run_dir / "checkpoints"), "global_step"))
-    assert saved > 0
+    checkpoint = tf.train.latest_checkpoint(run_dir / "checkpoints")
+    saved = int(tf.train.load_variable(checkpoint, "global_step"))
+    assert saved > 0 and checkpoint.endswith(f"model.ckpt-{saved}")
     run(run_dir, f"--steps={saved + 100}", "--resume", "--num_ps=2", "--num_workers=3", script=script)
     result = result_of(run_dir)
     assert saved + 100 <= result["global_steps"] < saved + 100 + 3 * 10
-    assert result["samples"] == (result["global_steps"] - saved) * 32
+    assert result["samples"] == result["global_steps"] * 32  # those of both runs
 
 
 def test_ctrl_c_while_starting(run_dir):
@@ -227,6 +227,7 @@ def test_a_killed_task_is_restarted(run_dir, job, index):
     finish(process)
     result = result_of(run_dir)
     assert result["restarts"] == 1
+    assert result["samples"] == result["global_steps"] * 32  # also those of a worker before it was killed
     assert result["test_accuracy"] >= 0.95
     assert processes(run_dir) == []
 
@@ -283,7 +284,8 @@ def test_interrupted_and_resumed_is_as_good_as_unbroken(run_dir, script, flags):
     run(run_dir, "--resume", "--num_ps=2", "--num_workers=3", *flags, script=script)
     result = result_of(run_dir)
     assert result["test_accuracy"] >= 0.95
-    assert 0 < result["samples"] / 32 / result["window"] < result["global_steps"]  # it did not begin anew
+    assert result["samples"] / 32 / result["window"] == result["global_steps"]  # those of both runs
+    assert '"restored from model.ckpt-' in (run_dir / "metrics" / "worker-0.jsonl").read_text()  # it did not begin anew
     assert len(slots) == (script == DOWNPOUR)
     for before, after in zip(slots, slots_of(run_dir), strict=True):
         assert (after >= before).all() and (after > before).any()  # nor did Adagrad

@@ -16,6 +16,7 @@ import pytest
 from runs import ROOT, SECONDS, finish, processes, read_until, result_of, start
 
 from common import cluster, data, models, tf
+from common.checkpoints import Keeper
 from common.hooks import EarlyStoppingHook
 from common.parameters import GlobalParameters, LocalParameters, build_rounds
 
@@ -238,19 +239,25 @@ def test_values_of_a_checkpoint_are_those_of_the_chief(script, tmp_path, cnn, gr
     """Also moving means."""
     center = GlobalParameters(cnn.initial_parameters, 1)
     batches = data.Batches(images.x_train, images.y_train, 9, seed=0)
-    local = LocalParameters(center, cnn, batches, "worker_0", is_saved=True)
+    kept = center.keep(cnn.initial_state)
+    local = LocalParameters(center, cnn, batches, "worker_0", kept=kept)
     rounds = build_rounds(hogwild, center, local, types.SimpleNamespace(window=1, learning_rate=0.1), 5)
+    keeper = Keeper(center, tmp_path, 5, copies=[there.assign(here) for there, here in zip(kept, local.state, strict=True)])
     session = initialized(center, local)
+    keeper.begin_run(session, None)
     session.run(rounds)
     parameters, step = session.run(center.read())
     of_chief = session.run([variable.read_value() for variable in local.state])
-    path = tf.train.Saver(sharded=False).save(session, str(tmp_path / "model.ckpt"), global_step=5)
+    keeper.save(session)
 
+    path = tf.train.latest_checkpoint(tmp_path)
     (found, state), at = script.values_in(path, cnn)
     assert at == step == 5
     assert (found == parameters).all() and (found != cnn.initial_parameters).any()
     assert all((a == b).all() for a, b in zip(state, of_chief, strict=True))
     assert any((a != b).any() for a, b in zip(state, cnn.initial_state, strict=True))
+    session.run([variable.initializer for variable in local.state])  # a chief that was started again
+    assert all((a == b).all() for a, b in zip(session.run([variable.read_value() for variable in local.state]), of_chief))
 
 
 def test_evaluates_what_is_saved_as_keras_model(script, tmp_path, cnn, images):

@@ -1,0 +1,381 @@
+"""Checkpoints: which there are and whether they are good; and the `Keeper`, which saves the global parameters by a clock."""
+
+import contextlib
+import fcntl
+import os
+import re
+import stat
+import threading
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common import tf
+from common.coordination import Lock
+from common.flags import TrainingFailed, UserError, why_unwritable
+from common.forkserver import say
+
+KEPT = 5  # checkpoints in a folder; older ones are removed
+
+
+@contextlib.contextmanager
+def writing_into(folder):
+    """Says in one line why a checkpoint cannot be written. What is written replaces nothing before it is whole.
+
+    Raises:
+      TrainingFailed: if the disk is full, read-only or gone.
+    """
+    try:
+        yield
+    except (tf.errors.OpError, OSError, ValueError) as error:  # the last for a folder that is not there any more
+        why = why_unwritable(error)
+        if not os.path.isdir(folder):
+            raise TrainingFailed(f"no checkpoint can be written: the folder {folder} is gone") from None
+        if why is None:
+            raise
+        raise TrainingFailed(
+            f"no checkpoint can be written into {folder}: {why}; those in it are whole, and --resume goes on from the "
+            "newest when that is mended"
+        ) from None
+
+
+def checkpoints_in(folder):
+    """Returns the paths of all checkpoints in a folder, the oldest first.
+
+    Only regular files of this very folder count: its file `checkpoint`, which lists them, may come from somebody else.
+    """
+    listed = []
+    with contextlib.suppress(ValueError, tf.errors.OpError):  # of an empty file, or one with other bytes
+        state = tf.train.get_checkpoint_state(str(folder)) if folder else None
+        listed = list(state.all_model_checkpoint_paths) if state else []
+    if listed:
+        return [path for path in listed if _is_ours(path, folder)]
+    # The file that lists them is damaged, or they were copied without it.
+    files = Path(folder).glob("*-*.index") if folder else []
+    steps = {int(step): str(file.with_suffix("")) for file in files if (step := file.stem.rpartition("-")[2]).isdigit()}
+    return [path for _, path in sorted(steps.items()) if _is_ours(path, folder)]
+
+
+def _is_ours(path, folder):
+    """Whether this is a checkpoint of this folder, with a name that no pattern hides in, and no link to another place."""
+    place, name = os.path.split(os.path.abspath(path))
+    if place != os.path.abspath(folder) or not re.fullmatch(r"[\w.-]+", name):
+        return False
+    for file in _files_of(path):
+        with contextlib.suppress(FileNotFoundError):  # it is damaged, which `newest_good_checkpoint` says
+            if not stat.S_ISREG(os.lstat(file).st_mode):
+                return False
+    return True
+
+
+def _files_of(path):
+    return f"{path}.data-00000-of-00001", f"{path}.index"
+
+
+def newest_good_checkpoint(folder):
+    """Returns the path of the newest checkpoint in a folder of which every value can be read; None if there are none at all.
+
+    It says a line about each newer one that is damaged: cut short, with other bytes than were written, or with a trainable
+    variable that is not finite.
+
+    Raises:
+      UserError: if all are damaged.
+    """
+    paths, problem = checkpoints_in(folder), None
+    for path in reversed(paths):
+        problem = _damage(path)
+        if problem is None:
+            return path
+        line = f"the checkpoint {path} is damaged: {problem}; looking for an older one"
+        print(line, flush=True)
+        say(line)
+    if problem:
+        raise UserError(f"all checkpoints in {folder} are damaged, {Path(paths[0]).name}: {problem}; give another folder")
+    return None
+
+
+def _damage(path):
+    """What is wrong with a checkpoint, or None. Reads all of it: each value has a checksum."""
+    trainable = {_name_and_slice(v)[0] for v in tf.trainable_variables()}
+    try:
+        checkpoint = tf.train.load_checkpoint(path)
+        for name in checkpoint.get_variable_to_shape_map():
+            value = checkpoint.get_tensor(name)
+            if name in trainable and not np.isfinite(value).all():
+                return f"{name} has values that are not finite"
+    except (tf.errors.OpError, IndexError, ValueError, RuntimeError) as error:
+        return str(error).splitlines()[0].removeprefix(f"TensorBundle at {path} ")
+    return None
+
+
+def _name_and_slice(variable):
+    """The name of a variable in a checkpoint, and which part of what has that name it is, as `SaveV2` takes them."""
+    part = variable._get_save_slice_info()
+    return (part.full_name, part.spec) if part else (variable.op.name, "")
+
+
+def write_checkpoint(folder, step, names, slices, values):
+    """Writes `model.ckpt-STEP` into a folder, lists it as the newest there, and removes what is older than the newest few.
+
+    Several processes may do so at a time. To be called where eager execution is on.
+
+    Args:
+      names, slices: of the values, as `tf.raw_ops.SaveV2` takes them.
+      values: arrays.
+
+    Raises:
+      TrainingFailed: if it cannot be written.
+    """
+    path = os.path.join(folder, f"model.ckpt-{step}")
+    with writing_into(folder):
+        turn = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(turn, fcntl.LOCK_EX)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"{path}.index")  # or it might be read with the new data
+            tf.raw_ops.SaveV2(prefix=path, tensor_names=names, shape_and_slices=slices, tensors=values)
+            paths = [*(known for known in checkpoints_in(folder) if known != path), path]
+            listed = [os.path.basename(known) for known in paths[-KEPT:]]  # so that the folder can be moved
+            tf.train.update_checkpoint_state(os.path.abspath(folder), listed[-1], listed)
+            for old in paths[:-KEPT]:
+                for name in _files_of(old):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(name)
+        finally:
+            os.close(turn)  # which gives the lock back, as the end of the process does
+
+
+# When a worker saves, as a share of --checkpoint_secs since the last time: the chief first, another one if that did not.
+CHIEF_AFTER, OTHERS_AFTER = 0.75, 0.9
+# A checkpoint that is older than so many times --checkpoint_secs, and than so many seconds, is worth a line.
+LATE, LATE_SECS = 3, 5.0
+_CLAIMED, _SAVED, _TOLD = range(3)  # keys of what is noted on the ps: times on its clock
+
+
+class Keeper(tf.train.SessionRunHook):
+    """Saves the global parameters by a clock, whoever is alive. Every worker has one, made when its graph is complete.
+
+    Each has a thread, which waits for none of the worker's calls. The chief saves when `CHIEF_AFTER` of the time has passed
+    since the last checkpoint. If it does not, because it is dead, stopped or just starting, another worker that sees the
+    chief's folder saves after `OTHERS_AFTER` of the time. The workers agree on the ps of the global step who it is.
+
+    A checkpoint is read under the lock of `GlobalParameters`: it holds all of an update that takes this lock, or nothing of
+    it. Of another update that is on its way it may hold one ps's part without the next one's. Its name has the step that it
+    holds. It also holds `samples` and `seconds`: how many samples these parameters were trained with, and for how long, in
+    all runs together that it comes from.
+
+    Args:
+      center: the `common.parameters.GlobalParameters`.
+      folder: of the checkpoints.
+      every_secs: seconds that may be lost.
+      index: of this worker; 0 is the chief, or a process on its own.
+      device: this worker's device, or None.
+      samples_per_update: number of samples.
+      copies: operations that copy what else is to be saved from the chief to the ps; the chief runs them before it saves.
+
+    Attributes:
+      has_lost: a tensor of names, empty if the parameters on the ps are whole: all from one checkpoint, or what came of it.
+      trained: a tensor, float64: seconds of training up to now.
+      samples: a tensor, int64: how many samples the present parameters were trained with.
+      samples_before: a tensor, int64: those of them that are not steps × samples_per_update, since other flags held then.
+      log: where the chief notes with which parameters a session begins, a `common.hooks.MetricsLog`, if it is set.
+    """
+
+    def __init__(self, center, folder, every_secs, index=0, device=None, samples_per_update=1, copies=()):
+        self._folder, self._every_secs, self._is_chief, self._copies = str(folder), every_secs, index == 0, list(copies)
+        self._turn, self._thread, self._ended = threading.Lock(), None, threading.Event()
+        self._failure: Exception | None = None
+        self.log: Any = None
+        self._newest = None  # the step of the newest checkpoint that this worker has saved
+        self._after = every_secs * (CHIEF_AFTER if self._is_chief else OTHERS_AFTER)
+        self._mark = Path(folder, "folder-id")
+        self._variables = tf.global_variables()
+        options = {"trainable": False, "collections": [], "use_resource": True}
+        with tf.device(center.step.device), tf.control_dependencies(None):
+            self._whole = tf.get_variable("whole", initializer=True, **options)
+            self._began = tf.get_variable("began", initializer=tf.zeros([], tf.float64), **options)
+            before = tf.get_variable("samples_before", initializer=tf.zeros([], tf.int64), **options)
+            self.has_lost = tf.report_uninitialized_variables([*self._variables, self._whole, self._began, before])
+            self._is_lost = tf.raw_ops.DestroyResourceOp(resource=self._whole.handle, ignore_lookup_error=True)
+            self.samples_before = before.read_value()
+            self._step = step = center.step.read_value()
+            self.samples, self.trained = self.samples_before + step * samples_per_update, tf.timestamp() - self._began
+            self._seconds, self._samples = tf.placeholder(tf.float64, []), tf.placeholder(tf.int64, [])
+            self._go_on = [
+                self._began.assign(tf.timestamp() - self._seconds, read_value=False),
+                before.assign(self._samples - step * samples_per_update, read_value=False),
+            ]
+        self._names, self._slices = map(list, zip(*map(_name_and_slice, self._variables)))
+        trainable = set(map(id, tf.trainable_variables()))
+        self._trainable = [i for i, variable in enumerate(self._variables) if id(variable) in trainable]
+        self._snapshot = self._read(center, before, samples_per_update, device)
+        self._take_turns(center)
+
+    def _read(self, center, before, samples_per_update, device):
+        """Returns tensors on this worker: the time on the ps, step, samples, seconds and all variables, of one moment."""
+        with tf.control_dependencies(None), center.lock.held([]) as done:
+            with tf.device(center.step.device):
+                now, step = tf.timestamp(), center.step.read_value()
+                scalars = [now, step, before.read_value() + step * samples_per_update, now - self._began.read_value()]
+            values = []
+            for variable in self._variables:
+                with tf.device(variable.device):
+                    values.append(step if variable is center.step else variable.read_value())
+            done += [value.op for value in (*scalars, *values)]
+        with tf.device(device):  # where it is fetched, as large values would be slow on the way there otherwise
+            return [tf.identity(value) for value in scalars], [tf.identity(value) for value in values], done
+
+    def _take_turns(self, center):
+        """Makes the operations by which the workers agree on who saves."""
+
+        def find(table, key, none):
+            return tf.raw_ops.LookupTableFindV2(table_handle=table, keys=tf.constant(key, tf.int64), default_value=none)
+
+        def insert(table, key, value):
+            return tf.raw_ops.LookupTableInsertV2(table_handle=table, keys=tf.constant(key, tf.int64), values=value)
+
+        with tf.device(center.step.device), tf.control_dependencies(None):
+            times = tf.raw_ops.MutableHashTableV2(key_dtype=tf.int64, value_dtype=tf.float64, shared_name="saving")
+            places = tf.raw_ops.MutableHashTableV2(key_dtype=tf.int64, value_dtype=tf.string, shared_name="saving_place")
+            self._time, self._place = tf.placeholder(tf.float64, []), tf.placeholder(tf.string, [])
+            self._note_saved = [insert(times, key, self._time) for key in (_CLAIMED, _SAVED)]
+            self._note_nothing_new = [insert(times, key, tf.timestamp()) for key in (_CLAIMED, _SAVED)]
+            self._note_told = insert(times, _TOLD, self._time)
+            self._chiefs_place, self._note_place = find(places, 0, tf.constant("")), insert(places, 0, self._place)
+            zero = tf.zeros([], tf.float64)
+        with Lock(center.step.device, "saving").held([]) as done, tf.device(center.step.device):
+            now, claimed = tf.timestamp(), find(times, _CLAIMED, zero)
+            is_due = now - claimed >= self._after
+            with tf.control_dependencies([claimed]):
+                done.append(insert(times, _CLAIMED, tf.where(is_due, now, claimed)))
+        with tf.device(center.step.device), tf.control_dependencies(None):
+            saved, told = find(times, _SAVED, zero), find(times, _TOLD, zero)
+            self._look = tf.timestamp() - saved, saved, told
+            self._claim = is_due, self._after - (now - claimed), center.step.read_value(), done
+
+    def begin_run(self, session, checkpoint):
+        """The chief's, when the parameters have their values: from now on they are kept.
+
+        Unless they come from a checkpoint, one is saved before any other worker may begin.
+
+        Args:
+          checkpoint: the path of the one that they were restored from; None if they have initial values.
+        """
+        samples, seconds = 0, 0.0
+        if checkpoint:
+            reader = tf.train.load_checkpoint(checkpoint)
+            if reader.has_tensor("seconds"):
+                samples, seconds = reader.get_tensor("samples"), reader.get_tensor("seconds")
+        step, *_ = session.run([self._step, *self._go_on], {self._samples: samples, self._seconds: seconds})
+        if checkpoint:
+            session.run(self._note_nothing_new)
+        else:
+            self.save(session)
+        self._say_place(session)
+        session.run(self._whole.initializer)
+        self._newest = step
+        self._log(step, f"restored from {os.path.basename(checkpoint)}" if checkpoint else "new")
+
+    def adopt(self, session):
+        """The chief's: goes on with the parameters that it finds, and saves them at once."""
+        self._say_place(session)
+        self.save(session)
+        self._log(session.run(self._step), "found on the ps")
+
+    def _log(self, step, what):
+        if self.log:
+            self.log.write(step, parameters=what)
+
+    def lose(self, session):
+        """The chief's: what lies on the ps are no parameters to begin with, until `begin_run`."""
+        session.run(self._is_lost)
+
+    def _say_place(self, session):
+        """Marks the folder, so that other workers know whether theirs is the same: on several machines it may not be."""
+        with contextlib.suppress(FileExistsError), writing_into(self._folder):
+            descriptor = os.open(self._mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            with open(descriptor, "w") as file:
+                file.write(uuid.uuid4().hex)
+        session.run(self._note_place, {self._place: self._mark.read_text()})
+
+    def _may_save(self, session):
+        """Whether the chief's folder is this worker's."""
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            return self._is_chief or self._mark.read_text().encode() == session.run(self._chiefs_place)
+        return False
+
+    def save(self, session):
+        """Saves now. Parameters that are not finite are not worth it: training fails by them.
+
+        Raises:
+          TrainingFailed: if the checkpoint cannot be written.
+        """
+        with self._turn:
+            if self._is_chief:
+                session.run(self._copies)
+            (now, step, samples, seconds), values, _ = session.run(self._snapshot)
+            # No sum of float32 is too large for float64: it is finite if all of them are.
+            if not all(np.isfinite(np.sum(values[i], dtype=np.float64)) for i in self._trainable):
+                print(f"no checkpoint of step {step}: its parameters are not finite", flush=True)
+                return
+            names, slices = [*self._names, "samples", "seconds"], [*self._slices, "", ""]
+            with ThreadPoolExecutor(1) as another:  # in this thread a graph may be open, in which nothing is executed
+                another.submit(write_checkpoint, self._folder, step, names, slices, [*values, samples, seconds]).result()
+            self._newest = step
+            session.run(self._note_saved, {self._time: now})
+
+    def after_create_session(self, session, coord):
+        """Starts the thread; that of a session before ends with its session."""
+        self._ended.set()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(session, self._ended), daemon=True)
+        self._thread.start()
+
+    def _run(self, session, ended):
+        pause = 0.0
+        try:
+            may_save = self._may_save(session)
+            while not ended.wait(pause):
+                is_due, pause = False, self._after
+                if may_save:
+                    is_due, pause, step, _ = session.run(self._claim)
+                if is_due:
+                    began = time.monotonic()
+                    if step == self._newest:
+                        session.run(self._note_nothing_new)
+                    else:
+                        self.save(session)
+                    took = time.monotonic() - began
+                    pause = max(self._after - took, took)
+                self._look_at_age(session)
+        except TrainingFailed as error:
+            self._failure = error
+        except (tf.errors.OpError, RuntimeError) as error:
+            if not ended.is_set():  # else the session was closed; the main loop meets the same error, and mends it
+                print(f"no checkpoints are saved in this session any more: {str(error).splitlines()[0]}", flush=True)
+
+    def _look_at_age(self, session):
+        """Says, once, when the newest checkpoint is older than it may be."""
+        age, saved, told = session.run(self._look)
+        if saved and told != saved and age > max(LATE * self._every_secs, LATE_SECS):
+            session.run(self._note_told, {self._time: saved})
+            line = f"no checkpoint has been saved for {age:.0f} s, with --checkpoint_secs={self._every_secs:g}"
+            print(line, flush=True)
+            say(line)
+
+    def after_run(self, run_context, run_values):
+        """Ends training when checkpoints cannot be written any more."""
+        if self._failure:
+            raise self._failure
+
+    def end(self, session):
+        """Ends the thread; the chief saves what is not saved yet."""
+        self._ended.set()
+        if self._thread:
+            self._thread.join()
+        if self._is_chief and session.run(self._step) != self._newest:
+            self.save(session)

@@ -1,0 +1,245 @@
+"""Who saves when, what is in a checkpoint, and when a chief goes on with the parameters that it finds."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from runs import SECONDS
+
+from common import session, tf
+from common.checkpoints import Keeper, checkpoints_in
+from common.flags import TrainingFailed
+from common.parameters import GlobalParameters, Memory
+
+SIZE = 7
+
+
+class Worker:
+    """A worker of a cluster, in a graph of its own, whose every update adds one to each of seven numbers.
+
+    Args:
+      place: (its task, its server), as the fixture `servers` gives them.
+      folder: where it keeps checkpoints.
+      index: 0 is the chief.
+    """
+
+    def __init__(self, place, folder, index=0, every_secs=1000, samples_per_update=10):
+        self.place = self._task, self._server = place
+        self.folder, self.graph = folder, tf.Graph()
+        folder.mkdir(exist_ok=True)
+        with self.graph.as_default():
+            center = GlobalParameters(np.zeros(SIZE, np.float32), self._task.num_ps, self._task.device_fn())
+            with tf.device(self._task.device):
+                upwards = tf.train.GradientDescentOptimizer(-1.0)
+                self.update = center.push_exactly(upwards, tf.ones([SIZE]), lambda part, there: part, Memory())
+                self.keeper = Keeper(center, folder, every_secs, index, self._task.device, samples_per_update)
+                self.read = center.read()
+            saver = session.Saver(sharded=False, save_relative_paths=True)
+            self._scaffold = tf.train.Scaffold(saver=saver, init_feed_dict=center.init_feed_dict)
+            self.spoil = [piece.assign(piece * np.inf) for piece in center.pieces]
+            self.forget_last_piece = tf.raw_ops.DestroyResourceOp(resource=center.pieces[-1].handle)
+
+    def begin(self):
+        """A new session, as a chief that was just started makes it."""
+        with self.graph.as_default():
+            creator = session._Creator(self._task, self._scaffold, self._server.target, str(self.folder), None, self.keeper)
+            return creator.create_session()
+
+    def join(self):
+        """A new session of another worker."""
+        return tf.Session(self._server.target, self.graph, self._task.config())
+
+
+@pytest.fixture
+def chief(servers, tmp_path):
+    """A chief with two ps."""
+    return Worker(servers(2), tmp_path / "checkpoints")
+
+
+def saved(folder):
+    """{step in the name: (step, parameters)} of all checkpoints in a folder."""
+    found = {}
+    for path in checkpoints_in(str(folder)):
+        reader = tf.train.load_checkpoint(path)
+        found[int(path.rpartition("-")[2])] = int(reader.get_tensor("global_step")), reader.get_tensor("parameters").tolist()
+    return found
+
+
+def newest(folder):
+    return max(saved(folder), default=None)
+
+
+def wait_for(condition):
+    """Waits until another thread has made it true."""
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_name_and_pieces_are_of_one_moment_while_others_push(chief):
+    opened, ended = chief.begin(), threading.Event()
+
+    def push():
+        while not ended.is_set():
+            opened.run(chief.update)
+
+    pushing = threading.Thread(target=push)
+    pushing.start()
+    try:
+        seen = {}
+        for _ in range(20):
+            chief.keeper.save(opened)
+            seen.update(saved(chief.folder))
+    finally:
+        ended.set()
+        pushing.join()
+    assert len(seen) > 2
+    for name, (step, parameters) in seen.items():
+        assert name == step and parameters == [step] * SIZE
+
+
+def test_only_the_newest_five_are_kept(chief):
+    opened = chief.begin()
+    for _ in range(7):
+        opened.run(chief.update)
+        chief.keeper.save(opened)
+    assert list(saved(chief.folder)) == [3, 4, 5, 6, 7]
+    assert {path.name for path in chief.folder.iterdir()} == {
+        *("checkpoint", "folder-id"),
+        *(f"model.ckpt-{step}.{kind}" for step in range(3, 8) for kind in ("index", "data-00000-of-00001")),
+    }
+
+
+def test_a_checkpoint_is_there_before_any_worker_may_begin(chief):
+    opened = chief.begin()
+    assert not opened.run(chief.keeper.has_lost).size
+    assert saved(chief.folder) == {0: (0, [0] * SIZE)}
+
+
+def test_a_chief_goes_on_with_parameters_that_live_and_saves_them(chief, servers):
+    opened = chief.begin()
+    for _ in range(3):
+        opened.run(chief.update)
+    again = chief.begin()
+    assert again.run(chief.read)[1] == 3 and not again.is_new
+    assert newest(chief.folder) == 3
+
+
+@pytest.mark.parametrize("what", ["a piece", "the word that they are whole"])
+def test_a_chief_restores_all_if_anything_is_lost(chief, what):
+    """Pieces of two ps that are not of the same moment are no parameters."""
+    opened = chief.begin()
+    opened.run(chief.update)
+    chief.keeper.save(opened)
+    opened.run(chief.update)
+    if what == "a piece":
+        opened.run(chief.forget_last_piece)
+    else:
+        chief.keeper.lose(opened)
+    assert opened.run(chief.keeper.has_lost).size  # so no other worker begins
+    again = chief.begin()
+    value, step = again.run(chief.read)
+    assert (step, value.tolist()) == (1, [1] * SIZE)
+    assert not again.run(chief.keeper.has_lost).size
+
+
+def test_samples_and_seconds_are_those_of_all_runs(chief, servers, tmp_path):
+    opened = chief.begin()
+    for _ in range(4):
+        opened.run(chief.update)
+    chief.keeper.save(opened)
+    seconds = tf.train.load_variable(str(tmp_path / "checkpoints" / "model.ckpt-4"), "seconds")
+    assert seconds > 0
+
+    later = Worker(servers(2), chief.folder, samples_per_update=100)  # all that lay on the ps is gone
+    opened = later.begin()
+    opened.run(later.update)
+    samples, before, trained = opened.run([later.keeper.samples, later.keeper.samples_before, later.keeper.trained])
+    assert samples == 4 * 10 + 1 * 100
+    assert before == samples - 5 * 100
+    assert trained > seconds
+
+
+def test_another_worker_saves_if_the_chief_does_not(chief, servers, tmp_path):
+    opened = chief.begin()
+    other = Worker(chief.place, chief.folder, 1, every_secs=0.1)
+    elsewhere = Worker(chief.place, tmp_path / "elsewhere", 2, every_secs=0.1)
+    sessions = [other.join(), elsewhere.join()]
+    opened.run(chief.update)
+    for worker, joined in zip((elsewhere, other), reversed(sessions), strict=True):
+        worker.keeper.after_create_session(joined, None)
+    wait_for(lambda: newest(chief.folder) == 1)
+    for worker, joined in zip((other, elsewhere), sessions, strict=True):
+        worker.keeper.end(joined)
+    assert list(elsewhere.folder.iterdir()) == []  # on another machine, say: the chief would not find it there
+    assert chief.begin().run(chief.read)[1] == 1
+
+
+def test_one_worker_at_a_time_saves(chief):
+    opened = chief.begin()
+    other = Worker(chief.place, chief.folder, 1)
+    joined = other.join()
+
+    def is_due(worker, session):
+        return bool(session.run(worker.keeper._claim)[0])
+
+    opened.run(chief.keeper._note_saved, {chief.keeper._time: time.time() - 800})
+    assert not is_due(other, joined)  # but of a thousand seconds three quarters have passed
+    assert is_due(chief, opened)
+    assert not is_due(chief, opened)
+    opened.run(chief.keeper._note_saved, {chief.keeper._time: time.time() - 950})
+    assert is_due(other, joined)
+    assert not is_due(chief, opened)
+
+
+def test_parameters_that_are_not_finite_are_not_saved(chief, capsys):
+    opened = chief.begin()
+    opened.run(chief.spoil)
+    chief.keeper.save(opened)
+    assert newest(chief.folder) == 0
+    assert "no checkpoint of step 0: its parameters are not finite" in capsys.readouterr().out
+
+
+def test_an_old_checkpoint_is_worth_one_line(chief, capsys, monkeypatch):
+    opened = chief.begin()
+    keeper = chief.keeper
+    keeper._look_at_age(opened)
+    assert capsys.readouterr().out == ""
+    opened.run(keeper._note_saved, {keeper._time: time.time() - 3100})
+    keeper._look_at_age(opened)
+    keeper._look_at_age(opened)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line == "no checkpoint has been saved for 3100 s, with --checkpoint_secs=1000"
+
+
+def test_training_ends_when_checkpoints_cannot_be_written(servers, tmp_path):
+    chief = Worker(servers(1), tmp_path / "checkpoints", every_secs=0.05)
+    opened = chief.begin()
+    opened.run(chief.update)
+    for path in chief.folder.iterdir():
+        path.unlink()
+    chief.folder.rmdir()
+    chief.keeper.after_create_session(opened, None)
+    wait_for(lambda: chief.keeper._failure)
+    with pytest.raises(TrainingFailed, match="no checkpoint can be written: the folder .* is gone"):
+        chief.keeper.after_run(None, None)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.ckpt-*", "../other/model.ckpt-3", "/tmp/model.ckpt-3", "model.ckpt-[3]", "link-3", "folder-3"]
+)
+def test_only_files_of_the_folder_itself_are_checkpoints(tmp_path, name):
+    """A folder from somebody else can list what it likes."""
+    folder = tmp_path / "checkpoints"
+    for where in folder, tmp_path / "other":
+        where.mkdir()
+        (where / "model.ckpt-3.index").touch()
+        (where / "model.ckpt-3.data-00000-of-00001").touch()
+    (folder / "link-3.index").symlink_to(tmp_path / "other" / "model.ckpt-3.index")
+    (folder / "folder-3.index").mkdir()
+    (folder / "checkpoint").write_text(
+        f'model_checkpoint_path: "{name}"\nall_model_checkpoint_paths: "{name}"\nall_model_checkpoint_paths: "model.ckpt-3"\n'
+    )
+    assert checkpoints_in(str(folder)) == [str(folder / "model.ckpt-3")]
