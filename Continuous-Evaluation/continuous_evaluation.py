@@ -226,7 +226,7 @@ def evaluate(task, settings):
         values, _ = values_in(best.checkpoint, model)
         model.save(*values, run_dir / "best" / "model.keras")
         best.note(**dict(zip(("test_loss", "test_accuracy"), evaluator.test(values))))
-    plots.curve(run_dir)
+    plots.draw_curve(run_dir)
     (run_dir / ENDED).unlink(missing_ok=True)  # or who goes on with this run would take it for ended
     return 0
 

@@ -18,9 +18,10 @@ import sys
 import threading
 from pathlib import Path
 
+from common import signals
 from common.cluster import TaskSpecDef
 from common.flags import UserError
-from common.launch import INTERRUPTING_SIGNALS, STOP_SECONDS
+from common.launch import STOP_SECONDS
 
 ROOT = Path(__file__).resolve().parents[1]
 # On the host, the task lives as long as the line to it: "stop" lets it save and leave, the end of the line kills it.
@@ -37,6 +38,7 @@ exit $status
 
 def main(arguments):
     """Runs it and exits: 0 trained, 1 a task has failed, 2 bad flags or input, 130 stopped by Ctrl-C."""
+    signals.prepare_for_a_closed_terminal()
     try:
         sys.exit(_run(arguments))
     except UserError as error:
@@ -107,7 +109,14 @@ def _run(arguments):
     counts = {"ps": 0, "worker": 0}
     lines: list[_Line] = []
     events: queue.SimpleQueue = queue.SimpleQueue()
-    before = {number: signal.signal(number, lambda *_: events.put(None)) for number in INTERRUPTING_SIGNALS}
+    asked: list[int] = []
+
+    def ask(number, _):
+        if number != signal.SIGHUP or not asked:  # the shell and the system may both send that: nobody is impatient
+            asked.append(number)
+            events.put(None)
+
+    before = {number: signal.signal(number, ask) for number in signals.heeded()}
     try:
         for job, address, folder in tasks:
             config = json.dumps({"cluster": cluster, "task": {"type": job, "index": counts[job]}})

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from common import slurm, tf
+from common import signals, slurm, tf
 from common.flags import UserError
 
 
@@ -215,13 +215,14 @@ def _hosts(given):
 
 @contextlib.contextmanager
 def _default_interrupt():
-    """Ctrl-C ends the process, as it does any that is not Python."""
+    """Ctrl-C ends the process, as it does any that is not Python, unless it ignores that."""
     is_main = threading.current_thread() is threading.main_thread()  # only there signals can be set
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL) if is_main else None
+    is_changed = is_main and signals.heeded([signal.SIGINT])
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL) if is_changed else None
     try:
         yield
     finally:
-        if is_main:
+        if is_changed:
             signal.signal(signal.SIGINT, before)
 
 

@@ -473,6 +473,7 @@ def _become_task(server, key, words, log, terminal, environ):
     _adopt_orphans()  # so they are its children, and those of the process that starts the tasks when it has ended
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher may ignore it, and asks its tasks by it to end
     if log is not None:
         _write_to(log, key, words)
     else:

@@ -20,12 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import forkserver, progress
+from common import forkserver, progress, signals
 from common.flags import TrainingFailed, UserError
 from common.forkserver import ForkServer, die_with_parent, reserved_port  # noqa: F401
 from common.run_dir import prepare_run_dir, write_json
 
-INTERRUPTING_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C, and what the launcher sends to its workers
 STOP_SECONDS = 60  # to save a checkpoint and leave, before a task is killed
 PS_SECONDS = 10  # for a ps to see that all workers are done
 FAILED_FOR_GOOD = 3  # exit status of a task that a new start will not mend
@@ -358,30 +357,6 @@ def reserved_hosts(server, num_ps, num_workers):
     return {"ps": hosts[:num_ps], "worker": hosts[num_ps:]}
 
 
-def hear_signals(numbers, heard):
-    """From now on calls `heard(number)` for each of these signals, in a thread of its own. To be called in the main thread.
-
-    Python's own handlers run in the main thread, which may be in C++ code, waiting for a ps that is not there, and would never
-    call them. To be called before tensorflow starts threads of its own, which would be interrupted instead. A thread that is
-    older, as numpy's are in a script that imports it, may still be the one to get the signal; the pipe then tells ours.
-    """
-    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    for number in numbers:
-        signal.signal(number, lambda *_: None)  # in place of the one that would raise KeyboardInterrupt, or end the process
-    arrivals, write = os.pipe()
-    os.set_blocking(write, False)
-    signal.set_wakeup_fd(write, warn_on_full_buffer=False)  # a byte for each signal, whichever thread gets it
-
-    def wait():
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
-        while True:
-            number = os.read(arrivals, 1)[0]
-            if number in numbers:
-                heard(number)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
 @dataclass
 class Task:
     """A process of the cluster, and its log; one that `is_shown` writes to the terminal instead."""
@@ -495,11 +470,11 @@ class Run:
         self._chief = self._workers[0]
         self._evaluators = self._workers[len(self._workers) - settings.num_evaluators :]
         self._looked, self._oom_kills, self._is_stopping = time.monotonic(), _count_oom_kills(), False
+        self._is_interrupted = False
 
     def run(self):
         """Returns the exit status of the run; whatever task is left then ends with the server."""
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = {number: signal.signal(number, self._interrupt) for number in numbers}
+        before = {number: signal.signal(number, self._interrupt) for number in signals.heeded()}
         self._server.listen(lambda *end: self._events.put(end), self._hear)
         try:
             for task in self._tasks.values():
@@ -513,6 +488,9 @@ class Run:
                 signal.signal(number, handler)
 
     def _interrupt(self, number, frame):
+        if number == signal.SIGHUP and self._is_interrupted:
+            return  # the shell and the system may both send it: nobody is impatient
+        self._is_interrupted = True
         self._events.put(None)  # not an exception, which could strike between the start of a task and the note of it
 
     def _hear(self, name, text):

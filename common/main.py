@@ -15,7 +15,7 @@ import threading
 import time
 from pathlib import Path
 
-from common import cluster, flags, forkserver, launch, limits, progress, run_dir
+from common import cluster, flags, forkserver, launch, limits, progress, run_dir, signals
 from common.flags import TrainingFailed, UserError, why_unwritable
 
 
@@ -31,6 +31,8 @@ def main(scheme=None, train=None, without=(), lockstep=False, check=None, evalua
       without: names of flags that mean nothing to this script; those of a cluster for one that always trains alone.
       **defaults: the scheme's own defaults, by the name of the flag.
     """
+    if not os.environ.get("LAUNCHER_PID"):
+        signals.prepare_for_a_closed_terminal()
     script = Path(sys.argv[0]).resolve()
     stale = _stale_launcher()
     if stale:
@@ -70,7 +72,7 @@ def _log_to(path):
     log = run_dir.open_own(path, os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 2)
     os.close(log)
-    sys.stderr = open(terminal, "w", buffering=1)  # Python's own errors stay visible
+    sys.stderr = signals.lasting(sys.stderr, terminal)  # Python's own errors stay visible
 
 
 def _have_environment(task):
@@ -86,17 +88,24 @@ def _have_environment(task):
 
 def _serve(task):
     """The life of a ps that no launcher has started. SIGTERM goes to all tasks where a scheduler ends them: see
-    `cluster.count_left_as_done`. A second one ends it at once."""
+    `cluster.count_left_as_done`. A second one ends it at once. SIGHUP comes when the terminal is closed, maybe that of the
+    workers, too; if they don't leave, it ends like Ctrl-C, but later."""
     is_asked = threading.Event()
 
     def hear(number):
+        if number == signal.SIGHUP and is_asked.is_set():
+            return  # the shell and the system may both send it
         if is_asked.is_set() or not task.is_serving():
             os._exit(130)
+        if number == signal.SIGHUP:
+            timer = threading.Timer(launch.STOP_SECONDS, os._exit, [130])
+            timer.daemon = True
+            timer.start()
         is_asked.set()
         print("asked to end: waits until the workers have left", flush=True)
         threading.Thread(target=cluster.count_left_as_done, args=(task, task.start_server()), daemon=True).start()
 
-    launch.hear_signals((signal.SIGTERM,), hear)
+    signals.hear_signals((signal.SIGTERM, signal.SIGHUP), hear)
     task.create_server()
     sys.stdout.flush()
     os._exit(130 if is_asked.is_set() else 0)  # the thread may be in tensorflow's code, which would not outlive the interpreter
@@ -191,7 +200,7 @@ def _run(scheme, train, without, lockstep, check, evaluate, script, arguments, d
     if task and task.is_evaluator():
         return evaluate(task, settings)
 
-    signal.pthread_sigmask(signal.SIG_BLOCK, launch.INTERRUPTING_SIGNALS)  # see training.Interruption
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals.heeded())  # see training.Interruption
     from common import training  # and with it tensorflow
 
     train = train or functools.partial(training.train, scheme)

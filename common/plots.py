@@ -1,17 +1,31 @@
 """Curves from what a run has written."""
 
+import contextlib
 import os
 from pathlib import Path
 
 import numpy as np
 
-from common.progress import parsed
+from common import progress
+from common.forkserver import say
 
 
 def read_metrics(run_dir):
-    """Returns the lines of all workers' metrics, and the evaluator's, oldest first."""
-    lines = [line for path in Path(run_dir, "metrics").glob("*.jsonl") for line in parsed(open(path))]
-    return sorted(lines, key=lambda line: line["time"])
+    """Returns the lines of all workers' metrics, and the evaluator's, oldest first, without those that are damaged."""
+    return progress.read_metrics(run_dir)[0]
+
+
+def draw_curve(run_dir):
+    """As `curve`, but what stands in its way is a warning: a picture is no reason to lose a result."""
+    try:
+        curve(run_dir)
+    except Exception as error:  # whatever matplotlib finds: its own settings, fonts, a full disk
+        with contextlib.suppress(OSError):
+            Path(run_dir, "curve.png").unlink(missing_ok=True)  # of a run that this one goes on with
+        why = " ".join(str(error).split()) or "no reason given"
+        line = f"no picture: {Path(run_dir, 'curve.png')} could not be drawn: {type(error).__name__}: {why[:200]}"
+        print(line, flush=True)
+        say(line)
 
 
 def curve(run_dir):
@@ -47,8 +61,11 @@ def curve(run_dir):
         if key != evaluation:
             axes.legend()
     unfinished = Path(run_dir, f"curve.unfinished-{os.getpid()}.png")  # chief and evaluator may draw at the same time
-    FigureCanvasAgg(figure).print_png(unfinished)
-    unfinished.replace(Path(run_dir, "curve.png"))
+    try:
+        FigureCanvasAgg(figure).print_png(unfinished)
+        unfinished.replace(Path(run_dir, "curve.png"))
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def squared_error_contours(axes, x, y, slopes, intercepts, levels=12):

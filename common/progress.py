@@ -6,33 +6,70 @@ import os
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 
 class _Tail:
     """The lines that a worker has added to its metrics since the last look."""
 
     def __init__(self, path):
-        self._path, self._file, self._rest = path, None, ""
-        if path.exists():  # a run that goes on: what it wrote before is past
-            self._file = open(path)
-            self._file.seek(0, 2)
+        self._path, self._file, self._position = path, None, 0
+        self.read()  # a run that goes on: what it wrote before is past
 
     def read(self):
-        if self._file is None:
-            if not self._path.exists():
-                return []
-            self._file = open(self._path)
-        *lines, self._rest = (self._rest + self._file.read()).split("\n")
+        try:
+            with open(self._path, "rb") as opened:
+                status = os.fstat(opened.fileno())
+                if self._file != (status.st_dev, status.st_ino):  # a new one: somebody deletes it, and the worker goes on
+                    self._file, self._position = (status.st_dev, status.st_ino), 0
+                opened.seek(min(self._position, status.st_size))
+                written = opened.read()
+        except OSError:
+            return []  # not there, not yet or not any more
+        *lines, rest = written.split(b"\n")
+        self._position += len(written) - len(rest)
         return parsed(lines)
 
 
-def parsed(lines):
-    """Returns the JSON objects among these lines, without those that a full disk has cut short."""
+def parsed(lines, needed=()):
+    """Returns the JSON objects among these lines of metrics, without those that are damaged.
+
+    Such is a line that a full disk has cut short, that lost or changed a byte, that lacks a key or a number.
+
+    Args:
+      lines: of bytes.
+      needed: keys that each line must have.
+    """
     found = []
     for line in lines:
-        with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
-    return [line for line in found if isinstance(line, dict)]
+        with contextlib.suppress(ValueError, RecursionError):  # the second of brackets in brackets in brackets
+            found.append(json.loads(line.decode("ascii")))
+    return [
+        line for line in found if isinstance(line, dict) and all(line.get(key) is not None for key in needed) and _fits(line)
+    ]
+
+
+def _fits(line):
+    """Whether each value is what a worker writes under its key, so that it can be compared, shown and drawn."""
+    for key, kind in _KINDS.items():
+        value = line.get(key)
+        if value is not None and not isinstance(value, kind):
+            return False
+        if isinstance(value, _NUMBER) and not abs(value) < 1e300:  # infinite or, not comparable to any number, NaN
+            return False
+    return True
+
+
+def read_metrics(run_dir):
+    """Returns the lines of all workers' metrics, and the evaluator's, oldest first; and how many others are damaged."""
+    found, count = [], 0
+    for path in Path(run_dir, "metrics").glob("*.jsonl"):
+        with contextlib.suppress(OSError):  # it was deleted just now
+            lines = path.read_bytes().removesuffix(b"\n").split(b"\n")
+            lines = [] if lines == [b""] else lines
+            count += len(lines)
+            found += parsed(lines, ("time", "worker", "global_step"))
+    return sorted(found, key=lambda line: line["time"]), count - len(found)
 
 
 class Progress:
@@ -111,6 +148,13 @@ _COLUMNS = (
     ("validation loss", "validation_loss", ".4f"),
     ("staleness", "staleness_mean", ".2f"),
 )
+_NUMBER = (int, float)
+_KINDS: dict[str, Any] = {
+    **{key: _NUMBER for key in ("time", *(key for _, key, _ in _COLUMNS))},
+    **{key: int for key in ("global_step", "last_step", "samples")},
+    "worker": (int, str),
+    "staleness": dict,
+}
 
 
 def _number(values, key, form):
@@ -184,6 +228,9 @@ def say(line):
 def summary(settings, status):
     """Prints what came of a run, from its `result.json`."""
     run_dir = Path(settings.run_dir)
+    damaged = read_metrics(run_dir)[1] if status in (0, 130) else 0
+    if damaged:
+        say(f"{damaged} damaged line{'s' if damaged > 1 else ''} of metrics skipped")
     if run_dir.is_relative_to(Path.cwd()):
         run_dir = run_dir.relative_to(Path.cwd())  # as a user would type it
     if status == 130 and any(run_dir.glob("checkpoints/*.index")):
@@ -219,4 +266,5 @@ def summary(settings, status):
         )
         names.append("best/model.keras")
     for name in names:
-        say(run_dir / name)
+        if (run_dir / name).exists():  # a picture may be missing, which a line has said
+            say(run_dir / name)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from absl import flags as absl_flags
 
-from common import flags, launch, limits, progress, run_dir
+from common import flags, launch, limits, progress, run_dir, signals
 from common.flags import TrainingFailed, UserError
 
 PROGRAM = "common.run"
@@ -21,6 +21,7 @@ PROGRAM = "common.run"
 
 def main(arguments):
     """Runs it and exits: 0 all workers have ended well, 1 one has failed, 2 bad flags or input, 130 stopped by Ctrl-C."""
+    signals.prepare_for_a_closed_terminal()
     try:
         sys.exit(_run(arguments))
     except UserError as error:

@@ -86,6 +86,24 @@ if [[ -n $active && ! $active -ef $venv ]]; then
 fi
 up_to_date && use "$venv/bin/python"
 
+# Says which other checkout the environment belongs to that .venv is a link to. A link to another disk is fine, for example.
+owner() {
+    local made_for around
+    made_for=$(sed -n 2p "$stamp" 2>/dev/null)
+    around=$(CDPATH='' cd -P -- "$venv" 2>/dev/null && cd .. && pwd -P)
+    if [[ -n $made_for && $made_for != "$root" && $made_for/.venv -ef $venv ]]; then
+        echo "$made_for"
+    elif [[ $around != "$root" && -f $around/common/setup.sh ]]; then
+        echo "$around" # which may not have finished it
+    fi
+}
+
+if [[ -L $venv ]]; then
+    [[ -d $venv ]] || die "$venv is a link to a folder that is not there; make that folder or remove the link"
+    other=$(owner)
+    [[ -z $other ]] || die "$venv is a link to the environment of $other; remove the link, and the next run makes one here"
+fi
+
 # ---------------------------------------------------------------------------------------------------------------------
 # A Python to make .venv with
 
@@ -173,7 +191,8 @@ failure=$( { : >>"$lock"; } 2>&1) || explain "opening $lock" "$failure"
 exec 9>>"$lock"
 "${python:-$venv/bin/python}" -I -c '
 import fcntl, signal, sys
-signal.signal(signal.SIGINT, signal.SIG_DFL)
+if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 try:
     fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)
 except BlockingIOError:
@@ -222,7 +241,8 @@ if [[ $plan == making ]]; then
     say "setting up .venv (once; takes a minute or two)"
     mark making
     empty_venv
-    logged "$python" -I -m venv --without-pip "$venv" || explain "python -m venv" "$output"
+    place=$(if [[ -d $venv ]]; then CDPATH='' cd -P -- "$venv" && pwd -P; else echo "$venv"; fi) # venv refuses links
+    logged "$python" -I -m venv --without-pip "$place" || explain "python -m venv" "$output"
     maker=made
 else
     maker=found

@@ -3,7 +3,7 @@
 import functools
 import math
 import os
-import sys
+import signal
 import threading
 import time
 import types
@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common import cluster, data, models, plots, tf
+from common import cluster, data, models, plots, signals, tf
 from common.checkpoints import Keeper
 from common.forkserver import BUILDING, LOADING, doing
 from common.hooks import EarlyStoppingHook, EvaluationHook, MeetingHook, MetricsHook, MetricsLog, WarmStartHook
-from common.launch import INTERRUPTING_SIGNALS, hear_signals
 from common.parameters import GlobalParameters, LocalParameters, build_rounds, repeat_rounds
 from common.run_dir import write_json
 from common.session import Saver, monitored_session
@@ -345,10 +344,10 @@ REPORT = ("index", "first_time", "first_step", "stop_time", "samples", "updates"
 def write_result(settings, task, reports, global_step, test_loss, test_accuracy, *, samples=None, **more):
     """Writes `result.json`, with what `more` there is to say, and `curve.png`, from all workers' reports and the last
     evaluation. `samples` are those of `Outcome`."""
-    plots.curve(settings.run_dir)
     result = summarize(settings, task, reports, global_step, samples)
     result.update(test_accuracy=test_accuracy, test_loss=test_loss if math.isfinite(test_loss) else None, restarts=0, **more)
     write_json(Path(settings.run_dir, "result.json"), result)
+    plots.draw_curve(settings.run_dir)  # last, as it may fail
 
 
 def summarize(settings, task, reports, global_step, samples=None):
@@ -401,9 +400,10 @@ def fed_test_set(dataset):
 
 
 class Interruption(tf.train.SessionRunHook):
-    """Ctrl-C or SIGTERM: while there is something to save, a request to stop after the present call; otherwise the end.
+    """Ctrl-C, SIGTERM, a closed terminal: while there is something to save, a request to stop after the present call; otherwise
+    the end.
 
-    To be made in the main thread; `common.main` blocks the signals before tensorflow starts threads, see `launch.hear_signals`.
+    To be made in the main thread; `common.main` blocks the signals before tensorflow starts threads: `signals.hear_signals`.
 
     As the first hook of a session it knows when there is one. Another worker may train long before the chief has called all
     of its hooks, of which one writes the first checkpoint.
@@ -413,13 +413,13 @@ class Interruption(tf.train.SessionRunHook):
         self.requested = False
         self.release = lambda: None  # called when it is requested; it may wait for a session
         self._is_training = self._has_ended = False
-        hear_signals(INTERRUPTING_SIGNALS, self._hear)
+        signals.hear_signals(signals.INTERRUPTING_SIGNALS, self._hear)
 
     def _hear(self, number):
+        if number == signal.SIGHUP and self.requested:
+            return  # the shell and the system may both send it: nobody is impatient
         if not self._is_training or self.requested:
-            if sys.stdout.isatty():
-                os.write(1, b"\x1b[?25h")  # the cursor, which the table of progress hides
-            os._exit(130)
+            signals.exit_at_once(130)
         self.requested = True
         threading.Thread(target=self.release, daemon=True).start()  # so that a second signal is heard
 

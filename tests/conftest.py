@@ -16,9 +16,15 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # before the first import of tensorflo
 
 from absl.testing import flagsaver  # noqa: E402
 
-from common import cluster, data, flags, launch, tf  # noqa: E402
+from common import cluster, data, flags, launch, signals, tf  # noqa: E402
 
 CHECKOUT = Path(__file__).resolve().parents[1]
+
+# A script that starts the tests with `&` lets them ignore Ctrl-C, and `nohup` the end of a terminal. They still do, but not so
+# that what they start inherits it: that is sent these signals.
+for number in signals.INTERRUPTING_SIGNALS:
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
 
 
 def pytest_collection_modifyitems(items):

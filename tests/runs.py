@@ -1,11 +1,15 @@
 """Real clusters, started and looked at as a user would: what their tests share."""
 
 import contextlib
+import fcntl
 import json
 import os
+import pty
 import select
+import signal
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +69,35 @@ def start(run_dir, *arguments, script=HOGWILD, environ=None):
         text=True,
         env={**os.environ, **(environ or {})},
     )
+
+
+@contextlib.contextmanager
+def on_a_terminal(command, controls=True, ignores=()):
+    """Starts a command in a session of its own on a terminal; gives the process, the descriptor from which to read
+    what it shows, and a function that closes the terminal.
+
+    Args:
+      controls: whether the terminal is the one of the session, which then gets SIGHUP.
+      ignores: signals that the command is started to ignore.
+    """
+    screen, terminal = pty.openpty()
+
+    def prepare():
+        if controls:
+            fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+        for number in ignores:
+            signal.signal(number, signal.SIG_IGN)
+
+    process = subprocess.Popen(
+        command, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True, preexec_fn=prepare
+    )
+    os.close(terminal)
+    with contextlib.ExitStack() as stack:
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        closing = stack.enter_context(contextlib.ExitStack())
+        closing.callback(os.close, screen)
+        yield process, screen, closing.close
 
 
 def finish(process, status=0):

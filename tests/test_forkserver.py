@@ -945,6 +945,46 @@ def test_second_interruption_ends_the_patience(run):
     assert time.monotonic() - began < launch.STOP_SECONDS
 
 
+@pytest.mark.parametrize("first", [signal.SIGHUP, signal.SIGINT])
+def test_hang_up_is_never_impatience(run, folder, first):
+    """When a terminal is closed, the shell and the system both send it; a worker has the time that it needs to save."""
+    program = """
+def save(*_):
+    say("saving")
+    hear("pipe")
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, save)
+say("ready")
+signal.pause()
+"""
+    asking, asking_again = Interrupting(first, "ready", 1), Interrupting(signal.SIGHUP, "saving", 1)
+
+    def hear(line):
+        asking(line)
+        asking_again(line)
+        if line == "saving":
+            (folder / "pipe").write_text("saved")
+
+    result = run({"worker 0": program}, hear)
+    assert (result.status, result.lines) == (130, ["ready", "stopping; Ctrl-C again stops at once", "saving"])
+    assert result.tasks["worker 0"].status == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signal_that_is_ignored_from_the_start_interrupts_no_run(run, folder, number):
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        interrupting = Interrupting(number, "ready", 1)
+        result = run(
+            {"worker 0": "say('ready'); hear('pipe')"}, lambda line: [interrupting(line), (folder / "pipe").write_text("")]
+        )
+        assert (result.status, result.lines) == (0, ["ready"])
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="a process does not hear there of its parent's end")
 @pytest.mark.parametrize("isolation", ["--isolation", "--noisolation"])
 def test_tasks_end_with_their_launcher(command, folder, isolation):

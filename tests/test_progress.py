@@ -4,6 +4,7 @@ import io
 import json
 import math
 import types
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -14,11 +15,11 @@ from common.progress import Progress
 
 @pytest.fixture
 def write(tmp_path):
-    """A function that adds text to what a worker has written."""
+    """A function that adds text to what a worker has written; a character is a byte."""
     (tmp_path / "metrics").mkdir()
 
     def write(worker, *lines):
-        with open(tmp_path / "metrics" / f"worker-{worker}.jsonl", "a") as file:
+        with open(tmp_path / "metrics" / f"worker-{worker}.jsonl", "a", encoding="latin-1") as file:
             for line in lines:
                 file.write(line if isinstance(line, str) else json.dumps(line) + "\n")
 
@@ -55,13 +56,31 @@ def test_line_that_is_written_in_parts(write, tmp_path):
     assert figures.poll() and figures.newest[0] == {"global_step": 5}
 
 
-BROKEN = ['{"global_step": 3, "lo', "", "{", "3", "null", '["global_step"]', '{"global_step": 3}{"global_step": 4}', "\0\0\0"]
+BROKEN = [
+    *('{"global_step": 3, "lo', "", "{", "3", "null", '["global_step"]', '{"global_step": 3}{"global_step": 4}', "\0\0\0"),
+    *('{"global_step": 3, "los\xe9": 2}', "[" * 100_000, '{"global_step": ' + "[" * 100_000, '{"loss": ' + "9" * 5000 + "}"),
+    *(
+        '{"global_step": 1.3}',
+        '{"loss": "2"}',
+        '{"loss": NaN}',
+        '{"loss": 1e999}',
+        '{"loss": {}}',
+        '{"loss": ' + "9" * 400 + "}",
+    ),
+    *('{"time": []}', '{"worker": [0]}', '{"worker": {}}', '{"staleness": 3}', '{"last_step": "x"}'),
+]
 
 
 def test_lines_that_are_broken_are_left_out():
-    lines = ['{"global_step": 1}', *BROKEN, '{"global_step": 2, "loss": null}\n']
-    assert progress.parsed(lines) == [{"global_step": 1}, {"global_step": 2, "loss": None}]
+    lines = ['{"global_step": 1}', *BROKEN, '{"global_step": 2, "loss": null, "staleness": {"0": 3}, "worker": "evaluator"}\r']
+    good = [{"global_step": 1}, {"global_step": 2, "loss": None, "staleness": {"0": 3}, "worker": "evaluator"}]
+    assert progress.parsed([line.encode("latin-1") for line in lines]) == good
     assert progress.parsed([]) == []
+
+
+def test_lines_that_lack_a_key_are_left_out():
+    lines = [b'{"time": 1.5, "worker": 0}', b'{"time": 1.5, "wprker": 0}', b'{"time": null, "worker": 0}']
+    assert progress.parsed(lines, ["time", "worker"]) == [{"time": 1.5, "worker": 0}]
 
 
 def test_figures_after_a_broken_line(write, tmp_path):
@@ -81,6 +100,77 @@ def test_curve_of_metrics_with_broken_lines(write, tmp_path):
     plots.curve(tmp_path)
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert not list(tmp_path.glob("curve.unfinished*"))
+
+
+def a_line(step, **more):
+    return dict(time=100.0 + step, worker=0, global_step=step, last_step=9, loss=2.0, samples_per_second=9.0) | more
+
+
+def test_any_byte_may_be_another(write, tmp_path):
+    """Whatever comes of it, it can be shown, drawn and counted."""
+    line = json.dumps(a_line(1, samples=32, staleness_mean=0.5, staleness={"0": 1, "1": 1}))
+    for place in range(len(line)):
+        for bit in range(8):
+            write(0, line[:place] + chr(ord(line[place]) ^ 1 << bit) + line[place + 1 :] + "\n")
+    figures = Progress(tmp_path, [0])
+    figures._tails[0]._position = 0  # as if it was written now
+    assert figures.poll()
+    figures.line(), rendered(figures.table())
+    lines, damaged = progress.read_metrics(tmp_path)
+    assert len(lines) > 100 and damaged > 100
+    assert damaged + len(lines) >= 8 * len(line)  # a newline in the middle makes two of one
+    plots.curve(tmp_path)
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_figures_of_a_file_that_was_deleted_and_cut(write, tmp_path):
+    """A worker makes it again; one that starts again cuts off what it had not finished."""
+    write(0, a_line(1), '{"time": 1')
+    figures, path = Progress(tmp_path, [0]), tmp_path / "metrics" / "worker-0.jsonl"
+    path.write_text(json.dumps(a_line(1)) + "\n" + json.dumps(a_line(2)) + "\n")
+    assert figures.poll() and figures.newest[0] == a_line(2)
+    path.rename(path.with_suffix(".deleted"))  # so that its number is not given to the next
+    assert not figures.poll()
+    write(0, a_line(3))
+    assert figures.poll() and figures.newest[0] == a_line(3)
+
+
+def test_damaged_lines_are_counted(write, tmp_path):
+    (tmp_path / "metrics" / "evaluator.jsonl").touch()
+    write(0, a_line(1), *(line + "\n" for line in BROKEN), a_line(2), '{"unfinished')
+    write(1, *(a_line(1), a_line(2) | {"time": None}))
+    lines, damaged = progress.read_metrics(tmp_path)
+    assert [line["global_step"] for line in lines] == [1, 1, 2]
+    assert damaged == len(BROKEN) + 2
+
+
+@pytest.mark.parametrize("status", [0, 130])
+def test_summary_says_how_many_lines_were_skipped(write, tmp_path, capsys, status):
+    write(0, a_line(1), "{", '"}\n', "3\n")
+    assert summary(tmp_path, capsys, status)[0] == "2 damaged lines of metrics skipped"
+    (tmp_path / "metrics" / "worker-0.jsonl").write_text("3\n")
+    assert summary(tmp_path, capsys, status)[0] == "1 damaged line of metrics skipped"
+    (tmp_path / "metrics" / "worker-0.jsonl").write_text(json.dumps(a_line(1)) + "\n")
+    assert "damaged" not in "".join(summary(tmp_path, capsys, status))
+
+
+def test_picture_that_cannot_be_drawn_is_a_warning(write, tmp_path, capsys, monkeypatch):
+    """The result is there before, the picture of an earlier part goes, and the launcher is told, too."""
+    said: list[str] = []
+    monkeypatch.setattr(plots, "say", said.append)
+    write(0, a_line(1))
+    (tmp_path / "curve.png").touch()
+
+    def fail(self, path):
+        assert json.loads((tmp_path / "result.json").read_text())["global_steps"] == 350
+        Path(path).write_bytes(b"half")
+        raise RuntimeError("two\nlines")
+
+    monkeypatch.setattr("matplotlib.backends.backend_agg.FigureCanvasAgg.print_png", fail)
+    training.write_result(settings(run_dir=tmp_path), types.SimpleNamespace(num_ps=1), [report(**FIRST)], 350, 0.5, 0.9)
+    line = f"no picture: {tmp_path / 'curve.png'} could not be drawn: RuntimeError: two lines"
+    assert said == [line] and capsys.readouterr().out == line + "\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics", "result.json"]
 
 
 def test_no_curve_of_nothing_but_a_broken_line(write, tmp_path):
@@ -194,6 +284,8 @@ RESULT = dict(
 
 def summary(tmp_path, capsys, status=0, **changes):
     (tmp_path / "result.json").write_text(json.dumps(RESULT | changes))
+    for name in ("curve.png", "model.keras"):
+        (tmp_path / name).touch()
     progress.summary(types.SimpleNamespace(run_dir=str(tmp_path)), status)
     return capsys.readouterr().out.splitlines()
 
@@ -206,6 +298,13 @@ def test_summary(tmp_path, capsys):
         str(tmp_path / "curve.png"),
         str(tmp_path / "model.keras"),
     ]
+
+
+def test_summary_promises_no_picture_that_is_not_there(tmp_path, capsys):
+    summary(tmp_path, capsys)
+    (tmp_path / "curve.png").unlink()
+    progress.summary(types.SimpleNamespace(run_dir=str(tmp_path)), 0)
+    assert capsys.readouterr().out.splitlines()[3:] == [str(tmp_path / "model.keras")]
 
 
 def test_summary_of_a_regression_in_one_process(tmp_path, capsys):

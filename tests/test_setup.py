@@ -387,6 +387,68 @@ def test_folder_that_is_no_environment(clone: Clone) -> None:
     assert (clone.venv / "mine").exists()
 
 
+def contents(folder: Path) -> dict[Path, float]:
+    return {path: path.lstat().st_mtime for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_link_to_the_environment_of_another_clone(clone: Clone, tmp_path: Path, is_finished: bool) -> None:
+    """It is refused and stays as it is, whether or not the other clone has finished it."""
+    other = Clone(tmp_path, "other")
+    other.runs()
+    if not is_finished:
+        (other.venv / "setup-stamp").unlink()
+    clone.venv.symlink_to(other.venv)
+    before = contents(tmp_path)
+    for _ in range(2):
+        assert clone.fails() == (
+            f"cannot set up: {clone.venv} is a link to the environment of {other.root}; remove the link, and the next run "
+            "makes one here"
+        )
+    assert contents(tmp_path) == before
+    clone.venv.unlink()
+    clone.runs()
+
+
+def test_link_that_two_clones_share(clone: Clone, tmp_path: Path) -> None:
+    """The one that has made the environment elsewhere goes on with it, also after it was moved."""
+    elsewhere = tmp_path / "disk" / "environment"
+    elsewhere.mkdir(parents=True)
+    clone.venv.symlink_to(elsewhere)
+    other = Clone(tmp_path, "other")
+    other.venv.symlink_to(elsewhere)
+    clone.runs()
+    before = contents(elsewhere)
+    assert f"is a link to the environment of {clone.root}; " in other.fails()
+    assert clone.runs() == []
+    assert contents(elsewhere) == before
+    clone.root = clone.root.rename(tmp_path / "moved")
+    clone.venv = clone.root / ".venv"
+    assert clone.runs() == ["setting up .venv (once; takes a minute or two)"]
+
+
+def test_link_to_nothing(clone: Clone, tmp_path: Path) -> None:
+    clone.venv.symlink_to(tmp_path / "gone")
+    assert "is a link to a folder that is not there" in clone.fails()
+    assert not (tmp_path / "gone").exists()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_link_to_an_empty_folder(clone: Clone, tmp_path: Path, how: signal.Signals) -> None:
+    """Another disk, say: it is filled, also after a first run that was killed, and the link stays."""
+    (tmp_path / "disk").mkdir()
+    clone.venv.symlink_to(tmp_path / "disk")
+    pipe = clone.pip_waits()
+    process = clone.start()
+    with open(pipe, "w"):
+        os.killpg(process.pid, how)
+        process.communicate(timeout=300)
+    clone.before_pip("")
+    assert clone.runs() == ["setting up .venv (once; takes a minute or two)"]
+    assert clone.runs() == []
+    assert clone.venv.is_symlink() and (tmp_path / "disk" / "bin" / "python").exists()
+
+
 @pytest.mark.parametrize("what", ["moved", "lost Python"])
 def test_environment_that_no_longer_works(clone: Clone, tmp_path: Path, what: str) -> None:
     clone.runs()
