@@ -187,7 +187,7 @@ if sys.argv[-1] != "--check":
 
     def check(code, hang_secs=60):
         (tmp_path / "scheme.py").write_text(begin + code)
-        settings = types.SimpleNamespace(data="d.py:f", model="m.py:f", num_workers=2, hang_secs=hang_secs)
+        settings = types.SimpleNamespace(data="d.py:f", model="m.py:f", num_workers=2, hang_secs=hang_secs, batch_size=32, window=1)
         try:
             return launch._check_input(tmp_path / "scheme.py", [], settings), capsys.readouterr().out
         except UserError as error:
@@ -239,7 +239,7 @@ def test_check_ends_with_its_launcher(tmp_path):
     launcher = """
 import pathlib, sys, types
 from common import launch
-settings = types.SimpleNamespace(data="d.py:f", model="mlp", num_workers=2, hang_secs=60)
+settings = types.SimpleNamespace(data="d.py:f", model="mlp", num_workers=2, hang_secs=60, batch_size=32, window=1)
 launch._check_input(pathlib.Path(sys.argv[1]), [], settings)
 """
     checking = """
