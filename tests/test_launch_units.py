@@ -187,7 +187,8 @@ if sys.argv[-1] != "--check":
 
     def check(code, hang_secs=60):
         (tmp_path / "scheme.py").write_text(begin + code)
-        settings = types.SimpleNamespace(data="d.py:f", model="m.py:f", num_workers=2, hang_secs=hang_secs, batch_size=32, window=1)
+        problem = {"data": "d.py:f", "model": "m.py:f", "num_workers": 2, "batch_size": 32, "window": 1}
+        settings = types.SimpleNamespace(hang_secs=hang_secs, **problem)
         try:
             return launch._check_input(tmp_path / "scheme.py", [], settings), capsys.readouterr().out
         except UserError as error:
