@@ -125,6 +125,7 @@ class Round:
 
     def _start(self):
         script, steps = SCHEMES[self.scheme]
+        steps *= self._slower  # of sixteen, the last begins when the first have trained for long
         resume = ["--resume"] if any(self.folder.glob("checkpoints/*.index")) else []
         flags = [f"--num_ps={self.num_ps}", f"--num_workers={self.num_workers}", f"--steps={steps}", *resume]
         flags += [f"--hang_secs={HANG_SECS * self._slower}", f"--checkpoint_secs={CHECKPOINT_SECS}", "--max_restarts=10"]
