@@ -190,6 +190,7 @@ class Keeper(tf.train.SessionRunHook):
         self._turn, self._thread, self._ended = threading.Lock(), None, threading.Event()
         self._failure: Exception | None = None
         self.log: Any = None
+        self._is_open = False
         self._newest = None  # the step of the newest checkpoint that this worker has saved
         self._after = every_secs * (CHIEF_AFTER if self._is_chief else OTHERS_AFTER)
         self._mark = Path(folder, "folder-id")
@@ -265,7 +266,7 @@ class Keeper(tf.train.SessionRunHook):
         Args:
           checkpoint: the path of the one that they were restored from; None if they have initial values.
         """
-        samples, seconds = 0, 0.0
+        self._is_open, samples, seconds = False, 0, 0.0
         if checkpoint:
             reader = tf.train.load_checkpoint(checkpoint)
             if reader.has_tensor("seconds"):
@@ -282,6 +283,7 @@ class Keeper(tf.train.SessionRunHook):
 
     def adopt(self, session):
         """The chief's: goes on with the parameters that it finds, and saves them at once."""
+        self._is_open = False
         self._say_place(session)
         self.save(session)
         self._log(session.run(self._step), "found on the ps")
@@ -315,7 +317,7 @@ class Keeper(tf.train.SessionRunHook):
           TrainingFailed: if the checkpoint cannot be written.
         """
         with self._turn:
-            if self._is_chief:
+            if self._is_open:  # else the chief's own variables have no values yet, and there is nothing to copy
                 session.run(self._copies)
             (now, step, samples, seconds), values, _ = session.run(self._snapshot)
             # No sum of float32 is too large for float64: it is finite if all of them are.
@@ -330,6 +332,7 @@ class Keeper(tf.train.SessionRunHook):
 
     def after_create_session(self, session, coord):
         """Starts the thread; that of a session before ends with its session."""
+        self._is_open = self._is_chief
         self._ended.set()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(session, self._ended), daemon=True)

@@ -60,7 +60,11 @@ def main(scheme=None, train=None, without=(), lockstep=False, check=None, evalua
 def _stale_launcher():
     """Returns a line if the environment says that a launcher has started this process, and none has."""
     given = [f"{name}={os.environ[name]}" for name in forkserver.VARIABLES if os.environ.get(name)]
-    if not given or (len(given) == len(forkserver.VARIABLES) and os.environ["LAUNCHER_PID"] == str(os.getppid())):
+    is_of_parent = os.environ.get("LAUNCHER_PID") == str(os.getppid())
+    is_of_fork_server = is_of_parent and len(given) == len(forkserver.VARIABLES)
+    # A program of one's own may give its number alone, so that a task ends with it; in a container process 1 may be the parent.
+    is_of_program = is_of_parent and len(given) == 1 and os.getppid() != 1
+    if not given or is_of_fork_server or is_of_program:
         return None
     return f"{', '.join(given)} in the environment is what a launcher gives its tasks, but this is none: unset it"
 

@@ -151,9 +151,9 @@ def test_what_memory_cannot_hold(ended, line, command):
     refuses(ended, f"{program}: {line}")
 
 
-@pytest.mark.parametrize("more", [{}, {"LAUNCHER_KEY": "ps 0"}, {"LAUNCHER_WORDS": "1"}])
+@pytest.mark.parametrize("more", [{"LAUNCHER_KEY": "ps 0"}, {"LAUNCHER_WORDS": "1"}])
 def test_a_parent_that_is_no_launcher(tmp_path, more):
-    """Its number alone proves nothing: in a container the parent may well be process 1."""
+    """It may give its number, as a notebook does whose task is to end with it; but only a launcher gives the rest."""
     environ = {name: value for name, value in os.environ.items() if name not in CLUSTER_VARIABLES}
     environ |= {"LAUNCHER_PID": str(os.getpid()), **more}
     command = [sys.executable, str(CHECKOUT / "HogWild" / "hogwild.py")]

@@ -250,7 +250,7 @@ def test_ctrl_c_saves_and_resume_goes_on_with_more_towers(run_dir):
     assert saved > 0
     finish(start(run_dir, "--resume", f"--steps={saved + 10}", "--num_towers=3", script=TOWERS))
     result = result_of(run_dir)
-    assert (result["global_steps"], result["samples"], result["num_towers"]) == (saved + 10, 10 * 3 * 32, 3)
+    assert (result["global_steps"], result["samples"], result["num_towers"]) == (saved + 10, (saved * 2 + 10 * 3) * 32, 3)
 
 
 def test_bad_input_is_one_line(multiple_gpus, user_error, parse):

@@ -255,9 +255,8 @@ import os, signal, sys, types
 from common.run_dir import prepare_run_dir
 
 prepare_run_dir(types.SimpleNamespace(run_dir=sys.argv[1], resume=False, scheme="HogWild"))  # nobody keeps what it returns
-child = os.fork()
-if child:
-    print(os.getpid(), child, flush=True)
+if os.fork() == 0:  # the child says so when it has given up what it inherited
+    print(os.getppid(), os.getpid(), flush=True)
 signal.pause()
 """
 

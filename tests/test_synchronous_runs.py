@@ -128,7 +128,8 @@ def test_ctrl_c_reaches_those_who_wait_and_resume_goes_on(run_dir, script):
     run(run_dir, "--resume", "--num_ps=2", "--steps=1500", script=script)
     result = result_of(run_dir)
     assert result["global_steps"] == 1500
-    assert 0 < result["samples"] / 32 / 2 < 1500  # it did not begin anew
+    assert result["samples"] == 1500 * 2 * 32  # those of both runs
+    assert '"restored from model.ckpt-' in (run_dir / "metrics" / "worker-0.jsonl").read_text()  # it did not begin anew
 
 
 def test_the_hook_in_a_program_of_ones_own(tmp_path):
