@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from runs import ROOT, SECONDS, finish, is_training, processes, read_until, result_of, run, start, updates_in_metrics
 
-from common import launch
+from common import launch, tf
 
 pytestmark = pytest.mark.cluster
 
@@ -125,11 +125,12 @@ def test_ctrl_c_reaches_those_who_wait_and_resume_goes_on(run_dir, script):
     process.send_signal(signal.SIGINT)
     output = finish(process, status=130)
     assert f"--resume --run_dir={run_dir}" in output
+    saved = int(tf.train.load_variable(str(run_dir / "checkpoints"), "global_step"))
     run(run_dir, "--resume", "--num_ps=2", "--steps=1500", script=script)
     result = result_of(run_dir)
     assert result["global_steps"] == 1500
-    assert result["samples"] == 1500 * 2 * 32  # those of both runs
-    assert '"restored from model.ckpt-' in (run_dir / "metrics" / "worker-0.jsonl").read_text()  # it did not begin anew
+    assert result["samples"] == (saved * 3 + (1500 - saved) * 2) * 32  # of three workers, and then of two
+    assert f'"restored from model.ckpt-{saved}"' in (run_dir / "metrics" / "worker-0.jsonl").read_text()
 
 
 def test_the_hook_in_a_program_of_ones_own(tmp_path):
