@@ -244,7 +244,7 @@ def summary(settings, status):
     speed = (
         f"{result['train_seconds']:.1f} s of training, {result['samples_per_second']:,.0f} samples/s"
         if result["train_seconds"]
-        else "no training was left to do"
+        else "nothing was left to do: --steps, --epochs or --seconds had been reached before"
     )
     accuracy = f"test accuracy {result['test_accuracy']:.3f}, " if result["test_accuracy"] is not None else ""
     staleness = (

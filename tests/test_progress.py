@@ -315,7 +315,7 @@ def test_summary_of_a_regression_in_one_process(tmp_path, capsys):
 
 def test_summary_of_a_run_that_had_nothing_left_to_do(tmp_path, capsys):
     lines = summary(tmp_path, capsys, train_seconds=None, samples_per_second=None, staleness_mean=None)
-    assert lines[1] == "no training was left to do; 29.6 s in all"
+    assert lines[1] == "nothing was left to do: --steps, --epochs or --seconds had been reached before; 29.6 s in all"
     assert lines[2] == "test accuracy 0.975, test loss 0.0884; 0 restarts"
 
 
