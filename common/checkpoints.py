@@ -297,12 +297,17 @@ class Keeper(tf.train.SessionRunHook):
         session.run(self._is_lost)
 
     def _say_place(self, session):
-        """Marks the folder, so that other workers know whether theirs is the same: on several machines it may not be."""
-        with contextlib.suppress(FileExistsError), writing_into(self._folder):
-            descriptor = os.open(self._mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        """Marks the folder, so that other workers know whether theirs is the same: on several machines it may not be.
+
+        Each time with another mark, since the folder may be a copy of the one of another machine.
+        """
+        mark = uuid.uuid4().hex
+        with writing_into(self._folder):
+            self._mark.unlink(missing_ok=True)
+            descriptor = os.open(self._mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)  # follows no link
             with open(descriptor, "w") as file:
-                file.write(uuid.uuid4().hex)
-        session.run(self._note_place, {self._place: self._mark.read_text()})
+                file.write(mark)
+        session.run(self._note_place, {self._place: mark})
 
     def _may_save(self, session):
         """Whether the chief's folder is this worker's."""

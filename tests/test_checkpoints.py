@@ -1,5 +1,6 @@
 """Who saves when, what is in a checkpoint, and when a chief goes on with the parameters that it finds."""
 
+import shutil
 import threading
 import time
 
@@ -165,7 +166,10 @@ def test_samples_and_seconds_are_those_of_all_runs(chief, servers, tmp_path):
 def test_another_worker_saves_if_the_chief_does_not(chief, servers, tmp_path):
     opened = chief.begin()
     other = Worker(chief.place, chief.folder, 1, every_secs=0.1)
+    shutil.copytree(chief.folder, tmp_path / "elsewhere")  # as for a run that is to go on there
     elsewhere = Worker(chief.place, tmp_path / "elsewhere", 2, every_secs=0.1)
+    before = saved(elsewhere.folder)
+    opened = chief.begin()
     sessions = [other.join(), elsewhere.join()]
     opened.run(chief.update)
     for worker, joined in zip((elsewhere, other), reversed(sessions), strict=True):
@@ -173,7 +177,7 @@ def test_another_worker_saves_if_the_chief_does_not(chief, servers, tmp_path):
     wait_for(lambda: newest(chief.folder) == 1)
     for worker, joined in zip((other, elsewhere), sessions, strict=True):
         worker.keeper.end(joined)
-    assert list(elsewhere.folder.iterdir()) == []  # on another machine, say: the chief would not find it there
+    assert saved(elsewhere.folder) == before  # on another machine, say: the chief would not find it there
     assert chief.begin().run(chief.read)[1] == 1
 
 
