@@ -41,6 +41,7 @@ SCHEMES = {
     "Semi-Synchronous-SGD": ("semi_synchronous_sgd.py", 3000),
     "DiLoCo": ("diloco.py", 800),
 }
+TOGETHER = "Synchronous-SGD", "DiLoCo"  # schemes whose updates are of all workers
 HANG_SECS = 4
 SECONDS = 300  # within which a run has to end, whatever happened to it
 ACCURACY = 0.95
@@ -48,6 +49,7 @@ FAULTS_UNTIL = 10  # seconds after the tasks were started, when most runs would 
 CHECKPOINT_SECS = 1
 # What may be lost beyond that, in seconds: a call that is under way, and metrics tell the step every half second.
 MORE_SECS = 1.0
+METRICS_SECS = 0.5  # from one line of metrics to the next
 # Every eleventh round has 4 ps and 16 workers, so that each scheme has its turn. They take longer to start.
 LARGE_EVERY, LARGE_TASKS, LARGE_SLOWER = 11, (4, 16), 4
 
@@ -125,7 +127,8 @@ class Round:
 
     def _start(self):
         script, steps = SCHEMES[self.scheme]
-        steps *= self._slower  # of sixteen, the last begins when the first have trained for long
+        if self.scheme not in TOGETHER:
+            steps *= self._slower  # of sixteen workers, the last begins when the first have trained for long
         resume = ["--resume"] if any(self.folder.glob("checkpoints/*.index")) else []
         flags = [f"--num_ps={self.num_ps}", f"--num_workers={self.num_workers}", f"--steps={steps}", *resume]
         flags += [f"--hang_secs={HANG_SECS * self._slower}", f"--checkpoint_secs={CHECKPOINT_SECS}", "--max_restarts=10"]
@@ -207,7 +210,7 @@ class Round:
             step = line["global_step"]
             fault = min((time for time in self._ends_of_parameters if before < time < now), default=None)
             points = [(before, known["global_step"])]
-            points += [point for point in training if before < point[0] < (fault or now) + 0.5]
+            points += [point for point in training if before < point[0] < (fault or now) + METRICS_SECS]
             if not line["parameters"].startswith("restored"):
                 if step + 1 < max(step for time, step in points if time < now - MORE_SECS):
                     yield f"the parameters {line['parameters']} are of step {step}, after one of {points[-1][1]}"
@@ -217,6 +220,8 @@ class Round:
                 # The run was at that step between the last line of metrics with an earlier one, and the first with a later one.
                 earlier = max((p for p in points if p[1] <= step), default=points[0])
                 later = min((p for p in points if p[1] > step), default=(fault, step + 1))
+                if earlier == points[0]:  # it had not trained yet, but started, or prepared its graph
+                    earlier = max(earlier[0], later[0] - METRICS_SECS), step
                 share = (step - earlier[1]) / (later[1] - earlier[1])
                 self.losses.append(max(0.0, fault - (earlier[0] + share * (later[0] - earlier[0]))))
                 if self.losses[-1] > CHECKPOINT_SECS + MORE_SECS:
