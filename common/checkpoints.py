@@ -157,7 +157,7 @@ _CLAIMED, _SAVED, _TOLD = range(3)  # keys of what is noted on the ps: times on 
 
 
 class Keeper(tf.train.SessionRunHook):
-    """Saves the global parameters by a clock, whoever is alive. Every worker has one, made when its graph is complete.
+    """Saves the global parameters by a clock, while any worker is alive. Every worker has one, made when its graph is complete.
 
     Each has a thread, which waits for none of the worker's calls. The chief saves when `CHIEF_AFTER` of the time has passed
     since the last checkpoint. If it does not, because it is dead, stopped or just starting, another worker that sees the

@@ -139,7 +139,7 @@ class ForkServer:
             self._connection.send(("signal", key, number))
 
 
-# What a task finds in its environment: who has started it, and where to say what, and as whom
+# A task's environment has these: the process that has started it, its own name, and the pipe to the launcher.
 VARIABLES = ("LAUNCHER_PID", "LAUNCHER_KEY", "LAUNCHER_WORDS")
 
 LAST = "\f"  # begins what a task says with `say_last`

@@ -13,7 +13,7 @@ import re
 import socket
 import stat
 import tempfile
-import time
+import threading
 from pathlib import Path
 
 from common import progress
@@ -87,7 +87,7 @@ def lock_folder(folder, flag, parts, name=None, check=lambda: None):
       folder: its path.
       flag: name of the flag that it comes from.
       parts: names of folders in it.
-      name: of the task that locks it; None for who has the folder alone.
+      name: of the task that locks it; None if it is to have the folder alone.
       check: function that raises a `UserError` unless what is in the folder is as it should be.
 
     Returns:
@@ -128,7 +128,7 @@ def make_private_folder(path):
 
 
 def _take_locks(stack, folder, flag, name):
-    """Locks the file `lock` for who has the folder alone; else that with others, and another file for the task alone."""
+    """Locks the file `lock` alone, or for a task of this name together with other tasks, and then a file of its own alone."""
     files = [("lock", fcntl.LOCK_EX)] if name is None else [("lock", fcntl.LOCK_SH), (f"lock-{name}", fcntl.LOCK_EX)]
     for file, how in files:
         descriptor = open_own(folder / file, os.O_RDWR)
@@ -144,29 +144,40 @@ def _release(descriptor):
 
 
 def _lock(descriptor, how, folder, file, flag):
-    deadline = None
-    while True:
-        try:
-            fcntl.flock(descriptor, how | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            pid, host = _holder(folder, file)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            if file == "lock":
-                progress.say(f"nothing keeps other runs out of {folder}: the file system has no locks")
-            break
+    try:
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pid, host = _holder(folder, file)
         where = f"process {pid}{'' if host == socket.gethostname() else f' on {host}'}" if pid else "another process"
-        if host in (None, socket.gethostname()) or (deadline and time.monotonic() > deadline):
-            raise UserError(f"{flag} is in use by {where}: wait until that run has ended, or give another folder")
-        if deadline is None:
+        is_elsewhere = host not in (None, socket.gethostname())
+        if is_elsewhere:
             progress.say(f"{flag} is in use by {where}: waits up to {OTHER_HOST_SECONDS} s, in case that machine was lost")
-            deadline = time.monotonic() + OTHER_HOST_SECONDS
-        time.sleep(1)
+        if not (is_elsewhere and _is_given(descriptor, how)):
+            raise UserError(f"{flag} is in use by {where}: wait until that run has ended, or give another folder") from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        if file == "lock":
+            progress.say(f"nothing keeps other runs out of {folder}: the file system has no locks")
     os.ftruncate(descriptor, 0)
     if how == fcntl.LOCK_EX:  # else several have it, each of which says so in its own
         os.write(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode())
+
+
+def _is_given(descriptor, how):
+    """Whether another machine gives a lock back in time. The system has no such wait with a limit, so a thread waits."""
+    given, same = threading.Event(), os.dup(descriptor)  # the caller may close its own before the thread ends
+
+    def wait():
+        try:
+            with contextlib.suppress(OSError):
+                fcntl.flock(same, how)
+                given.set()
+        finally:
+            os.close(same)
+
+    threading.Thread(target=wait, daemon=True).start()
+    return given.wait(OTHER_HOST_SECONDS)
 
 
 def _holder(folder, file):

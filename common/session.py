@@ -70,8 +70,8 @@ class _Creator(tf.train.SessionCreator):
             if not lost.size:
                 if keeper:
                     keeper.adopt(session)
-                else:
-                    scaffold.saver.recover_last_checkpoints(checkpoints_in(self._checkpoint_dir))
+                elif paths := checkpoints_in(self._checkpoint_dir):
+                    scaffold.saver.recover_last_checkpoints(paths)
                 return False
         if keeper:
             keeper.lose(session)

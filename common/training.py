@@ -325,7 +325,7 @@ def samples_per_update(settings):
 
 def last_step(settings, num_samples, gradients_per_update=1):
     """Returns the global step to stop at, from `--steps` or else `--epochs`."""
-    samples = settings.batch_size * settings.window * gradients_per_update
+    samples = settings.batch_size * settings.window * gradients_per_update  # which `settings` may not know yet
     return settings.steps or math.ceil(settings.epochs * num_samples / samples)
 
 

@@ -144,8 +144,11 @@ class Round:
 
     def _wait_for_tasks(self, process):
         """Waits until there are tasks, or the run has ended, and returns the time."""
-        while process.poll() is None and not processes(self.folder, "--job_name=worker"):
-            time.sleep(0.05)
+        deadline = time.monotonic() + SECONDS
+        while time.monotonic() < deadline and not processes(self.folder, "--job_name=worker"):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.05)
+                break
         return time.monotonic()
 
     def _signal(self, at, kind, whom):

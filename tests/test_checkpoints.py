@@ -71,14 +71,6 @@ def newest(folder):
     return max(saved(folder), default=None)
 
 
-def wait_for(condition):
-    """Waits until another thread has made it true."""
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_name_and_pieces_are_of_one_moment_while_others_push(chief):
     opened, ended = chief.begin(), threading.Event()
 
@@ -163,7 +155,7 @@ def test_samples_and_seconds_are_those_of_all_runs(chief, servers, tmp_path):
     assert trained > seconds
 
 
-def test_another_worker_saves_if_the_chief_does_not(chief, servers, tmp_path):
+def test_another_worker_saves_if_the_chief_does_not(chief, tmp_path, monkeypatch):
     opened = chief.begin()
     other = Worker(chief.place, chief.folder, 1, every_secs=0.1)
     shutil.copytree(chief.folder, tmp_path / "elsewhere")  # as for a run that is to go on there
@@ -172,9 +164,16 @@ def test_another_worker_saves_if_the_chief_does_not(chief, servers, tmp_path):
     opened = chief.begin()
     sessions = [other.join(), elsewhere.join()]
     opened.run(chief.update)
+    save, has_saved = other.keeper.save, threading.Event()
+
+    def save_and_say(session):
+        save(session)
+        has_saved.set()
+
+    monkeypatch.setattr(other.keeper, "save", save_and_say)
     for worker, joined in zip((elsewhere, other), reversed(sessions), strict=True):
         worker.keeper.after_create_session(joined, None)
-    wait_for(lambda: newest(chief.folder) == 1)
+    assert has_saved.wait(SECONDS) and newest(chief.folder) == 1
     for worker, joined in zip((other, elsewhere), sessions, strict=True):
         worker.keeper.end(joined)
     assert saved(elsewhere.folder) == before  # on another machine, say: the chief would not find it there
@@ -226,7 +225,8 @@ def test_training_ends_when_checkpoints_cannot_be_written(servers, tmp_path):
         path.unlink()
     chief.folder.rmdir()
     chief.keeper.after_create_session(opened, None)
-    wait_for(lambda: chief.keeper._failure)
+    assert chief.keeper._thread
+    chief.keeper._thread.join(SECONDS)  # which ends by it
     with pytest.raises(TrainingFailed, match="no checkpoint can be written: the folder .* is gone"):
         chief.keeper.after_run(None, None)
 

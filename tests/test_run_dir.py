@@ -11,7 +11,6 @@ import socket
 import stat
 import subprocess
 import sys
-import time
 import types
 from pathlib import Path
 
@@ -22,6 +21,7 @@ import common.run
 from common import run_dir as of_runs
 from common import training
 from common.cluster import TaskSpecDef
+from common.forkserver import reserved_port
 from common.run_dir import open_own, prepare_run_dir, write_json
 
 CHIEF, OTHER, PS, EVALUATOR = (
@@ -226,7 +226,7 @@ def test_tasks_by_hand_share_their_folder_in_any_order(hold, tmp_path):
 
 
 def test_folder_is_free_when_a_run_has_ended(hold, tmp_path):
-    """For whoever comes next; a task that is started again has its lock at once."""
+    """Another process can lock the folder then; a task that is started again has its lock at once."""
     for task in None, CHIEF, CHIEF, OTHER, None, None:
         with hold(tmp_path, task=task):
             pass
@@ -278,22 +278,21 @@ def test_kernel_gives_the_lock_back_though_a_child_lives_on(hold, user_error, tm
 
 def test_what_another_machine_holds_is_waited_for_as_it_may_be_lost(hold, user_error, tmp_path, monkeypatch, capsys):
     """NFS gives its locks back after a while only."""
-    holder, naps = contextlib.ExitStack(), []
+    holder, say = contextlib.ExitStack(), of_runs.progress.say
     holder.enter_context(hold(tmp_path))
     (tmp_path / "lock").write_text("12 elsewhere\n")
 
-    def sleep(seconds):
-        naps.append(seconds)
-        if len(naps) == 3:
-            holder.close()
+    def say_and_give_back(line):
+        say(line)
+        holder.close()
 
-    monkeypatch.setattr(of_runs.time, "sleep", sleep)
+    monkeypatch.setattr(of_runs.progress, "say", say_and_give_back)
     with hold(tmp_path):
-        assert len(naps) == 3
+        pass
     assert capsys.readouterr().out == (
         f"--run_dir={tmp_path} is in use by process 12 on elsewhere: waits up to 120 s, in case that machine was lost\n"
     )
-    monkeypatch.setattr(of_runs, "OTHER_HOST_SECONDS", -1)
+    monkeypatch.setattr(of_runs, "OTHER_HOST_SECONDS", 0)
     with hold(tmp_path):
         (tmp_path / "lock").write_text("12 elsewhere\n")
         with user_error(f"--run_dir={tmp_path} is in use by process 12 on elsewhere: wait until"), hold(tmp_path):
@@ -334,10 +333,12 @@ def test_a_second_run_in_the_same_folder_ends_and_the_first_goes_on(run_dir):
     first = start(run_dir, "--launch", "--epochs=1e6", "--checkpoint_secs=1")
     read_until(first, is_training)
     in_use = f"--run_dir={run_dir} is in use by process {first.pid}: wait until that run has ended, or give another folder"
-    by_hand = ["--job_name=worker", "--task_index=0", "--ps_hosts=localhost:2220", "--worker_hosts=localhost:2221"]
-    seconds = [start(run_dir, *flags) for flags in (["--launch"], ["--launch", "--resume"], [], ["--resume"], by_hand)]
-    for second in seconds:
-        assert finish(second, status=2) == f"hogwild.py: {in_use}\n"
+    with reserved_port() as ps, reserved_port() as worker:
+        hosts = [f"--{job}_hosts=localhost:{port.getsockname()[1]}" for job, port in (("ps", ps), ("worker", worker))]
+        by_hand = ["--job_name=worker", "--task_index=0", *hosts]
+        seconds = [start(run_dir, *flags) for flags in (["--launch"], ["--launch", "--resume"], [], ["--resume"], by_hand)]
+        for second in seconds:
+            assert finish(second, status=2) == f"hogwild.py: {in_use}\n"
     assert len(processes(run_dir, "--job_name=worker")) == 2 and first.poll() is None
     for name in "logs", "metrics":
         shutil.rmtree(run_dir / name)
@@ -346,9 +347,7 @@ def test_a_second_run_in_the_same_folder_ends_and_the_first_goes_on(run_dir):
     read_until(first, lambda line: line == "worker 1 was killed by SIGKILL; restart 1 of 3\n")
     logs = [run_dir / "logs" / f"{task}.log" for task in ("ps-0", "worker-0", "worker-1")]
     metrics = [run_dir / "metrics" / f"worker-{i}.jsonl" for i in (0, 1)]
-    while not all(path.exists() and (path in logs or path.stat().st_size) for path in [*logs, *metrics]):
-        assert first.poll() is None
-        time.sleep(0.1)
+    read_until(first, lambda _: all(path.exists() and (path in logs or path.stat().st_size) for path in [*logs, *metrics]))
     step = max(json.loads(line)["global_step"] for line in metrics[0].read_text().splitlines())
     first.kill()
     first.wait()
