@@ -146,7 +146,7 @@ LAST = "\f"  # begins what a task says with `say_last`
 PROGRESS = "\v"  # begins what it says of its progress
 # What tasks do that runs functions of the user's, which the launcher may have called before; see `Progress.what`.
 LOADING, BUILDING = "loading the data", "building the model"
-CHECKED = "done with the check"
+CHECKED = "ending the check"
 
 
 class Progress(NamedTuple):

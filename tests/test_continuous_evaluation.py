@@ -270,10 +270,11 @@ def test_values_of_a_checkpoint_are_those_of_the_chief(script, tmp_path, cnn, gr
     keeper = Keeper(center, tmp_path, 5, copies=[there.assign(here) for there, here in zip(kept, local.state, strict=True)])
     session = initialized(center, local)
     keeper.begin_run(session, None)
+    keeper.after_create_session(session, None)
     session.run(rounds)
     parameters, step = session.run(center.read())
     of_chief = session.run([variable.read_value() for variable in local.state])
-    keeper.save(session)
+    keeper.end(session)
 
     path = tf.train.latest_checkpoint(tmp_path)
     (found, state), at = script.values_in(path, cnn)

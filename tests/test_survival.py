@@ -289,9 +289,9 @@ def test_a_process_on_its_own_diverges(run_dir, script, what_to_do):
 # Launched runs
 
 
-def good_checkpoints(folder):
-    """The steps of those that are listed in a folder, the oldest first. All of them are good."""
-    paths = checkpoints_in(str(folder))
+def good_checkpoints(folder, but=()):
+    """The steps of those that are listed in a folder, the oldest first. All of them are good but those of the steps in `but`."""
+    paths = [path for path in checkpoints_in(str(folder)) if int(path.rpartition("-")[2]) not in but]
     for path in paths:
         checkpoint = tf.train.load_checkpoint(path)
         assert all(np.isfinite(checkpoint.get_tensor(name)).all() for name in checkpoint.get_variable_to_shape_map()), path
@@ -303,7 +303,8 @@ def last_line_of_a_failed_run(output, run_dir):
     assert "Traceback" not in output and "restart" not in output
     assert wait_until_gone(processes(run_dir)) == []
     *before, last = output.splitlines()
-    assert all(line.startswith(("HogWild: ", "step ", "the ports of this run ")) for line in before), output
+    usual = "checking the data and the model ", "HogWild: ", "step ", "the ports of this run "
+    assert all(line.startswith(usual) for line in before), output
     return last
 
 
@@ -336,9 +337,9 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(run_dir):
     result = result_of(run_dir)
     assert result["samples"] == result["global_steps"] * result["batch_size"]
     assert f'"restored from model.ckpt-{older}"' in (run_dir / "metrics" / "worker-0.jsonl").read_text()
-    steps = good_checkpoints(run_dir / "checkpoints")
+    steps = good_checkpoints(run_dir / "checkpoints", but=[newest])  # it is removed when five newer ones are there
     assert steps[-1] == result["global_steps"] >= newest + 100
-    assert older in steps or len(steps) == 5  # the saver keeps five
+    assert older in steps or len(steps) >= 4  # five are kept
 
 
 LARGE_MODEL = """
