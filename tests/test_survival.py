@@ -290,7 +290,7 @@ def test_a_process_on_its_own_diverges(run_dir, script, what_to_do):
 
 
 def good_checkpoints(folder, but=()):
-    """The steps of those that are listed in a folder, the oldest first. All of them are good but those of the steps in `but`."""
+    """The steps of those that are listed in a folder, the oldest first, without those in `but`. All of them are good."""
     paths = [path for path in checkpoints_in(str(folder)) if int(path.rpartition("-")[2]) not in but]
     for path in paths:
         checkpoint = tf.train.load_checkpoint(path)
