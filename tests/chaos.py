@@ -31,26 +31,25 @@ from runs import processes, wait_until_gone
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 ROOT = Path(__file__).resolve().parents[1]
 
-# Script and updates of each scheme: some seconds of training on two cores, so that also a worker that was stopped at its
-# first step, and comes back late, has its share: each knows a part of the samples alone.
 SCHEMES = {
-    "HogWild": ("hogwild.py", 8000),
-    "DOWNPOUR": ("downpour.py", 3000),
-    "AEASGD": ("aeasgd.py", 2000),
-    "Synchronous-SGD": ("synchronous_sgd.py", 1000),
-    "Semi-Synchronous-SGD": ("semi_synchronous_sgd.py", 3000),
-    "DiLoCo": ("diloco.py", 800),
+    "HogWild": "hogwild.py",
+    "DOWNPOUR": "downpour.py",
+    "AEASGD": "aeasgd.py",
+    "Synchronous-SGD": "synchronous_sgd.py",
+    "Semi-Synchronous-SGD": "semi_synchronous_sgd.py",
+    "DiLoCo": "diloco.py",
 }
-TOGETHER = "Synchronous-SGD", "DiLoCo"  # schemes whose updates are of all workers
+# Of training: a worker that a fault took away comes back before the end and has its share, since it alone knows its samples.
+TRAIN_SECS = 25
 HANG_SECS = 4
 SECONDS = 300  # within which a run has to end, whatever happened to it
 ACCURACY = 0.95
-FAULTS_UNTIL = 10  # seconds after the tasks were started, when most runs would have ended undisturbed
+FAULTS_UNTIL = 10  # seconds after the tasks were started
 CHECKPOINT_SECS = 1
 # What may be lost beyond that, in seconds: a call that is under way, and metrics tell the step every half second.
 MORE_SECS = 1.0
 METRICS_SECS = 0.5  # from one line of metrics to the next
-# Every eleventh round has 4 ps and 16 workers, so that each scheme has its turn. They take longer to start.
+# Every eleventh round has 4 ps and 16 workers, so that each scheme has its turn. They take longer to start, and again.
 LARGE_EVERY, LARGE_TASKS, LARGE_SLOWER = 11, (4, 16), 4
 
 
@@ -126,16 +125,14 @@ class Round:
         return self
 
     def _start(self):
-        script, steps = SCHEMES[self.scheme]
-        if self.scheme not in TOGETHER:
-            steps *= self._slower  # of sixteen workers, the last begins when the first have trained for long
         resume = ["--resume"] if any(self.folder.glob("checkpoints/*.index")) else []
-        flags = [f"--num_ps={self.num_ps}", f"--num_workers={self.num_workers}", f"--steps={steps}", *resume]
+        flags = [f"--num_ps={self.num_ps}", f"--num_workers={self.num_workers}", "--epochs=1000000", *resume]
+        flags += [f"--seconds={TRAIN_SECS * self._slower}"]
         flags += [f"--hang_secs={HANG_SECS * self._slower}", f"--checkpoint_secs={CHECKPOINT_SECS}", "--max_restarts=10"]
         flags.append(f"--run_dir={self.folder}")
         with open(f"{self.folder}.out", "a") as out:
             return subprocess.Popen(
-                [sys.executable, str(ROOT / self.scheme / script), "--launch", *flags],
+                [sys.executable, str(ROOT / self.scheme / SCHEMES[self.scheme]), "--launch", *flags],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -211,7 +208,9 @@ class Round:
         """
         for (before, known), (now, line) in zip(begins, begins[1:]):
             step = line["global_step"]
-            fault = min((time for time in self._ends_of_parameters if before < time < now), default=None)
+            faults = [time for time in self._ends_of_parameters if before - MORE_SECS < time < now]
+            # The chief says that it begins when it has saved the parameters, so a ps may die a moment before that line.
+            fault = min((time for time in faults if time > before), default=max(faults, default=None))
             points = [(before, known["global_step"])]
             points += [point for point in training if before < point[0] < (fault or now) + METRICS_SECS]
             if not line["parameters"].startswith("restored"):
