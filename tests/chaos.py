@@ -31,16 +31,17 @@ from runs import processes, wait_until_gone
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 ROOT = Path(__file__).resolve().parents[1]
 
+# Script of each scheme, and when its training ends: a worker that a fault took away comes back before that, and has its share,
+# as it alone knows its samples. Where all wait for it, so many updates are enough; elsewhere others go on, so it is a time.
 SCHEMES = {
-    "HogWild": "hogwild.py",
-    "DOWNPOUR": "downpour.py",
-    "AEASGD": "aeasgd.py",
-    "Synchronous-SGD": "synchronous_sgd.py",
-    "Semi-Synchronous-SGD": "semi_synchronous_sgd.py",
-    "DiLoCo": "diloco.py",
+    "HogWild": ("hogwild.py", "seconds"),
+    "DOWNPOUR": ("downpour.py", "seconds"),
+    "AEASGD": ("aeasgd.py", "seconds"),
+    "Synchronous-SGD": ("synchronous_sgd.py", "steps"),
+    "Semi-Synchronous-SGD": ("semi_synchronous_sgd.py", "seconds"),
+    "DiLoCo": ("diloco.py", "steps"),
 }
-# Of training: a worker that a fault took away comes back before the end and has its share, since it alone knows its samples.
-TRAIN_SECS = 25
+TRAIN_SECS, STEPS = 25, 1000
 HANG_SECS = 4
 SECONDS = 300  # within which a run has to end, whatever happened to it
 ACCURACY = 0.95
@@ -126,13 +127,14 @@ class Round:
 
     def _start(self):
         resume = ["--resume"] if any(self.folder.glob("checkpoints/*.index")) else []
-        flags = [f"--num_ps={self.num_ps}", f"--num_workers={self.num_workers}", "--epochs=1000000", *resume]
-        flags += [f"--seconds={TRAIN_SECS * self._slower}"]
+        script, ends = SCHEMES[self.scheme]
+        flags = [f"--num_ps={self.num_ps}", f"--num_workers={self.num_workers}", *resume]
+        flags += [f"--steps={STEPS}"] if ends == "steps" else [f"--seconds={TRAIN_SECS * self._slower}", "--epochs=1000000"]
         flags += [f"--hang_secs={HANG_SECS * self._slower}", f"--checkpoint_secs={CHECKPOINT_SECS}", "--max_restarts=10"]
         flags.append(f"--run_dir={self.folder}")
         with open(f"{self.folder}.out", "a") as out:
             return subprocess.Popen(
-                [sys.executable, str(ROOT / self.scheme / SCHEMES[self.scheme]), "--launch", *flags],
+                [sys.executable, str(ROOT / self.scheme / script), "--launch", *flags],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
