@@ -15,13 +15,11 @@ import contextlib
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,17 +29,17 @@ from runs import processes, wait_until_gone
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 ROOT = Path(__file__).resolve().parents[1]
 
+TRAIN_SECS = 15
 # Script of each scheme, and when its training ends: a worker that a fault took away comes back before that, and has its share,
 # as it alone knows its samples. Where all wait for it, so many updates are enough; elsewhere others go on, so it is a time.
 SCHEMES = {
-    "HogWild": ("hogwild.py", "seconds"),
-    "DOWNPOUR": ("downpour.py", "seconds"),
-    "AEASGD": ("aeasgd.py", "seconds"),
-    "Synchronous-SGD": ("synchronous_sgd.py", "steps"),
-    "Semi-Synchronous-SGD": ("semi_synchronous_sgd.py", "seconds"),
-    "DiLoCo": ("diloco.py", "steps"),
+    "HogWild": ("hogwild.py", f"--seconds={TRAIN_SECS}"),
+    "DOWNPOUR": ("downpour.py", f"--seconds={TRAIN_SECS}"),
+    "AEASGD": ("aeasgd.py", f"--seconds={TRAIN_SECS}"),
+    "Synchronous-SGD": ("synchronous_sgd.py", "--steps=1000"),
+    "Semi-Synchronous-SGD": ("semi_synchronous_sgd.py", "--steps=3000"),
+    "DiLoCo": ("diloco.py", "--steps=800"),
 }
-TRAIN_SECS, STEPS = 25, 1000
 HANG_SECS = 4
 SECONDS = 300  # within which a run has to end, whatever happened to it
 ACCURACY = 0.95
@@ -50,8 +48,16 @@ CHECKPOINT_SECS = 1
 # What may be lost beyond that, in seconds: a call that is under way, and metrics tell the step every half second.
 MORE_SECS = 1.0
 METRICS_SECS = 0.5  # from one line of metrics to the next
-# Every eleventh round has 4 ps and 16 workers, so that each scheme has its turn. They take longer to start, and again.
+# Every eleventh round has 4 ps and 16 workers, so that each scheme has its turn. They take longer to start, and again. The
+# gradients of sixteen workers that wait for nobody, or not for long, are too stale for the usual learning rate.
 LARGE_EVERY, LARGE_TASKS, LARGE_SLOWER = 11, (4, 16), 4
+_LONGER, _SMALLER_STEPS = f"--seconds={TRAIN_SECS * LARGE_SLOWER}", "--learning_rate=0.02"
+LARGE_FLAGS = {
+    "HogWild": [_LONGER, _SMALLER_STEPS],
+    "DOWNPOUR": [_LONGER],
+    "AEASGD": [_LONGER],
+    "Semi-Synchronous-SGD": ["--steps=12000", _SMALLER_STEPS],
+}
 
 
 @dataclass
@@ -73,14 +79,13 @@ class Round:
     gap: float = 0.0  # longest time without a line of metrics, from the first to the last
     losses: list = field(default_factory=list)  # seconds of training that were lost, each time that parameters were restored
     problem: str = ""
-    _checkpoints: list = field(default_factory=list)  # (time at which it was seen, step)
     _ends_of_parameters: list = field(default_factory=list)  # times at which a ps, or all tasks, got a signal
 
     def __post_init__(self):
         drawn = random.Random(f"{self.seed}-{self.number}")
         self.scheme = self.scheme or list(SCHEMES)[self.number % len(SCHEMES)]
         self.num_ps, self.num_workers = drawn.choice([1, 1, 2]), drawn.choice([2, 2, 3])
-        is_large = self.number % LARGE_EVERY == LARGE_EVERY - 1
+        self._is_large = is_large = self.number % LARGE_EVERY == LARGE_EVERY - 1
         if is_large:
             self.num_ps, self.num_workers = LARGE_TASKS
         self._slower = LARGE_SLOWER if is_large else 1
@@ -96,9 +101,6 @@ class Round:
         """Runs it to the end; `problem` is empty if all is well."""
         first = time.monotonic()
         process = self._start()
-        watching = threading.Event()
-        watcher = threading.Thread(target=self._watch_checkpoints, args=(watching,), daemon=True)
-        watcher.start()
         status = None
         try:
             began = self._wait_for_tasks(process)
@@ -115,9 +117,6 @@ class Round:
             status = "hung"
             process.kill()
             process.wait()
-        finally:
-            watching.set()
-            watcher.join()
         self.seconds = time.monotonic() - first
         self.problem = next(self.problems(status), "")
         for pid in processes(self.folder):
@@ -126,10 +125,11 @@ class Round:
         return self
 
     def _start(self):
-        resume = ["--resume"] if any(self.folder.glob("checkpoints/*.index")) else []
         script, ends = SCHEMES[self.scheme]
-        flags = [f"--num_ps={self.num_ps}", f"--num_workers={self.num_workers}", *resume]
-        flags += [f"--steps={STEPS}"] if ends == "steps" else [f"--seconds={TRAIN_SECS * self._slower}", "--epochs=1000000"]
+        resume = ["--resume"] if any(self.folder.glob("checkpoints/*.index")) else []
+        flags = [f"--num_ps={self.num_ps}", f"--num_workers={self.num_workers}", ends, "--epochs=1000000", *resume]
+        if self._is_large:  # the last flag of a name counts
+            flags += LARGE_FLAGS.get(self.scheme, [])
         flags += [f"--hang_secs={HANG_SECS * self._slower}", f"--checkpoint_secs={CHECKPOINT_SECS}", "--max_restarts=10"]
         flags.append(f"--run_dir={self.folder}")
         with open(f"{self.folder}.out", "a") as out:
@@ -170,13 +170,6 @@ class Round:
             self.injected.append((round(at, 2), "left", f"processes {left}"))
         return self._start()
 
-    def _watch_checkpoints(self, ended):
-        while not ended.wait(0.05):
-            with contextlib.suppress(OSError):
-                found = re.search(r'^model_checkpoint_path: ".*-(\d+)"', (self.folder / "checkpoints/checkpoint").read_text())
-                if found and (not self._checkpoints or self._checkpoints[-1][1] != int(found[1])):
-                    self._checkpoints.append((time.time(), int(found[1])))
-
     def problems(self, status):
         """Yields what is wrong with the run, the first is the worst: each a line."""
         if status == "hung":
@@ -195,10 +188,13 @@ class Round:
         training = sorted((line["time"], line["global_step"]) for line in lines if "samples" in line)
         yield from self._losses(training, sorted((line["time"], line) for line in lines if "parameters" in line))
         self.gap = max((after[0] - before[0] for before, after in zip(training, training[1:])), default=0.0)
-        for seen, step in self._checkpoints:
-            # A second for a line that was under way when the checkpoint was saved.
-            if back := [line for line in training if line[0] > seen + 1 and line[1] < step]:
-                yield f"step {back[0][1]} after a checkpoint of step {step}"
+        restored = [line["time"] for line in lines if line.get("parameters", "").startswith("restored")]
+        for worker in range(self.num_workers):
+            reports = [line for line in lines if "samples" in line and line["worker"] == worker]
+            own = sorted((line["time"], line["global_step"]) for line in reports)
+            for (before, reached), (after, step) in zip(own, own[1:]):
+                if step < reached and not any(before < time < after + MORE_SECS for time in restored):
+                    yield f"worker {worker} was at step {step} after step {reached}, though no parameters were restored"
         yield from self._unreadable()
 
     def _losses(self, training, begins):
