@@ -6,7 +6,6 @@ says that it is done, and a worker goes through `train` below.
 """
 
 import math
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +31,7 @@ class Training(NamedTuple):
     test_loss: Any
     test_accuracy: Any
     clock: Any  # seconds, by the clock of ps 0
+    trained: Any  # a `common.hooks.Trained`: seconds and samples of all runs, which checkpoints hold, too
     init_feed_dict: dict  # initial values of global variables
     local_init_feed_dict: dict  # and of local ones
 
@@ -68,6 +68,8 @@ def build(task, model, dataset, settings):
       dataset: a `common.data.Data`.
       settings: all flags as a namespace.
     """
+    from common.hooks import Trained  # only now: the launcher reads this file, too, and is to do without tensorflow
+
     global_feeds: dict = {}
     local_feeds: dict = {}
     pieces = np.split(model.initial_parameters, np.cumsum(model.sizes)[:-1])
@@ -100,7 +102,8 @@ def build(task, model, dataset, settings):
         test_loss, test_accuracy = model.evaluate(values, [v.read_value() for v in state], x_test, y_test)
     with tf.device(step.device):
         clock = tf.timestamp()
-    return Training(weights, state, step, one, values, test_loss, test_accuracy, clock, global_feeds, local_feeds)
+    trained = Trained(step, settings.batch_size)
+    return Training(weights, state, step, one, values, test_loss, test_accuracy, clock, trained, global_feeds, local_feeds)
 
 
 def train(task, settings):
@@ -114,9 +117,8 @@ def train(task, settings):
       UserError: for what one ps and one worker cannot do, and for data and model that cannot be trained.
     """
     check(task, settings)
-    # Imported only now: the launcher reads this file too, and is to do without tensorflow.
     from common.hooks import EvaluationHook, MetricsHook, MetricsLog
-    from common.training import Interruption, last_step, write_result
+    from common.training import Interruption, last_step, updates_before, write_result
 
     interruption = Interruption()
     server = task.create_server()  # from here on this process and the ps can talk
@@ -126,6 +128,7 @@ def train(task, settings):
     with tf.Graph().as_default():
         training = build(task, model, dataset, settings)
         log = MetricsLog(settings.run_dir, 0, last)
+        checkpoints, trained = str(Path(settings.run_dir, "checkpoints")), training.trained
         # What is to happen besides training is a hook: the session calls it before and after every `run`.
         metrics = MetricsHook(log, settings.batch_size)
         evaluation = EvaluationHook(log, training.step, training.test_loss, training.test_accuracy)
@@ -134,26 +137,29 @@ def train(task, settings):
             local_init_op=tf.local_variables_initializer(),
             local_init_feed_dict=training.local_init_feed_dict,
         )
-        # It initializes the variables or restores them from the newest checkpoint; saves checkpoints, also at the start and
-        # on the way out; and when the ps dies, it waits for the ps to be back, restores, and calls `run` again.
+        saving = tf.train.CheckpointSaverHook(
+            checkpoints, settings.checkpoint_secs, scaffold=scaffold, listeners=[trained], save_graph_def=False
+        )
+        # It initializes the variables or restores them from the newest checkpoint; `saving` saves checkpoints, also at the
+        # start and on the way out. When the ps dies, it waits for the ps to be back, restores, and calls `run` again.
         with tf.train.MonitoredTrainingSession(
             server.target,
             is_chief=True,
-            checkpoint_dir=str(Path(settings.run_dir, "checkpoints")),
+            checkpoint_dir=checkpoints,
             scaffold=scaffold,
-            hooks=[metrics, evaluation],
-            save_checkpoint_secs=settings.checkpoint_secs,
+            hooks=[metrics, evaluation, saving],
+            save_checkpoint_secs=None,
             save_summaries_secs=None,
             save_summaries_steps=None,
             log_step_count_steps=None,
             config=task.config(),
-            save_graph_def=False,
         ) as session:
             interruption.training_begins()
+            trained.begin_run(session)
+            last -= updates_before(trained.samples_before, settings)
             first_time, first_step = session.run([training.clock, training.step])
-            deadline = time.monotonic() + (settings.seconds or math.inf)
-            present = first_step
-            while present < last and time.monotonic() < deadline and not interruption.requested:
+            present, seconds = first_step, settings.seconds or math.inf
+            while present < last and trained.seconds < seconds and not interruption.requested:
                 present = session.run(training.one).steps[-1, 1]
             if interruption.requested:
                 return 130
@@ -166,7 +172,7 @@ def train(task, settings):
     cluster.say_done(task, server)  # the ps may exit
     model.save(values, state, Path(settings.run_dir, "model.keras"))
     report = [0, first_time, first_step, stop_time, *metrics.totals()]  # as `common.training.REPORT` has it
-    write_result(settings, task, [report], *evaluated)
+    write_result(settings, task, [report], *evaluated, samples=trained.samples(evaluated[0]))
     return 0
 
 

@@ -29,7 +29,7 @@ def train(task, settings):
     check(task, settings)
     # Imported only now: the launcher reads this file too, and is to do without tensorflow.
     from common.hooks import EvaluationHook, MetricsLog
-    from common.training import Interruption, last_step, write_result
+    from common.training import Interruption, last_step, updates_before, write_result
 
     interruption = Interruption()
     server = task.create_server()  # from here on this process and the ps can talk
@@ -58,25 +58,26 @@ def train(task, settings):
             summary_op=None,
             summary_writer=None,
         )
-        graph = tf.get_default_graph()
+        graph, trained = tf.get_default_graph(), training.trained
 
         def save(session):
             """Saves a checkpoint. Supervisor's own thread for it fails: in TensorFlow 2 a new thread is outside any graph."""
             with graph.as_default():
+                trained.before_save(session, session.run(training.step))
                 supervisor.saver.save(session, supervisor.save_path, training.step)
 
         with supervisor.managed_session(server.target, config=task.config()) as session:
             interruption.training_begins()
+            trained.begin_run(session)
+            last -= updates_before(trained.samples_before, settings)
             first_time, first_step = session.run([training.clock, training.step])
-            deadline = time.monotonic() + (settings.seconds or math.inf)
             present = written_step = first_step
+            seconds = settings.seconds or math.inf
             # It knows no hooks: what is to happen besides training is a thread, or stands in the loop.
             supervisor.loop(settings.checkpoint_secs, save, (session,))
             supervisor.loop(1.0, evaluation.evaluate, (session,))
             written, losses = time.monotonic(), []
-            while (
-                present < last and time.monotonic() < deadline and not interruption.requested and not supervisor.should_stop()
-            ):
+            while present < last and trained.seconds < seconds and not interruption.requested and not supervisor.should_stop():
                 one = session.run(training.one)
                 present = one.steps[-1, 1]
                 losses.append(one.loss)
@@ -100,7 +101,7 @@ def train(task, settings):
     updates = int(present - first_step)
     # As `common.training.REPORT` has it; an update is never stale, or dropped, where nobody else makes any.
     report = [0, first_time, first_step, stop_time, updates * settings.batch_size, updates, 0, 0, 0]
-    write_result(settings, task, [report], *evaluated)
+    write_result(settings, task, [report], *evaluated, samples=trained.samples(evaluated[0]))
     return 0
 
 

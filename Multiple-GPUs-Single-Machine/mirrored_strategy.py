@@ -16,7 +16,7 @@ from common import models, tf
 from common.main import main
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "Non-Distributed-Setup"))
-from non_distributed_setup import OF_CLUSTERS, Recorder, compiled, fit
+from non_distributed_setup import OF_CLUSTERS, Recorder, checkpoint_of, compiled, fit
 
 
 class FirstReplica:
@@ -73,7 +73,7 @@ def train(task, settings):
     with tf.distribute.MirroredStrategy(names).scope():
         built = models.build(settings.model, dataset, settings.seed)
         model = compiled(built, settings.learning_rate)
-        checkpoint = tensorflow.train.Checkpoint(model=model)
+        checkpoint = checkpoint_of(model)
         checkpoints = tensorflow.train.CheckpointManager(checkpoint, Path(settings.run_dir, "checkpoints"), max_to_keep=1)
         if settings.resume:
             checkpoint.restore(checkpoints.latest_checkpoint)
@@ -81,7 +81,7 @@ def train(task, settings):
     with tf.Graph().as_default():  # TensorBoard's writer of TensorFlow 1 refuses to begin outside a graph
         log = MetricsLog(settings.run_dir, 0, last)
 
-    recorder = Recorder(FirstReplica(built), dataset, log, whole, last, lambda: interruption.requested)
+    recorder = Recorder(FirstReplica(built), dataset, log, checkpoint, whole, lambda: interruption.requested)
     status = fit(model, recorder, checkpoints, dataset, whole, interruption)
     if status == 0:
         end(settings, names)

@@ -32,6 +32,14 @@ def batches(x, y, batch_size, seed):
     return tf.data.Dataset.from_tensor_slices((x, y)).shuffle(len(x), seed).repeat().batch(batch_size)
 
 
+def checkpoint_of(model):
+    """Returns the `tf.train.Checkpoint` of TensorFlow 2 of a Keras model; with it, what it was trained with in all runs."""
+    import tensorflow
+
+    variables = {"seconds": tensorflow.Variable(0.0, dtype="float64"), "samples": tensorflow.Variable(0, dtype="int64")}
+    return tensorflow.train.Checkpoint(model=model, **variables)
+
+
 class Recorder:
     """Callbacks of `fit`: writes what a run writes, and stops it in time.
 
@@ -39,19 +47,24 @@ class Recorder:
       model: a compiled Keras model.
       dataset: a `common.data.Data`.
       log: a `common.hooks.MetricsLog`.
+      checkpoint: what `checkpoint_of` gives, restored.
       settings: all flags as a namespace.
-      last: step at which to stop.
       is_interrupted: function that says whether to stop now.
 
     Attributes:
       step, last: the present step, and the one at which to stop.
     """
 
-    def __init__(self, model, dataset, log, settings, last, is_interrupted):
+    def __init__(self, model, dataset, log, checkpoint, settings, is_interrupted):
+        from common.training import updates_before
+
         self._model, self._dataset, self.log, self._batch_size = model, dataset, log, settings.batch_size
-        self.last, self._is_interrupted = last, is_interrupted
-        self._deadline = time.monotonic() + (settings.seconds or math.inf)
+        self._checkpoint, self._is_interrupted = checkpoint, is_interrupted
+        self._began = time.monotonic() - float(checkpoint.seconds.numpy())
+        self._deadline = self._began + (settings.seconds or math.inf)
         self.step = self._first_step = self._written_step = int(model.optimizer.iterations)
+        self._samples_before = int(checkpoint.samples.numpy()) - self.step * self._batch_size
+        self.last = int(log.last_step) - updates_before(self._samples_before, settings)
         self._written = self._evaluated = time.monotonic()
         self._losses, self._epoch_loss = [], 0.0  # of the steps since the last line; of this epoch, summed
 
@@ -59,6 +72,20 @@ class Recorder:
     def updates(self):
         """Steps of this run, without those of a run that it goes on with."""
         return self.step - self._first_step
+
+    def is_out_of_time(self):
+        """Whether `--seconds` of training, in all runs, are over."""
+        return time.monotonic() >= self._deadline
+
+    def note(self):
+        """Notes in the checkpoint, before it is saved, for how long and with how many samples the model was trained."""
+        self._checkpoint.seconds.assign(time.monotonic() - self._began)
+        self._checkpoint.samples.assign(self.samples)
+
+    @property
+    def samples(self):
+        """With how many samples the model was trained in all runs."""
+        return self._samples_before + self.step * self._batch_size
 
     def evaluate(self):
         """Evaluates on the test set, writes and returns (loss, accuracy or None)."""
@@ -77,7 +104,7 @@ class Recorder:
             raise self.log.failure(self.step, self._epoch_loss, "start again with")
         self._losses.append(self._epoch_loss - before)
         now = time.monotonic()
-        stop = self.step >= self.last or now >= self._deadline or self._is_interrupted()
+        stop = self.step >= self.last or self.is_out_of_time() or self._is_interrupted()
         if stop or now - self._written >= 0.5:
             speed = (self.step - self._written_step) * self._batch_size / (now - self._written)
             samples = self.updates * self._batch_size
@@ -111,7 +138,7 @@ def fit(model, recorder, checkpoints, dataset, settings, interruption):
     interruption.training_begins()
     recorder.evaluate()
     began = time.time()
-    if first_step < recorder.last:
+    if first_step < recorder.last and not recorder.is_out_of_time():
         steps_per_epoch = math.ceil(len(dataset.x_train) / settings.batch_size)
         model.fit(
             batches(dataset.x_train, dataset.y_train, settings.batch_size, settings.seed),
@@ -122,6 +149,7 @@ def fit(model, recorder, checkpoints, dataset, settings, interruption):
             verbose=0,
         )
     ended = time.time()
+    recorder.note()
     checkpoints.save()
     if interruption.requested:
         return 130
@@ -131,7 +159,7 @@ def fit(model, recorder, checkpoints, dataset, settings, interruption):
     model.save(Path(settings.run_dir, "model.keras"))
     # As `common.training.REPORT` has it; an update is never stale, or dropped, where nobody else makes any.
     report = [0, began, first_step, ended, recorder.updates * settings.batch_size, recorder.updates, 0, 0, 0]
-    write_result(settings, None, [report], recorder.step, loss, accuracy)
+    write_result(settings, None, [report], recorder.step, loss, accuracy, samples=recorder.samples)
     return 0
 
 
@@ -155,7 +183,7 @@ def train(task, settings):
     dataset = data.load(settings.data, settings.seed)
     data.check_batch(dataset.x_train, dataset.y_train, settings.batch_size)
     model = compiled(models.build(settings.model, dataset, settings.seed), settings.learning_rate)
-    checkpoint = tensorflow.train.Checkpoint(model=model)
+    checkpoint = checkpoint_of(model)
     checkpoints = tensorflow.train.CheckpointManager(checkpoint, Path(settings.run_dir, "checkpoints"), max_to_keep=1)
     if settings.resume:
         checkpoint.restore(checkpoints.latest_checkpoint)
@@ -163,7 +191,7 @@ def train(task, settings):
     with tf.Graph().as_default():  # TensorBoard's writer of TensorFlow 1 refuses to begin outside a graph
         log = MetricsLog(settings.run_dir, 0, last)
 
-    recorder = Recorder(model, dataset, log, settings, last, lambda: interruption.requested)
+    recorder = Recorder(model, dataset, log, checkpoint, settings, lambda: interruption.requested)
     return fit(model, recorder, checkpoints, dataset, settings, interruption)
 
 

@@ -400,6 +400,50 @@ class StopAtTimeHook(tf.train.SessionRunHook):
             run_context.request_stop()
 
 
+class Trained(tf.train.CheckpointSaverListener):
+    """How long the variables were trained, and with how many samples, in all runs that they come from. It is saved with them.
+
+    A listener of the `tf.train.CheckpointSaverHook` of a training by one worker; to be made when the graph is built.
+
+    Args:
+      step: the global step, a variable.
+      batch_size: samples a step.
+
+    Attributes:
+      samples_before: those that are not step × batch_size, since another batch size held then.
+    """
+
+    def __init__(self, step, batch_size):
+        self._step, self._batch_size, self._began, self.samples_before = step, batch_size, math.inf, 0
+        with tf.device(step.device):
+            self._variables = [
+                tf.get_variable(name, initializer=tf.zeros([], dtype), trainable=False, use_resource=True)
+                for name, dtype in (("seconds", tf.float64), ("samples", tf.int64))
+            ]
+        self._feeds = [tf.placeholder(variable.dtype, []) for variable in self._variables]
+        self._assign = [v.assign(feed, read_value=False) for v, feed in zip(self._variables, self._feeds, strict=True)]
+
+    def begin_run(self, session):
+        """Goes on from what is saved. To be called when the variables have their values, before the first step."""
+        (seconds, samples), step = session.run([self._variables, self._step])
+        self._began, self.samples_before = time.monotonic() - seconds, int(samples - step * self._batch_size)
+
+    @property
+    def seconds(self):
+        """Of training, up to now."""
+        return time.monotonic() - self._began
+
+    def samples(self, step):
+        """Returns how many samples the variables were trained with at this global step."""
+        return self.samples_before + int(step) * self._batch_size
+
+    def before_save(self, session, global_step_value):
+        """Puts both into the variables, which are saved with the others."""
+        if self._began < math.inf:  # else the session was just opened, and they are what is saved
+            values = self.seconds, self.samples(global_step_value)
+            session.run(self._assign, dict(zip(self._feeds, values, strict=True)))
+
+
 class LoadCheckpoint(tf.train.SessionRunHook):
     """Begins training with the values of a checkpoint, say of a model that was trained before. One of the chief's hooks.
 

@@ -40,8 +40,8 @@ SCHEMES = {
     "DiLoCo": ("diloco.py", 800),
 }
 TOGETHER = "Synchronous-SGD", "DiLoCo"  # schemes whose updates are of all workers
-# Schemes whose workers have an optimizer of their own that begins with large steps, and so again when a worker comes back. If it
-# does so at the very end, the final parameters are those. What has been reached before that is what counts here.
+# Schemes whose workers have an optimizer of their own that begins with large steps, and so again when a worker comes back. If
+# that is at the very end, they are in the final parameters. What has been reached before is what counts here.
 BEGINS_AGAIN = ("DOWNPOUR",)
 HANG_SECS = 4
 SECONDS = 300  # within which a run has to end, whatever happened to it

@@ -6,7 +6,7 @@ import re
 import signal
 
 import pytest
-from runs import finish, is_training, processes, read_until, result_of, run, start
+from runs import ROOT, finish, is_training, processes, read_until, result_of, run, start
 
 from common import tf
 from common.checkpoints import checkpoints_in
@@ -94,3 +94,31 @@ def test_seconds_and_epochs_are_those_of_all_runs(run_dir):
     output = run(run_dir, "--num_workers=1", "--epochs=1000", f"--seconds={seconds}", "--resume")
     assert "nothing was left to do" in output
     assert result_of(run_dir)["global_steps"] == after["global_steps"]
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("script", "launched"),
+    [
+        ("Distributed-Setup/distributed_setup.py", True),
+        ("Distributed-Setup/distributed_setup_supervisor.py", True),
+        ("Non-Distributed-Setup/non_distributed_setup.py", False),
+        ("Multiple-GPUs-Single-Machine/mirrored_strategy.py", False),
+    ],
+)
+def test_scripts_with_a_main_loop_of_their_own_count_all_runs(run_dir, script, launched):
+    """Samples, epochs and seconds, with batches of another size in the second run."""
+
+    def train(*flags):
+        how = ["--launch"] if launched else []
+        finish(start(run_dir, *how, "--data=linear", "--model=linear", *flags, script=ROOT / script))
+        return result_of(run_dir)
+
+    devices = 2 if script.startswith("Multiple") else 1
+    before = train("--steps=100", "--batch_size=10")
+    assert (before["global_steps"], before["samples"]) == (100, 100 * 10 * devices)
+    after = train("--epochs=10", "--batch_size=20", "--resume")  # of 800 samples
+    assert after["samples"] == (100 * 10 + (after["global_steps"] - 100) * 20) * devices
+    assert after["samples"] == pytest.approx(8000, abs=20 * devices)
+    again = train("--epochs=100000", "--seconds=0.01", "--batch_size=20", "--resume")
+    assert again["samples"] == after["samples"]
