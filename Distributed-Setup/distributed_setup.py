@@ -68,7 +68,7 @@ def build(task, model, dataset, settings):
       dataset: a `common.data.Data`.
       settings: all flags as a namespace.
     """
-    from common.hooks import Trained  # only now: the launcher reads this file, too, and is to do without tensorflow
+    from common.hooks import Trained  # only now, as in `train`
 
     global_feeds: dict = {}
     local_feeds: dict = {}
@@ -117,6 +117,7 @@ def train(task, settings):
       UserError: for what one ps and one worker cannot do, and for data and model that cannot be trained.
     """
     check(task, settings)
+    # Imported only now: the launcher reads this file too, and is to do without tensorflow.
     from common.hooks import EvaluationHook, MetricsHook, MetricsLog
     from common.training import Interruption, last_step, updates_before, write_result
 
@@ -156,7 +157,7 @@ def train(task, settings):
         ) as session:
             interruption.training_begins()
             trained.begin_run(session)
-            last -= updates_before(trained.samples_before, settings)
+            log.last_step = last = last - updates_before(trained.samples_before, settings)
             first_time, first_step = session.run([training.clock, training.step])
             present, seconds = first_step, settings.seconds or math.inf
             while present < last and trained.seconds < seconds and not interruption.requested:

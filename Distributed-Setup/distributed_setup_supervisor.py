@@ -69,7 +69,7 @@ def train(task, settings):
         with supervisor.managed_session(server.target, config=task.config()) as session:
             interruption.training_begins()
             trained.begin_run(session)
-            last -= updates_before(trained.samples_before, settings)
+            log.last_step = last = last - updates_before(trained.samples_before, settings)
             first_time, first_step = session.run([training.clock, training.step])
             present = written_step = first_step
             seconds = settings.seconds or math.inf

@@ -64,7 +64,7 @@ class Recorder:
         self._deadline = self._began + (settings.seconds or math.inf)
         self.step = self._first_step = self._written_step = int(model.optimizer.iterations)
         self._samples_before = int(checkpoint.samples.numpy()) - self.step * self._batch_size
-        self.last = int(log.last_step) - updates_before(self._samples_before, settings)
+        self.last = log.last_step = log.last_step - updates_before(self._samples_before, settings)
         self._written = self._evaluated = time.monotonic()
         self._losses, self._epoch_loss = [], 0.0  # of the steps since the last line; of this epoch, summed
 
