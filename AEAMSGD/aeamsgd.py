@@ -20,7 +20,7 @@ def aeamsgd(center, local, hp):
     yield local.train(hp.window, nesterov, at=lambda x: x + hp.momentum * v)  # v ← δ v − η g(x + δ v);  x ← x + v
     yield local.compare(center)  # reads x̃, for x − x̃
     e = hp.beta / hp.num_workers * local.difference
-    yield [*center.add(e), local.value.assign_sub(e, read_value=False)]  # x̃ ← x̃ + e;  x ← x − e
+    yield center.add(e) + local.add(-e)  # x̃ ← x̃ + e;  x ← x − e
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ import numpy as np
 
 from common import data, models, tf
 from common.flags import UserError
-from common.forkserver import BUILDING, LOADING, doing
 from common.main import main
+from common.words import BUILDING, LOADING, doing
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "HogWild"))
 from hogwild import hogwild  # noqa: E402
@@ -184,7 +184,7 @@ def evaluate(task, settings):
       UserError: for data and model that cannot be evaluated, or that are not those of the training.
     """
     from common import plots
-    from common.hooks import MetricsLog
+    from common.metrics import MetricsLog
     from common.training import ENDED, STOP, last_step
 
     doing(LOADING)

@@ -19,17 +19,18 @@ def dc_asgd(center, local, hp):
     the gradients along T local steps of SGD.
     """
 
-    def compensated(g, there):
+    def compensated(g, at_update):
         strength = hp.lambda0 if hp.lambda0 is not None else 2.0 if hp.adaptive else 0.04
         if hp.adaptive:
-            m, decay = there.slot("mean_square"), hp.mean_square_decay
+            m, decay = at_update.slot("mean_square"), hp.mean_square_decay
             strength /= tf.sqrt(m.assign(decay * m + (1 - decay) * g * g) + 1e-7)
-        return g + strength * g * g * (there.value - there.pulled)  # on the ps
+        return g + strength * g * g * (at_update.value - at_update.pulled)  # on the ps
 
     sgd = tf.train.GradientDescentOptimizer(hp.learning_rate)
-    yield local.pull_exactly(center, remember="value")  # x ← x̃
+    exact = center.exact(local, remember="value")
+    yield exact.pull()  # x ← x̃
     yield local.train(hp.window, sgd)  # g(x)
-    yield center.push_exactly(sgd, local.gradient, compensated, local.memory)  # x̃ ← x̃ − η (g + λ g⊙g⊙(x̃ − x))
+    yield exact.push(sgd, local.gradient, compensated)  # x̃ ← x̃ − η (g + λ g⊙g⊙(x̃ − x))
 
 
 if __name__ == "__main__":

@@ -21,16 +21,16 @@ def diloco(center, local, hp):
         with tf.control_dependencies([local.value.assign_sub(decay * local.value, read_value=False)]):
             return local.apply(adam, g)
 
-    start = local.vector("start")
+    others, start = center.together(local), local.vector("start")
     yield local.pull(center)  # x ← x̃
-    yield [start.assign(local.value, read_value=False)]  # which no one changes until all have come back
+    yield local.assign(start, local.value)  # which no one changes until all have come back
     yield local.train(hp.window, adamw)  # x ← AdamW(x, g(x)), H times
-    yield center.push_together(nesterov, start - local.value, local)  # x̃ ← Nesterov(x̃, (1/n) Σ (x̃ − x))
-    yield center.wait(local)  # until then
+    yield others.push(nesterov, start - local.value)  # x̃ ← Nesterov(x̃, (1/n) Σ (x̃ − x))
+    yield others.wait()  # until then
 
 
 if __name__ == "__main__":
     define_number("momentum", 0.9, "μ of the outer step", least=0, below=1)
     define_number("weight_decay", 0.1, "λ of AdamW", least=0)
     define_number("local_learning_rate", 0.002, "η' of AdamW", above=0)
-    main(diloco, without=("warm_start_steps",), epochs=60, batch_size=32, learning_rate=0.7, window=10)
+    main(diloco, pace="together", epochs=60, batch_size=32, learning_rate=0.7, window=10)

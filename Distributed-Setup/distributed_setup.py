@@ -1,7 +1,7 @@
 """One ps and one worker, in a `MonitoredTrainingSession`: spelled out, what `common.training.train` does for the schemes.
 
 The ps keeps the weights and adds to them what it is sent. The worker reads them, computes a gradient and sends it back.
-`main` has read from the flags which of the two this process is; a ps is served by `common.cluster.serve` until the worker
+`main` has read from the flags which of the two this process is; a ps is served by `common.ending.serve` until the worker
 says that it is done, and a worker goes through `train` below.
 """
 
@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common import cluster, data, models, tf
+from common import data, ending, models, tf
 from common.flags import UserError
 from common.main import main
-from common.parameters import Rounds
+from common.steps import Rounds
 
 # Flags of the schemes that mean nothing here: this trains one step a call, and evaluates each second.
 OF_SCHEMES = ("window", "rounds_per_call", "evaluation_secs")
@@ -31,7 +31,7 @@ class Training(NamedTuple):
     test_loss: Any
     test_accuracy: Any
     clock: Any  # seconds, by the clock of ps 0
-    trained: Any  # a `common.hooks.Trained`: seconds and samples of all runs, which checkpoints hold, too
+    trained: Any  # a `common.checkpoints.Trained`: seconds and samples of all runs, which checkpoints hold, too
     init_feed_dict: dict  # initial values of global variables
     local_init_feed_dict: dict  # and of local ones
 
@@ -68,7 +68,7 @@ def build(task, model, dataset, settings):
       dataset: a `common.data.Data`.
       settings: all flags as a namespace.
     """
-    from common.hooks import Trained  # only now, as in `train`
+    from common.checkpoints import Trained  # only now, as in `train`
 
     global_feeds: dict = {}
     local_feeds: dict = {}
@@ -118,7 +118,7 @@ def train(task, settings):
     """
     check(task, settings)
     # Imported only now: the launcher reads this file too, and is to do without tensorflow.
-    from common.hooks import EvaluationHook, MetricsHook, MetricsLog
+    from common.metrics import EvaluationHook, MetricsHook, MetricsLog
     from common.training import Interruption, last_step, updates_before, write_result
 
     interruption = Interruption()
@@ -170,7 +170,7 @@ def train(task, settings):
             evaluated = evaluation.evaluate(session)
             values, state = session.run([training.values, training.state])
     log.close()
-    cluster.say_done(task, server)  # the ps may exit
+    ending.say_done(task, server)  # the ps may exit
     model.save(values, state, Path(settings.run_dir, "model.keras"))
     report = [0, first_time, first_step, stop_time, *metrics.totals()]  # as `common.training.REPORT` has it
     write_result(settings, task, [report], *evaluated, samples=trained.samples(evaluated[0]))

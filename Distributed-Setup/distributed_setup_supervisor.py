@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from distributed_setup import OF_SCHEMES, build, check
 
-from common import cluster, data, models, tf
+from common import data, ending, models, tf
 from common.main import main
 
 
@@ -28,7 +28,7 @@ def train(task, settings):
     """
     check(task, settings)
     # Imported only now: the launcher reads this file too, and is to do without tensorflow.
-    from common.hooks import EvaluationHook, MetricsLog
+    from common.metrics import EvaluationHook, MetricsLog
     from common.training import Interruption, last_step, updates_before, write_result
 
     interruption = Interruption()
@@ -96,7 +96,7 @@ def train(task, settings):
             evaluated = evaluation.evaluate(session)
             values, state = session.run([training.values, training.state])
     log.close()
-    cluster.say_done(task, server)  # the ps may exit
+    ending.say_done(task, server)  # the ps may exit
     model.save(values, state, Path(settings.run_dir, "model.keras"))
     updates = int(present - first_step)
     # As `common.training.REPORT` has it; an update is never stale, or dropped, where nobody else makes any.

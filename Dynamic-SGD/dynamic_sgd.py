@@ -14,13 +14,14 @@ def dynamic_sgd(center, local, hp):
     T is `hp.window`, η `hp.learning_rate`; the local steps are of SGD or of another optimizer (`hp.local_optimizer`).
     """
 
-    def scaled(gradient, there):
-        return gradient / (there.staleness + 1)  # on the ps
+    def scaled(gradient, at_update):
+        return gradient / (at_update.staleness + 1)  # on the ps
 
     sgd = tf.train.GradientDescentOptimizer(hp.learning_rate)
-    yield local.pull_exactly(center, remember="step")  # x ← x̃
+    exact = center.exact(local, remember="step")
+    yield exact.pull()  # x ← x̃
     yield local.train(hp.window, local.optimizer(hp))  # x ← x − η g(x), T times
-    yield center.push_exactly(sgd, local.gradient, scaled, local.memory)  # x̃ ← x̃ − η (Σ g)/(τ + 1)
+    yield exact.push(sgd, local.gradient, scaled)  # x̃ ← x̃ − η (Σ g)/(τ + 1)
 
 
 if __name__ == "__main__":

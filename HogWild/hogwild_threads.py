@@ -27,9 +27,10 @@ from absl import flags
 from hogwild import hogwild
 
 from common import data, limits, models, tf
+from common.center import GlobalParameters
 from common.flags import UserError, define_integer
+from common.local import LocalParameters
 from common.main import main
-from common.parameters import GlobalParameters, LocalParameters
 
 define_integer("num_threads", 2, "workers, each a thread of this process", least=1)
 flags.DEFINE_bool("locked", False, "guard the parameters with a mutex, for comparison")
@@ -51,7 +52,7 @@ def train(task, settings):
     """
     # Imported only now, with tensorflow, which costs seconds: a bad flag is told at once.
     from common.checkpoints import Keeper
-    from common.hooks import EvaluationHook
+    from common.metrics import EvaluationHook
     from common.session import Saver, monitored_session
     from common.training import Interruption, fed_test_set, last_step, samples_per_update, updates_before, write_result
 
@@ -141,7 +142,7 @@ class Worker:
     """
 
     def __init__(self, index, model, dataset, center, last, settings):
-        from common.hooks import MetricsHook, MetricsLog
+        from common.metrics import MetricsHook, MetricsLog
         from common.training import build_calls
 
         self._index, self._center = index, center

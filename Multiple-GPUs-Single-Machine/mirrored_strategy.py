@@ -65,7 +65,7 @@ def train(task, settings):
     """
     import tensorflow
 
-    from common.hooks import MetricsLog
+    from common.metrics import MetricsLog
     from common.training import Interruption, last_step
 
     interruption = Interruption()

@@ -12,10 +12,12 @@ import types
 from pathlib import Path
 
 from common import data, devices, models, tf
+from common.center import GlobalParameters
 from common.flags import UserError, define_integer
+from common.local import LocalParameters
 from common.main import main
-from common.parameters import GlobalParameters, LocalParameters
 from common.run_dir import write_json
+from common.steps import Step
 
 # Flags of the schemes that mean nothing here.
 OF_CLUSTERS = ("launch", "num_ps", "num_workers", "job_name", "task_index", "ps_hosts", "worker_hosts", "max_restarts")
@@ -55,7 +57,7 @@ class Towers:
             self.towers.append(tower)
             self.init_feed_dict.update(tower.init_feed_dict)
         self.state = self.towers[0].state
-        self.pulled = self.loss = None
+        self.name = "towers"
 
     @property
     def windows(self):
@@ -64,15 +66,12 @@ class Towers:
 
     def pull(self, center):
         """x_i ← x̃ on every device."""
-        operations = self._on_each_device(lambda tower: tower.pull(center))
-        self.pulled = self.towers[0].pulled
-        return operations
+        pulls = self._on_each_device(lambda tower: tower.pull(center))
+        return Step(sum((pull.operations for pull in pulls), ()), pulled=pulls[0].pulled)
 
     def compute_gradients(self):
-        """The gradient of each tower's next batch, which stays on its device; `loss` is the mean over the towers."""
-        operations = self._on_each_device(lambda tower: tower.train(1, lambda g: tf.no_op()))  # x_i does not change
-        self.loss = tf.add_n([tower.loss for tower in self.towers]) / len(self.towers)
-        return operations
+        """The gradient of each tower's next batch, which stays on its device; x_i does not change."""
+        return sum(self._on_each_device(lambda tower: tower.train(1, lambda g: tf.no_op())), Step())
 
     def mean_gradient(self):
         """Returns (1/n) Σ g_i as a tensor `[size]` on the first device."""
@@ -80,11 +79,11 @@ class Towers:
             return tf.add_n([tower.gradient.read_value() for tower in self.towers]) / len(self.towers)
 
     def _on_each_device(self, function):
-        operations = []
+        steps = []
         for name, tower in zip(self.names, self.towers, strict=True):
             with tf.device(name), tf.name_scope(f"{tower.name}/"):
-                operations += function(tower)
-        return operations
+                steps.append(function(tower))
+        return steps
 
 
 def define_flags():
@@ -143,7 +142,7 @@ def train(task, settings):
     # Imported only now, with tensorflow, which costs seconds: a bad flag is told at once.
     from common.checkpoints import Keeper
     from common.session import Saver, monitored_session
-    from common.training import Interruption, Plan, build_calls, fed_test_set, samples_per_update, work, write_result
+    from common.training import Interruption, Plan, build_calls, fed_test_set, run_worker, samples_per_update, write_result
 
     interruption = Interruption()
     names, dataset, whole = begin(settings)
@@ -175,7 +174,7 @@ def train(task, settings):
         checkpoints = Path(settings.run_dir, "checkpoints")
         keeper = Keeper(center, checkpoints, settings.checkpoint_secs, samples_per_update=samples_per_update(whole))
         plan = Plan(last, center.step, next_call, evaluation, final, scaffold, keeper=keeper)
-        outcome = work(plan, None, whole, None, interruption, functools.partial(monitored_session, keeper=keeper))
+        outcome = run_worker(plan, None, whole, None, interruption, functools.partial(monitored_session, keeper=keeper))
     if outcome.final:
         built[0].save(*outcome.final, Path(settings.run_dir, "model.keras"))
         write_result(whole, None, outcome.reports, *outcome.evaluated, samples=outcome.samples)

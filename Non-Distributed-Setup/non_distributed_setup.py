@@ -46,7 +46,7 @@ class Recorder:
     Args:
       model: a compiled Keras model.
       dataset: a `common.data.Data`.
-      log: a `common.hooks.MetricsLog`.
+      log: a `common.metrics.MetricsLog`.
       checkpoint: what `checkpoint_of` gives, restored.
       settings: all flags as a namespace.
       is_interrupted: function that says whether to stop now.
@@ -176,7 +176,7 @@ def train(task, settings):
     # Imported only now: tensorflow takes seconds, and a wrong flag is to be told at once.
     import tensorflow
 
-    from common.hooks import MetricsLog
+    from common.metrics import MetricsLog
     from common.training import Interruption, last_step
 
     interruption = Interruption()

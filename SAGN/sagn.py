@@ -13,14 +13,13 @@ def sagn(center, local, hp):
     T is `hp.window`; Adam's step size is `hp.learning_rate`, η' `hp.local_learning_rate`; the local steps are of SGD or of
     another optimizer (`hp.local_optimizer`).
     """
-    adam = tf.train.AdamOptimizer(hp.learning_rate)
+    adam, others = tf.train.AdamOptimizer(hp.learning_rate), center.together(local)
     yield local.pull(center)  # x ← x̃
     yield local.train(hp.window, local.optimizer(hp))  # x ← x − η' g(x), T times
-    yield center.push_together(adam, local.gradient / hp.window, local)  # x̃ ← Adam(x̃, (1/n) Σ (1/T) Σ g)
-    yield center.wait(local)  # until then
+    yield others.push(adam, local.gradient / hp.window)  # x̃ ← Adam(x̃, (1/n) Σ (1/T) Σ g)
+    yield others.wait()  # until then
 
 
 if __name__ == "__main__":
-    without = ("warm_start_steps",)
     own = {"window": 5, "local_optimizer": "sgd", "local_learning_rate": 0.1}
-    main(sagn, without=without, epochs=60, batch_size=32, learning_rate=0.005, **own)
+    main(sagn, pace="together", epochs=60, batch_size=32, learning_rate=0.005, **own)

@@ -17,15 +17,19 @@ def semi_synchronous_sgd(center, local, hp):
     taken at the same x̃: synchronous SGD.
     """
     sgd = tf.train.GradientDescentOptimizer(hp.learning_rate)
-    yield center.wait(local, 0 if hp.issync else hp.staleness)  # until c − min c ≤ s
-    yield local.pull(center)  # x ← x̃
-    yield local.train(hp.window, sgd)  # g(x)
     if hp.issync:
-        yield center.push_together(sgd, local.gradient, local)  # x̃ ← x̃ − η (1/n) Σ g;  c ← c + 1
-        yield center.wait(local)
+        others = center.together(local)
+        yield local.pull(center)  # x ← x̃
+        yield local.train(hp.window, sgd)  # g(x)
+        yield others.push(sgd, local.gradient)  # x̃ ← x̃ − η (1/n) Σ g, when all have arrived
+        yield others.wait()  # until then
     else:
+        pace = center.pace(local, hp.staleness)
+        yield pace.wait()  # until c − min c ≤ s
+        yield local.pull(center)  # x ← x̃
+        yield local.train(hp.window, sgd)  # g(x)
         yield center.push(sgd, local.gradient)  # x̃ ← x̃ − η g(x)
-        yield center.tick(local)  # c ← c + 1
+        yield pace.tick()  # c ← c + 1
 
 
 if __name__ == "__main__":
@@ -33,4 +37,4 @@ if __name__ == "__main__":
         "staleness", 10, "s, how many steps a worker may be ahead of the slowest; inf is no limit", least=0, finite=False
     )
     flags.DEFINE_bool("issync", False, "average the gradients of all workers in every step: synchronous SGD")
-    main(semi_synchronous_sgd, without=("warm_start_steps",), epochs=60, batch_size=32, learning_rate=0.1)
+    main(semi_synchronous_sgd, pace="together", epochs=60, batch_size=32, learning_rate=0.1)

@@ -14,11 +14,11 @@ def synchronous_sgd_different_learning_rates(center, local, hp):
     η_i are `hp.learning_rates`, one for each worker.
     """
     rate = hp.learning_rates[local.index]
-    sgd = tf.train.GradientDescentOptimizer(1.0)
+    sgd, others = tf.train.GradientDescentOptimizer(1.0), center.together(local, mean=False)
     yield local.pull(center)  # x ← x̃
     yield local.train(hp.window, sgd)  # g_i(x)
-    yield center.push_together(sgd, rate * local.gradient, local, mean=False)  # x̃ ← x̃ − Σ η_i g_i
-    yield center.wait(local)  # until then
+    yield others.push(sgd, rate * local.gradient)  # x̃ ← x̃ − Σ η_i g_i
+    yield others.wait()  # until then
 
 
 def check(hp):
@@ -29,5 +29,5 @@ def check(hp):
 
 if __name__ == "__main__":
     define_numbers("learning_rates", "0.1,0.01", "step size of each worker", above=0)
-    without = ("learning_rate", "window", "warm_start_steps")
-    main(synchronous_sgd_different_learning_rates, check=check, without=without, epochs=60, batch_size=32)
+    without = ("learning_rate", "window")
+    main(synchronous_sgd_different_learning_rates, pace="together", check=check, without=without, epochs=60, batch_size=32)

@@ -19,14 +19,16 @@ import json
 import sys
 import threading
 import time
+import types
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from common import data, models, tf
 from common.flags import UserError, define_integer
 from common.main import main
-from common.parameters import Meeting, Rounds
+from common.steps import Rounds
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from plain_tensorflow import feeds, mean_loss, network, textbook_session
@@ -41,13 +43,12 @@ def train(task, settings):
         raise UserError("SyncReplicasOptimizer is shown with --model=mlp and --data=digits alone; the schemes take any")
     if (settings.rounds_per_call or 1) > 1:
         raise UserError("--rounds_per_call must be 1 here: it needs a feed_dict for every step")
-    settings.scheme = "SyncReplicasOptimizer"
+    settings = settings.but(scheme="SyncReplicasOptimizer")
     from common import training
 
     interruption = training.Interruption()
     server = task.create_server() if task else None
     index, num_workers = (task.shard_index, task.num_workers) if task else (0, 1)
-    settings.gradients_per_update = num_workers
     dataset = data.load(settings.data)
     x_train, y_train = data.shard(dataset, index, num_workers)
     batches = feeds(x_train, y_train, settings.batch_size, np.random.default_rng(settings.seed + index))
@@ -89,13 +90,14 @@ def train(task, settings):
         with tf.device(global_step.device):
             queue = tf.queue.FIFOQueue(-1, tf.int64, [[]], shared_name="sync_token_q")
             end = [queue.enqueue_many(tf.fill([num_workers], tf.constant(last, tf.int64)))]
-        meeting = Meeting(enter=[], leave=end, release=end)
+        waits = types.SimpleNamespace(enter=[], leave=end, release=end, vote=None)
 
         logits = network(tf.constant(dataset.x_test))
         hits = tf.equal(tf.argmax(logits, axis=1, output_type=tf.int32), dataset.y_test)
         evaluation = global_step, mean_loss(logits, dataset.y_test), tf.reduce_mean(tf.cast(hits, tf.float32))
         final = tf.trainable_variables()
-        plan = training.Plan(last, global_step, next_call, evaluation, final, tf.train.Scaffold(), meeting=meeting)
+        about: dict[str, Any] = {"waits": waits, "gradients_per_update": num_workers}
+        plan = training.Plan(last, global_step, next_call, evaluation, final, tf.train.Scaffold(), **about)
 
         def open_session(task, target, scaffold, checkpoint_dir, checkpoint_secs, hooks):
             hooks = [*hooks, optimizer.make_session_run_hook(index == 0, settings.num_tokens)]
@@ -111,18 +113,18 @@ def train(task, settings):
 
         # That thread ends by an error when its session is closed, which is no news.
         threading.excepthook = lambda e: isinstance(e.exc_value, tf.errors.CancelledError) or threading.__excepthook__(e)
-        outcome = training.work(plan, task, settings, server, interruption, open_session)
+        outcome = training.run_worker(plan, task, settings, server, interruption, open_session)
     path = Path(settings.run_dir, "contributions", f"worker-{index}.json")
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps([int(step) for step in steps[:-1]]))
     if outcome.final:
         model = models.build(settings.model, dataset)
         model.save(np.concatenate([w.ravel() for w in outcome.final]), [], Path(settings.run_dir, "model.keras"))
-        more = {"parameters": model.size, "optimizer": sgd.get_name()}
+        more = {"parameters": model.size, "optimizer": sgd.get_name(), "gradients_per_update": num_workers}
         training.write_result(settings, task, outcome.reports, *outcome.evaluated, **more)
     return outcome.status
 
 
 if __name__ == "__main__":
     define_integer("num_tokens", -1, "tokens to begin with; -1: one for each worker", least=-1, most=2**20)
-    main(train=train, without=("window", "warm_start_steps"), epochs=60, batch_size=32, learning_rate=0.2)
+    main(train=train, without=("window",), pace="together", epochs=60, batch_size=32, learning_rate=0.2)

@@ -14,11 +14,11 @@ def synchronous_sgd(center, local, hp):
 
     η is `hp.learning_rate`, b `hp.backup_workers`.
     """
-    sgd = tf.train.GradientDescentOptimizer(hp.learning_rate)
+    sgd, others = tf.train.GradientDescentOptimizer(hp.learning_rate), center.together(local, hp.backup_workers)
     yield local.pull(center)  # x ← x̃
     yield local.train(hp.window, sgd)  # g(x)
-    yield center.push_together(sgd, local.gradient, local, hp.backup_workers)  # x̃ ← x̃ − η (1/N) Σ g, when N have arrived
-    yield center.wait(local)  # until then
+    yield others.push(sgd, local.gradient)  # x̃ ← x̃ − η (1/N) Σ g, when N have arrived
+    yield others.wait()  # until then
 
 
 def check(hp):
@@ -29,4 +29,4 @@ def check(hp):
 
 if __name__ == "__main__":
     define_integer("backup_workers", 0, "how many of the workers, the slowest, an update does not wait for", least=0)
-    main(synchronous_sgd, check=check, without=("window", "warm_start_steps"), epochs=60, batch_size=32, learning_rate=0.2)
+    main(synchronous_sgd, pace="together", check=check, without=("window",), epochs=60, batch_size=32, learning_rate=0.2)

@@ -23,7 +23,7 @@ import time
 import alternatives
 import numpy as np
 
-from common import launch, models
+from common import isolation, launch, models
 
 STEPS_PER_VOTE = 50  # how often, at most, the workers ask worker 0 whether the time is over
 
@@ -48,7 +48,7 @@ def main():
 
 def train(rank, options, digits, hosts, launcher):
     """Trains as worker `rank`."""
-    launch.die_with_parent(launcher)
+    isolation.die_with_parent(launcher)
     os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": hosts}, "task": {"type": "worker", "index": rank}})
     import keras
     import tensorflow as tf

@@ -18,7 +18,7 @@ import time
 import alternatives
 import numpy as np
 
-from common import launch
+from common import isolation, launch
 
 SIZES = (64, 128, 128, 10)  # of --model=mlp
 
@@ -43,7 +43,7 @@ def main():
 
 def serve(job, index, cluster, launcher):
     """The life of a ps or a worker, which ends with the launcher."""
-    launch.die_with_parent(launcher)
+    isolation.die_with_parent(launcher)
     import tensorflow as tf
 
     tf.distribute.Server(tf.train.ClusterSpec(cluster), job, index, protocol="grpc").join()

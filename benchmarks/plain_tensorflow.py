@@ -12,7 +12,7 @@ import numpy as np
 from common import data, models, tf
 from common.flags import UserError
 from common.main import main
-from common.parameters import Rounds
+from common.steps import Rounds
 
 SIZES = (64, 128, 128, 10)  # --model=mlp on --data=digits
 
@@ -59,7 +59,7 @@ def train(task, settings):
         raise UserError("the plain way is written for --model=mlp and --data=digits alone; the schemes take any")
     if (settings.rounds_per_call or 1) > 1:
         raise UserError("--rounds_per_call must be 1 here: the plain way needs a feed_dict for every step")
-    settings.scheme = "plain TensorFlow"
+    settings = settings.but(scheme="plain TensorFlow")
     # Imported only now: the launcher reads this file too, and is to do without tensorflow.
     from common import training
 
@@ -100,7 +100,7 @@ def train(task, settings):
         last = training.last_step(settings, len(dataset.x_train))
         plan = training.Plan(last, global_step, next_call, evaluation, tf.trainable_variables(), tf.train.Scaffold())
         # The main loop is that of the schemes, and so is how it is measured; the session is the textbooks'.
-        outcome = training.work(plan, task, settings, server, interruption, textbook_session)
+        outcome = training.run_worker(plan, task, settings, server, interruption, textbook_session)
     if outcome.final:
         model = models.build(settings.model, dataset)
         assert [w.shape for w in outcome.final] == model.shapes, "this is not the mlp that the schemes train"

@@ -27,8 +27,9 @@ from pathlib import Path
 import compare
 import numpy as np
 
-from common import data, launch, models
-from common.cluster import TaskSpecDef, serve
+from common import data, isolation, launch, models
+from common.cluster import TaskSpecDef
+from common.ending import serve
 
 HERE = Path(__file__).resolve().parent
 FLAGS = ["--data=digits", "--model=mlp", "--batch_size=32", "--epochs=1000000", "--seconds=4"]
@@ -85,7 +86,7 @@ def main():
 
 def measure(size, sender, launcher):
     """Sends what it measures of a model of about so many parameters: seconds and bytes per second."""
-    launch.die_with_parent(launcher)
+    isolation.die_with_parent(launcher)
     os.environ.update(TF_CPP_MIN_LOG_LEVEL="3")  # read when tensorflow is imported
     with launch.reserved_port() as one, launch.reserved_port() as other:
         hosts = [[f"127.0.0.1:{port.getsockname()[1]}"] for port in (one, other)]
@@ -97,7 +98,7 @@ def measure(size, sender, launcher):
 
 def run_ps(ps_hosts, worker_hosts, launcher):
     """The ps, until it is killed."""
-    launch.die_with_parent(launcher)
+    isolation.die_with_parent(launcher)
     task = TaskSpecDef("ps", 0, None, ps_hosts, worker_hosts)
     serve(task, task.start_server())
 
@@ -110,7 +111,9 @@ def measure_as_worker(size, ps_hosts, worker_hosts):
     from agn import agn
 
     from common import tf
-    from common.parameters import GlobalParameters, LocalParameters, build_rounds
+    from common.center import GlobalParameters
+    from common.local import LocalParameters
+    from common.steps import build_rounds
 
     task = TaskSpecDef("worker", 0, None, ps_hosts, worker_hosts)
     server, digits = task.create_server(), data.load("digits")
@@ -121,8 +124,8 @@ def measure_as_worker(size, ps_hosts, worker_hosts):
         center = GlobalParameters(model.initial_parameters, 1, task.device_fn())
         with tf.device(task.device):
             local = LocalParameters(center, model, data.Batches(digits.x_train, digits.y_train, 32, 0))
-            pull = local.pull(center)
-            push = center.push(tf.train.GradientDescentOptimizer(1e-6), local.gradient)
+            pull = local.pull(center).operations
+            push = center.push(tf.train.GradientDescentOptimizer(1e-6), local.gradient).operations
             steps: dict[str, list] = {"pull": pull, "push": push}
             for window in WINDOWS:
                 hp = types.SimpleNamespace(window=window, learning_rate=1e-6, local_learning_rate=None, local_optimizer="sgd")
@@ -187,7 +190,7 @@ class tcp_connection:
 
 def receive(port, launcher):
     """The other side: receives into memory that it has, and answers."""
-    launch.die_with_parent(launcher)
+    isolation.die_with_parent(launcher)
     buffer = memoryview(bytearray(0))
     with socket.create_connection(("127.0.0.1", port)) as connection:
         while True:

@@ -20,7 +20,7 @@ import compare
 import memory
 import numpy as np
 
-from common import forkserver
+from common import isolation
 from common.plots import read_metrics
 
 HERE = Path(__file__).resolve().parent
@@ -53,7 +53,7 @@ def main():
     options = parser.parse_args()
     if options.seeds < 1 or not 0 < options.accuracy < 1:
         parser.error("--seeds must be at least 1, and --accuracy between 0 and 1")
-    problem = forkserver.why_no_own_network()
+    problem = isolation.why_no_own_network()
     if problem:
         parser.error(f"the megabytes cannot be counted, as a run has no network of its own here: {problem}")
     os.chdir(HERE.parent)

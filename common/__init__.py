@@ -1,6 +1,6 @@
 """What the schemes, their scripts and their notebooks share, and what a script of one's own may import from here:
 
-`from common import DistributedSession, LoadCheckpoint, StopAtTimeHook, TaskSpec, TaskSpecDef, tf`.
+`from common import DistributedSession, EarlyStoppingHook, LoadCheckpoint, SemiSyncRunHook, StopAtTimeHook, TaskSpec, tf`.
 """
 
 import contextlib
@@ -91,17 +91,19 @@ def _import_tensorflow():
 tf: Any = _TensorFlow()
 
 
-_ROOMS = {
+_MODULES = {
     "TaskSpecDef": "cluster",
     "TaskSpec": "cluster",
     "DistributedSession": "session",
     "StopAtTimeHook": "hooks",
     "LoadCheckpoint": "hooks",
+    "EarlyStoppingHook": "hooks",
+    "SemiSyncRunHook": "hooks",
 }
 
 
 def __getattr__(name):
-    """Imports a room when something of it is first asked for, as some of them import tensorflow."""
-    if name in _ROOMS:
-        return getattr(importlib.import_module(f"common.{_ROOMS[name]}"), name)
+    """Imports a module when something of it is first asked for, as some of them import tensorflow."""
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"common.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'common' has no attribute {name!r}")

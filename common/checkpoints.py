@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import math
 import os
 import re
 import stat
@@ -17,7 +18,7 @@ import numpy as np
 from common import tf
 from common.coordination import Lock
 from common.flags import TrainingFailed, UserError, why_unwritable
-from common.forkserver import say
+from common.words import say
 
 KEPT = 5  # checkpoints in a folder; older ones are removed
 
@@ -169,7 +170,7 @@ class Keeper(tf.train.SessionRunHook):
     all runs together that it comes from.
 
     Args:
-      center: the `common.parameters.GlobalParameters`.
+      center: the `common.center.GlobalParameters`.
       folder: of the checkpoints.
       every_secs: seconds that may be lost.
       index: of this worker; 0 is the chief, or a process on its own.
@@ -182,7 +183,7 @@ class Keeper(tf.train.SessionRunHook):
       trained: a tensor, float64: seconds of training up to now.
       samples: a tensor, int64: how many samples the present parameters were trained with.
       samples_before: a tensor, int64: those of them that are not steps × samples_per_update, since other flags held then.
-      log: where the chief notes with which parameters a session begins, a `common.hooks.MetricsLog`, if it is set.
+      log: where the chief notes with which parameters a session begins, a `common.metrics.MetricsLog`, if it is set.
     """
 
     def __init__(self, center, folder, every_secs, index=0, device=None, samples_per_update=1, copies=()):
@@ -387,3 +388,47 @@ class Keeper(tf.train.SessionRunHook):
             self._thread.join()
         if self._is_chief and session.run(self._step) != self._newest:
             self.save(session)
+
+
+class Trained(tf.train.CheckpointSaverListener):
+    """How long the variables were trained, and with how many samples, in all runs that they come from. It is saved with them.
+
+    A listener of the `tf.train.CheckpointSaverHook` of a training by one worker; to be made when the graph is built.
+
+    Args:
+      step: the global step, a variable.
+      batch_size: samples a step.
+
+    Attributes:
+      samples_before: those that are not step × batch_size, since another batch size held then.
+    """
+
+    def __init__(self, step, batch_size):
+        self._step, self._batch_size, self._began, self.samples_before = step, batch_size, math.inf, 0
+        with tf.device(step.device):
+            self._variables = [
+                tf.get_variable(name, initializer=tf.zeros([], dtype), trainable=False, use_resource=True)
+                for name, dtype in (("seconds", tf.float64), ("samples", tf.int64))
+            ]
+        self._feeds = [tf.placeholder(variable.dtype, []) for variable in self._variables]
+        self._assign = [v.assign(feed, read_value=False) for v, feed in zip(self._variables, self._feeds, strict=True)]
+
+    def begin_run(self, session):
+        """Goes on from what is saved. To be called when the variables have their values, before the first step."""
+        (seconds, samples), step = session.run([self._variables, self._step])
+        self._began, self.samples_before = time.monotonic() - seconds, int(samples - step * self._batch_size)
+
+    @property
+    def seconds(self):
+        """Of training, up to now."""
+        return time.monotonic() - self._began
+
+    def samples(self, step):
+        """Returns how many samples the variables were trained with at this global step."""
+        return self.samples_before + int(step) * self._batch_size
+
+    def before_save(self, session, global_step_value):
+        """Puts both into the variables, which are saved with the others."""
+        if self._began < math.inf:  # else the session was just opened, and they are what is saved
+            values = self.seconds, self.samples(global_step_value)
+            session.run(self._assign, dict(zip(self._feeds, values, strict=True)))

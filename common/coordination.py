@@ -46,8 +46,8 @@ class Clocks:
     Worker i may go on while c_i − low ≤ s, where low is the least of all clocks: stale synchronous parallel (Ho et al. 2013).
     With a `quorum` of N workers low is the N-th largest clock: N of them are enough to let the others go on.
 
-    Who has to wait does so at a bell, a queue of its own. Whoever moves `low` rings for those that may go on by that. There is
-    one token for each time that a worker came to be too far ahead, and `wait` takes as many: no more, no less.
+    A blocked worker dequeues from its own queue, its bell. Whoever raises `low` enqueues one token for each worker that it
+    unblocks. `wait` takes exactly as many tokens as the times that its worker came to be too far ahead.
 
     Args:
       num_workers: number of clocks. They stand at 0 at first, those of workers that have not begun yet as well.

@@ -1,6 +1,13 @@
-"""The devices that one process computes on: its GPUs, parts of one, or without a GPU parts of the CPU."""
+"""Which process computes on which device: a GPU for each worker; in one process its GPUs, parts of one, or parts of the CPU."""
+
+import os
+import re
+import subprocess
+import sys
 
 from common import tf
+from common.deaths import last_error
+from common.flags import UserError
 
 MEMORY_LIMIT = 2048  # MB of a logical GPU. Of one GPU several are for trying out, not for speed, so this is not much
 
@@ -49,3 +56,51 @@ def _split(device, count, **limits):
 
 def _number_of(gpus):
     return f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}"
+
+
+def with_gpus(settings, num_workers_given):
+    """Returns the `Settings` whose `gpus` is a list in place of the flag's text: what `CUDA_VISIBLE_DEVICES` calls them, empty
+    if there is none. Unless the number of workers is given, there is one for each.
+
+    Raises:
+      UserError: if the text names none, or one that is not there.
+    """
+    text = settings.gpus
+    if text != "all" and not re.fullmatch(r"\d+(,\d+)*", text):
+        raise UserError(f"--gpus must be all, or numbers of GPUs as 0,2, not {text!r}")
+    named = [] if text == "all" else [int(number) for number in text.split(",")]
+    if len(set(named)) < len(named):
+        raise UserError(f"--gpus={text} names a GPU twice; to have workers share GPUs, give more --num_workers")
+    count = _count_gpus()
+    numbers = named or list(range(count))
+    if max(numbers, default=-1) >= count:
+        those = f"{count}: 0 to {count - 1}" if count else "none"
+        raise UserError(f"--gpus={text} names GPU {max(numbers)}, but of those TensorFlow sees {those}")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # if it is set, numbers count what it lists
+    names = visible.split(",") if visible else [str(number) for number in range(count)]
+    own = {} if num_workers_given or not numbers else {"num_workers": len(numbers)}
+    return settings.but(gpus=[names[number] for number in numbers], **own)
+
+
+def _count_gpus():
+    """Asks another process, as this one imports no tensorflow. Only that knows what its build and the drivers make of them."""
+    program = "import tensorflow as tf; print(len(tf.config.list_physical_devices('GPU')))"
+    asked = subprocess.run([sys.executable, "-c", program], capture_output=True, stdin=subprocess.DEVNULL, text=True)
+    if asked.returncode:
+        raise UserError(f"--gpus: TensorFlow cannot be asked for GPUs: {last_error(asked.stderr, '')}")
+    return int(asked.stdout.split()[-1])
+
+
+def devices_of(job, index, gpus):
+    """Returns the variables that give a task its GPU: the workers one each, in turn; a ps computes next to nothing."""
+    if job == "ps":
+        return {"CUDA_VISIBLE_DEVICES": "-1"}
+    return {"CUDA_VISIBLE_DEVICES": gpus[index % len(gpus)]} if gpus else {}
+
+
+def say_gpus(settings):
+    """Returns which worker has which GPU, in one line."""
+    if not settings.gpus:
+        return "TensorFlow sees no GPU here: each worker computes on its CPU device"
+    each = [f"worker {i}: GPU {settings.gpus[i % len(settings.gpus)]}" for i in range(settings.num_workers)]
+    return ", ".join(each)

@@ -6,9 +6,10 @@ import os
 import re
 import sys
 import threading
-import types
 
 from absl import flags
+
+from common.settings import Settings
 
 INT32, INT64 = 2**31 - 1, 2**63 - 1  # the graph's counters
 FLOAT32, LEAST_FLOAT32 = (2 - 2**-23) * 2.0**127, 2.0**-149  # the graph's numbers: the largest, and the smallest but 0
@@ -117,7 +118,7 @@ def define_numbers(name, default, help, least=None, above=None, most=FLOAT32, fl
 
 
 def define_gpus(flag_values=flags.FLAGS):
-    """Defines the flag that `common.launch.assign_gpus` reads."""
+    """Defines the flag that `common.devices.with_gpus` reads."""
     text = "all, or numbers as 0,2: a GPU for each worker (--num_workers: as many as GPUs)"
     flags.DEFINE_string("gpus", None, text, flag_values)
 
@@ -220,7 +221,7 @@ def define(defaults):
 
 
 def parse(values, arguments, program, without=()):
-    """Parses `arguments` and returns all flags as a namespace; those in `without` keep their defaults and cannot be given.
+    """Parses `arguments` and returns all flags as `Settings`; those in `without` keep their defaults and cannot be given.
 
     Raises:
       UserError: for an unknown flag, a bad value, or an argument that is no flag.
@@ -240,7 +241,7 @@ def parse(values, arguments, program, without=()):
         raise UserError(f"--{name} means nothing to {program} (--help lists its flags)")
     if rest:
         raise UserError(f"unexpected argument {rest[0]!r}: flags are written --name=value (--help lists all)")
-    return types.SimpleNamespace(**{name: values[name].value for name in values if name in _own_names(values)})
+    return Settings(**{name: values[name].value for name in values if name in _own_names(values)})
 
 
 def _unknown(values, name):

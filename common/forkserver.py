@@ -6,26 +6,23 @@ flag is told at once; while this imports it, the launcher goes on.
 A task that is started again, after it was killed, is another fork: it is back in a moment. The tasks are this process's
 children, and end with it; it ends with the launcher. What a task has started ends with the task.
 
-A task tells the launcher what it is doing (`doing`), so that one which lives, but gets nothing done, can be told from others.
+A task tells the launcher what it is doing (`common.words.doing`), so the launcher can tell one that lives, but gets nothing
+done, from the others.
 """
 
 import contextlib
-import ctypes
-import errno
-import fcntl
 import gc
-import json
 import os
 import runpy
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
 from multiprocessing.connection import Connection, Pipe, wait
-from typing import NamedTuple
+
+from common import isolation, words
 
 BEAT_SECONDS = 0.5  # from one sign of life, of a task or of the process that starts them, to the next
 START_SECONDS = 120  # for that process to begin, before it imports anything
@@ -139,112 +136,6 @@ class ForkServer:
             self._connection.send(("signal", key, number))
 
 
-# A task's environment has these: the process that has started it, its own name, and the pipe to the launcher.
-VARIABLES = ("LAUNCHER_PID", "LAUNCHER_KEY", "LAUNCHER_WORDS")
-
-LAST = "\f"  # begins what a task says with `say_last`
-PROGRESS = "\v"  # begins what it says of its progress
-# What tasks do that runs functions of the user's, which the launcher may have called before; see `Progress.what`.
-LOADING, BUILDING = "loading the data", "building the model"
-CHECKED = "ending the check"
-
-
-class Progress(NamedTuple):
-    """What a task tells of its progress."""
-
-    number: int  # of what it is doing, each time anew
-    what: str  # that is, as in "while loading the data"
-    waits: bool  # whether it may be waiting for other tasks
-    longest: float | None  # seconds that this took at most, if it has done the same again and again; None for the first time
-
-
-_progress: tuple = (0, "", False, None, 0.0)  # as `Progress`, and when that began; replaced as a whole: another thread reads it
-_is_done = False
-
-
-def doing(what, waits=False):
-    """Notes what this task does from now on; the launcher kills one that does the same for too long, see `common.launch.Run`.
-
-    Costs less than a microsecond if it is the same as before, once more: a call of the main loop, say.
-
-    Args:
-      what: as in "while loading the data".
-      waits: whether it may take as long as other tasks take.
-    """
-    global _progress
-    number, before, _, longest, began = _progress
-    now = time.monotonic()
-    longest = max(now - began, longest or 0) if what == before else None
-    _progress = number + 1, what, waits, longest, now
-    if what != before:
-        _say_progress()
-
-
-@contextlib.contextmanager
-def meanwhile(what, waits=False):
-    """A context in which this task does something else than what it does before and after."""
-    _, before, waited, *_ = _progress
-    doing(what, waits)
-    try:
-        yield
-    finally:
-        doing(before, waited)
-
-
-def read_progress(text):
-    """Returns the `Progress` that a task has told in `text`, which begins with `PROGRESS`."""
-    return Progress(*json.loads(text.removeprefix(PROGRESS)))
-
-
-def _say_progress():
-    say(PROGRESS + json.dumps(_progress[:4]))
-
-
-def work_is_done():
-    """Notes that this task, of a scheme, now ends with its exit status. One that exits with 0 and has not said so, because a
-    function of the user's has ended it, counts as failed."""
-    global _is_done
-    _is_done = True
-
-
-def say_last(text):
-    """Tells the launcher that has started this task, if one has, what the task ends with."""
-    say(LAST + text)
-
-
-def say(text=""):
-    """Shows a line to the user of the launcher that has started this task, if one has. Without text, a sign of life."""
-    words, key = os.environ.get("LAUNCHER_WORDS"), os.environ.get("LAUNCHER_KEY")
-    if words and key:
-        _write(int(words), key, text)
-
-
-def _write(words, key, text):
-    line = f"{key}\t{text}".replace("\n", " ").encode(errors="replace")[:2000]  # short, to be written as a whole
-    with contextlib.suppress(OSError):  # a launcher that was stopped reads nothing, and the pipe is full
-        os.write(words, line + b"\n")
-
-
-def die_with_parent(parent, number=signal.SIGKILL):
-    """Makes this process end when its parent, process `parent`, ends in whatever way (Linux): it gets that signal."""
-    pr_set_pdeathsig = 1
-    _prctl(pr_set_pdeathsig, number)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def _prctl(what, value=0, *more):
-    """Sets a property of this process, where the system, and its version, has it; returns whether it has."""
-    libc = ctypes.CDLL(None)
-    return hasattr(libc, "prctl") and libc.prctl(what, value, *more, *[0] * (3 - len(more))) == 0
-
-
-def _adopt_orphans():
-    """What descendants of this process leave behind when they end becomes this process's children (Linux)."""
-    pr_set_child_subreaper = 36
-    _prctl(pr_set_child_subreaper, 1)
-
-
 @contextlib.contextmanager
 def reserved_port(port=0):
     """A port of this machine that nobody else gets as long as the context lasts: `port`, or any that is free.
@@ -258,94 +149,14 @@ def reserved_port(port=0):
         yield reserved
 
 
-def why_no_own_network():
-    """Tries `enter_own_network` in another process; returns None, or what stands in the way and how to change that."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            enter_own_network()
-            os._exit(0)
-        except OSError as error:
-            os._exit(error.errno or errno.EPERM)
-    number = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return _how_to_allow(number) if number else None
-
-
-def enter_own_network():
-    """Puts this process, which must have one thread only, and its children into a network that nobody else is in.
-
-    It is a Linux network namespace with a loopback interface, inside a user namespace, which needs no rights. Some systems
-    refuse a later step, when there is no way back: to be tried before, see `why_no_own_network`.
-
-    Raises:
-      OSError: if the system forbids it.
-    """
-    clone_newuser, clone_newnet = 0x10000000, 0x40000000
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "unshare"):
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    user, group = os.geteuid(), os.getegid()
-    if libc.unshare(clone_newuser | clone_newnet):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    for file, text in ("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1"):
-        with open(f"/proc/self/{file}", "w") as opened:
-            opened.write(text)
-    siocgifflags, siocsifflags, iff_up = 0x8913, 0x8914, 1
-    with socket.socket() as any_socket:
-        request = struct.pack("16sH14x", b"lo", 0)
-        flags = struct.unpack("16sH14x", fcntl.ioctl(any_socket, siocgifflags, request))[1]
-        fcntl.ioctl(any_socket, siocsifflags, struct.pack("16sH14x", b"lo", flags | iff_up))
-
-
-def _give_up_power():
-    """Takes from this process, and all that it will start, what a namespace of its own lets it do beyond an ordinary user."""
-    pr_capbset_drop, pr_cap_ambient, clear_all = 24, 47, 4
-    capability = 0
-    while _prctl(pr_capbset_drop, capability):  # or a program that root starts would get them again
-        capability += 1
-    _prctl(pr_cap_ambient, clear_all)
-    version_3, this_process = 0x20080522, 0
-    header, none = struct.pack("Ii", version_3, this_process), bytes(24)
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.capset(header, none):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-
-def _give_up_new_privileges():
-    """No program that this process will start gains rights by its file, as sudo does."""
-    pr_set_no_new_privs = 38
-    _prctl(pr_set_no_new_privs, 1)
-
-
-def _how_to_allow(number):
-    """What stands in the way of `enter_own_network`, which ended with this error number, and how to change that."""
-
-    def says(path, value):
-        with contextlib.suppress(OSError), open(f"/proc/sys/{path}") as file:
-            return file.read().strip() == value
-        return False
-
-    for path, bad, good in (
-        ("kernel/apparmor_restrict_unprivileged_userns", "1", "0"),
-        ("kernel/unprivileged_userns_clone", "0", "1"),
-        ("user/max_user_namespaces", "0", "10000"),
-        ("user/max_net_namespaces", "0", "10000"),
-    ):
-        if says(path, bad):
-            return f"the system forbids it; `sudo sysctl {path.replace('/', '.')}={good}` allows it"
-    if number == errno.ENOSYS:
-        return "this system has no network namespaces"
-    return f"the system forbids it ({os.strerror(number)}), as containers do; SECURITY.md says how to allow it"
-
-
-def _serve(connection, words, terminal, is_isolated, preloads, launcher):
+def _serve(connection, pipe, terminal, is_isolated, preloads, launcher):
     """The life of the process. Returns in each task, with its command; in the process itself when it is to stop."""
-    problem = why_no_own_network() if is_isolated else None
+    problem = isolation.why_no_own_network() if is_isolated else None
     if is_isolated and not problem:
-        enter_own_network()
-        _give_up_power()
-    _give_up_new_privileges()
-    _adopt_orphans()
+        isolation.enter_own_network()
+        isolation.give_up_power()
+    isolation.give_up_new_privileges()
+    isolation.adopt_orphans()
     reserved = contextlib.ExitStack()
     running: dict[str, int] = {}
     keys: dict[int, str] = {}
@@ -356,7 +167,7 @@ def _serve(connection, words, terminal, is_isolated, preloads, launcher):
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
     is_first = True
     while True:
-        _write(words, "", "")  # a sign of life of this process
+        words.write(pipe, "", "")  # a sign of life of this process
         try:
             ready = wait([connection, wakeup], BEAT_SECONDS)
             if wakeup in ready:
@@ -375,11 +186,11 @@ def _serve(connection, words, terminal, is_isolated, preloads, launcher):
             connection.send(ports)
         elif request == "start":
             if is_first and preloads:
-                _write(words, "", "importing")
+                words.write(pipe, "", "importing")
                 _load()
             if is_first:
                 # From now on it does not die with the launcher, but hears of its end, and first ends what tasks have started.
-                die_with_parent(launcher, signal.SIGCONT)
+                isolation.die_with_parent(launcher, signal.SIGCONT)
                 is_first = False
             key, command, log, environ = arguments
             server = os.getpid()
@@ -389,10 +200,10 @@ def _serve(connection, words, terminal, is_isolated, preloads, launcher):
                 for descriptor in (wakeup, woken):
                     os.close(descriptor)
                 connection.close()
-                _become_task(server, key, words, log, terminal, environ)
+                _become_task(server, key, pipe, log, terminal, environ)
                 return command
             running[key], keys[pid] = pid, key
-            _write(words, key, "")  # the first sign of life, also of one that is stopped before it can give any
+            words.write(pipe, key, "")  # the first sign of life, also of one that is stopped before it can give any
         elif request == "signal":
             key, number = arguments
             if key in running:
@@ -467,22 +278,22 @@ def _load():
     gc.freeze()  # what all tasks share is not looked through in each of them, which would copy it
 
 
-def _become_task(server, key, words, log, terminal, environ):
+def _become_task(server, key, pipe, log, terminal, environ):
     os.setsid()
-    die_with_parent(server)
-    _adopt_orphans()  # so they are its children, and those of the process that starts the tasks when it has ended
+    isolation.die_with_parent(server)
+    isolation.adopt_orphans()  # so they are its children, and those of the process that starts the tasks when it has ended
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher may ignore it, and asks its tasks by it to end
     if log is not None:
-        _write_to(log, key, words)
+        _write_to(log, key, pipe)
     else:
         os.dup2(terminal, 2)
     os.close(terminal)
-    os.environ.update(environ, LAUNCHER_PID=str(server), LAUNCHER_KEY=key, LAUNCHER_WORDS=str(words), LAUNCHER_LOG=log or "")
+    os.environ.update(environ, LAUNCHER_PID=str(server), LAUNCHER_KEY=key, LAUNCHER_WORDS=str(pipe), LAUNCHER_LOG=log or "")
 
 
-def _write_to(log, key, words):
+def _write_to(log, key, pipe):
     """Sends what a task prints to its log; if that cannot be, to the one it goes to now."""
     from common.flags import UserError  # not above: the process itself needs none of it
     from common.run_dir import open_own
@@ -490,7 +301,7 @@ def _write_to(log, key, words):
     try:
         descriptor = open_own(log, os.O_WRONLY | os.O_APPEND)
     except (OSError, UserError) as error:
-        _write(words, key, f"{key} goes on without its log: {error}")
+        words.write(pipe, key, f"{key} goes on without its log: {error}")
         descriptor = os.dup(2)
     for standard in (1, 2):
         os.dup2(descriptor, standard)
@@ -503,11 +314,9 @@ def _run(command, preloads):
         os.execv(command[0], command)
     import setproctitle
 
-    from common import forkserver  # what the script imports, while this here is the program itself
-
     setproctitle.setproctitle(" ".join(command))  # what `ps` shows
-    forkserver.doing("starting")
-    threading.Thread(target=forkserver._beat, daemon=True).start()
+    words.doing("starting")
+    threading.Thread(target=_beat, daemon=True).start()
     sys.argv = command[1:]
     sys.path.insert(0, os.path.dirname(os.path.abspath(command[1])))
     status = 0
@@ -528,13 +337,13 @@ def _run(command, preloads):
             sys.stdout.flush()
             sys.stderr.flush()
         # As multiprocessing does it: to take the interpreter apart would take seconds, in which there is no sign of life.
-        os._exit(_DONE if status == 0 and forkserver._is_done else status)
+        os._exit(_DONE if status == 0 and words.is_done else status)
 
 
 def _beat():
     log = os.environ["LAUNCHER_LOG"]
     while True:
-        _say_progress()
+        words.say_progress()
         log = _made_again(log)
         time.sleep(BEAT_SECONDS)
 
@@ -547,16 +356,16 @@ def _made_again(log):
     return log
 
 
-def _main(connection, words, is_isolated, preloads, log):
+def _main(connection, pipe, is_isolated, preloads, log):
     sys.path.pop(0)  # this folder, whose names are not for all to import
     launcher = int(os.environ["LAUNCHER_PID"])
-    die_with_parent(launcher)
+    isolation.die_with_parent(launcher)
     terminal = os.dup(2)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
     os.dup2(descriptor, 2)
     os.close(descriptor)
     is_isolated, preloads = is_isolated == "1", preloads == "1"
-    command = _serve(Connection(int(connection)), int(words), terminal, is_isolated, preloads, launcher)
+    command = _serve(Connection(int(connection)), int(pipe), terminal, is_isolated, preloads, launcher)
     if command:
         _run(command, preloads)
 

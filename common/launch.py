@@ -8,21 +8,19 @@ import json
 import math
 import os
 import queue
-import re
-import select
 import signal
-import subprocess
 import sys
-import tempfile
-import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import forkserver, progress, signals
+from common import devices, isolation, progress, signals, words
+from common.deaths import count_oom_kills, killed_by, last_error, of_memory
 from common.flags import TrainingFailed, UserError
-from common.forkserver import ForkServer, die_with_parent, reserved_port  # noqa: F401
+from common.forkserver import EARLY, ForkServer
+from common.forkserver import reserved_port as reserved_port  # for those that start tasks themselves
+from common.input_check import check_input
 from common.run_dir import prepare_run_dir, write_json
 
 STOP_SECONDS = 60  # to save a checkpoint and leave, before a task is killed
@@ -42,10 +40,11 @@ def launch(script, arguments, settings):
       UserError: if the run cannot begin.
       TrainingFailed: if a task ended too often.
     """
-    settings.check_secs = _check_input(script, arguments, settings)
+    check_secs = check_input(script, arguments, settings)
     check_isolation(settings)
-    with prepare_run_dir(settings):
-        return _launch(script, arguments, settings)
+    run_dir, held = prepare_run_dir(settings)
+    with held:
+        return _launch(script, arguments, settings.but(run_dir=run_dir, check_secs=check_secs, ends_with_chief=True))
 
 
 def _launch(script, arguments, settings):
@@ -67,7 +66,7 @@ def _launch(script, arguments, settings):
                 i,
                 [*command, f"--job_name={job}", f"--task_index={i}"],
                 settings.run_dir,
-                devices_of(job, i, settings.gpus),
+                devices.devices_of(job, i, settings.gpus),
             )
             for job in hosts
             for i in range(len(hosts[job]))
@@ -80,8 +79,7 @@ def _launch(script, arguments, settings):
         if server.problem:
             display.say(f"the ports of this run can be reached from outside: {server.problem}")
         if settings.gpus is not None:
-            display.say(say_gpus(settings))
-        settings.ends_with_chief = True
+            display.say(devices.say_gpus(settings))
         status = Run(tasks, server, settings, display.say).run()
     if status == 0:
         if _version(result) in (None, before):  # what is there is of a run that this one goes on with
@@ -89,56 +87,6 @@ def _launch(script, arguments, settings):
         _complete_result(settings, tasks)
     progress.summary(settings, status)
     return status
-
-
-def assign_gpus(settings, num_workers_given):
-    """Turns `settings.gpus` from the flag's text into a list: what `CUDA_VISIBLE_DEVICES` calls them, empty if there is none.
-
-    Unless the number of workers is given, there will be one for each.
-
-    Raises:
-      UserError: if the text names none, or one that is not there.
-    """
-    text = settings.gpus
-    if text != "all" and not re.fullmatch(r"\d+(,\d+)*", text):
-        raise UserError(f"--gpus must be all, or numbers of GPUs as 0,2, not {text!r}")
-    named = [] if text == "all" else [int(number) for number in text.split(",")]
-    if len(set(named)) < len(named):
-        raise UserError(f"--gpus={text} names a GPU twice; to have workers share GPUs, give more --num_workers")
-    count = _count_gpus()
-    numbers = named or list(range(count))
-    if max(numbers, default=-1) >= count:
-        those = f"{count}: 0 to {count - 1}" if count else "none"
-        raise UserError(f"--gpus={text} names GPU {max(numbers)}, but of those TensorFlow sees {those}")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # if it is set, numbers count what it lists
-    names = visible.split(",") if visible else [str(number) for number in range(count)]
-    settings.gpus = [names[number] for number in numbers]
-    if numbers and not num_workers_given:
-        settings.num_workers = len(numbers)
-
-
-def _count_gpus():
-    """Asks another process, as this one imports no tensorflow. Only that knows what its build and the drivers make of them."""
-    program = "import tensorflow as tf; print(len(tf.config.list_physical_devices('GPU')))"
-    asked = subprocess.run([sys.executable, "-c", program], capture_output=True, stdin=subprocess.DEVNULL, text=True)
-    if asked.returncode:
-        raise UserError(f"--gpus: TensorFlow cannot be asked for GPUs: {_last_error(asked.stderr, '')}")
-    return int(asked.stdout.split()[-1])
-
-
-def devices_of(job, index, gpus):
-    """Returns the variables that give a task its GPU: the workers one each, in turn; a ps computes next to nothing."""
-    if job == "ps":
-        return {"CUDA_VISIBLE_DEVICES": "-1"}
-    return {"CUDA_VISIBLE_DEVICES": gpus[index % len(gpus)]} if gpus else {}
-
-
-def say_gpus(settings):
-    """Returns which worker has which GPU, in one line."""
-    if not settings.gpus:
-        return "TensorFlow sees no GPU here: each worker computes on its CPU device"
-    each = [f"worker {i}: GPU {settings.gpus[i % len(settings.gpus)]}" for i in range(settings.num_workers)]
-    return ", ".join(each)
 
 
 def _version(path):
@@ -158,169 +106,11 @@ def _complete_result(settings, tasks):
     write_json(path, result)
 
 
-CHECK_SECONDS = 5  # after which the user is told that the input is being looked at
-
-
-def _check_input(script, arguments, settings):
-    """Lets one process look at data and model before any task starts. For the built-in ones nothing can be wrong.
-
-    Returns:
-      Seconds that it took for each, {`forkserver.LOADING` or `BUILDING`: seconds}; empty for the built-in ones.
-
-    Raises:
-      UserError: if they cannot be trained, or do not come within `--hang_secs`.
-    """
-    is_small = settings.num_workers <= 100 and settings.batch_size * settings.window <= 2**20
-    if settings.data in ("digits", "linear") and settings.model in ("mlp", "linear") and is_small:
-        return {}
-    with contextlib.ExitStack() as stack:
-        heard, words = os.pipe()
-        stack.callback(os.close, heard)
-        errors = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
-        checking = subprocess.Popen(
-            [sys.executable, str(script), *arguments, "--check"],
-            stderr=errors,
-            stdin=subprocess.DEVNULL,
-            env={
-                **os.environ,
-                "LAUNCHER_PID": str(os.getpid()),  # with which it dies
-                "LAUNCHER_KEY": "check",
-                "LAUNCHER_WORDS": str(words),
-            },
-            pass_fds=[words],
-            start_new_session=True,  # so that Ctrl-C reaches this process alone
-        )
-        stack.callback(_kill_session, checking)
-
-        def hear_end():
-            checking.wait()
-            with contextlib.suppress(OSError):  # nobody may listen any more
-                os.write(words, b"\n")  # after all that it has said itself
-            os.close(words)
-
-        threading.Thread(target=hear_end, daemon=True).start()
-        what, seconds = _watch_check(heard, settings)
-        if what == forkserver.CHECKED and checking.returncode == 0:
-            return seconds
-        errors.seek(0)
-        raise UserError(_why_check_failed(what, checking.returncode, errors.read(), script.name, settings))
-
-
-def _kill_session(process):
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _flag_of(what, settings):
-    """Returns the flag, with its value, whose function is called while a task does this; None for other things."""
-    return {forkserver.LOADING: f"--data={settings.data}", forkserver.BUILDING: f"--model={settings.model}"}.get(what)
-
-
-def _watch_check(heard, settings):
-    """Reads what the checking process says until it has ended; returns what it did last, and how long each thing took."""
-    seconds: dict[str, float] = {}
-    what, rest, is_told = "starting", b"", False
-    start = began = time.monotonic()
-    while True:
-        flag = _flag_of(what, settings)
-        # What is not the user's function has no reason to hang; importing tensorflow, or downloading, may take its time.
-        limit = settings.hang_secs if flag and flag.rpartition(":")[1] else 10 * settings.hang_secs
-        soon = began + limit if is_told else min(began + limit, start + CHECK_SECONDS)
-        if not select.select([heard], [], [], max(0, soon - time.monotonic()))[0]:
-            if not is_told and time.monotonic() >= start + CHECK_SECONDS:
-                is_told = True
-                progress.say(f"checking the data and the model before the tasks start; it is {what}")
-            elif time.monotonic() >= began + limit:
-                raise UserError(
-                    f"{flag or 'the check of data and model'} did not come to an end within {limit:g} s; if it needs more, "
-                    "give a larger --hang_secs"
-                )
-            continue
-        *lines, rest = (rest + os.read(heard, 10000)).split(b"\n")
-        for line in lines:
-            if not line:  # it has ended
-                return what, seconds
-            text = line.decode(errors="replace").partition("\t")[2]
-            if text.startswith(forkserver.PROGRESS):
-                seconds[what] = time.monotonic() - began
-                what, began = forkserver.read_progress(text).what, time.monotonic()
-
-
-def _why_check_failed(what, status, text, script_name, settings):
-    """One line on how the process ended that looked at data and model, doing `what`, with `text` on its standard error."""
-    said = _last_error(text, script_name)
-    if status == 2 and f"{script_name}: " in text:
-        return said
-    flag = _flag_of(what, settings) or "the check of data and model"
-    if (how := _of_memory(text)) or status < 0:
-        return f"{flag}: {how or _killed_by(-status)} while {what}"
-    if status == 130:  # no Ctrl-C reaches it
-        return f"{flag}: it raised KeyboardInterrupt"
-    if status == 0 or said == NOTHING:
-        return f"{flag}: it ended the program, with exit status {status}, in place of returning"
-    return said
-
-
-NOTHING = "it printed nothing"
-_REPORT = re.compile(r"[IW]\d{4} ")  # begins what C++ code of tensorflow reports that is no error,
-_FATAL = re.compile(r"F\d{4} ")  # and what it ends a process with
-
-
-def _last_error(text, script_name):
-    """The last line of `text` that a script printed about a `UserError`, else that looks like an error, else at all."""
-    lines = [line.strip() for line in text.splitlines() if line.strip() and not _REPORT.match(line)]
-    for looks_right in (lambda line: line.startswith(f"{script_name}: "), lambda line: "Error" in line, _FATAL.match, bool):
-        found = [line for line in lines if looks_right(line)]
-        if found:
-            return found[-1].removeprefix(f"{script_name}: ")
-    return NOTHING
-
-
-# What Python, C++, the dynamic linker and TensorFlow say when there is no memory, or a limit (`ulimit -v`) is too small
-_NO_MEMORY = re.compile(
-    r"MemoryError|std::bad_alloc|[Cc]annot allocate memory|failed to map segment|OOM when allocating|Out of memory"
-)
-_NO_THREAD = re.compile(r"pthread_create\(\) failed|pthread_create failed|can't start new thread")
-
-
-def _of_memory(text):
-    """Returns that memory ran out, if this, which a process has printed, says so."""
-    if found := _NO_MEMORY.findall(text):
-        return f"ran out of memory ({found[-1]})"
-    if found := _NO_THREAD.findall(text):
-        return f"could not start a thread ({found[-1]}): out of memory or of processes (ulimit -v, ulimit -u)"
-    return None
-
-
-def _killed_by(number):
-    try:
-        return f"was killed by {signal.Signals(number).name}"
-    except ValueError:  # one without a name
-        return f"was killed by signal {number}"
-
-
-def _count_oom_kills():
-    """Returns how many processes the kernel has killed because memory ran out: on this machine, or in this control group."""
-    paths, total = ["/proc/vmstat"], 0
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, group = line.split(":", 2)
-            if controllers == "":
-                paths += [f"/sys/fs/cgroup{group}/memory.events", "/sys/fs/cgroup/memory.events"]
-            elif "memory" in controllers.split(","):
-                paths += [f"/sys/fs/cgroup/memory{group}/memory.oom_control", "/sys/fs/cgroup/memory/memory.oom_control"]
-    for path in paths:
-        with contextlib.suppress(OSError):
-            total += sum(int(count) for count in re.findall(r"^oom_kill (\d+)$", Path(path).read_text(), re.M))
-    return total
-
-
 def check_isolation(settings):
     """Raises a `UserError` if there has to be a network for the run alone, and there cannot be."""
     if settings.require_isolation and not settings.isolation:
         raise UserError("--require_isolation and --noisolation contradict each other: leave one away")
-    problem = forkserver.why_no_own_network() if settings.require_isolation else None
+    problem = isolation.why_no_own_network() if settings.require_isolation else None
     if problem:
         raise UserError(f"--require_isolation: this run cannot have a network of its own: {problem}")
 
@@ -372,7 +162,7 @@ class Task:
     starts_at: float | None = None  # when it is to be started, if it is
     status: int | None = None  # how it ended, None until it has
     heard: float = math.inf  # when it gave the last sign of life, as time.monotonic(); it begins with one
-    progress: Any = None  # a `forkserver.Progress`, None for a program that tells none
+    progress: Any = None  # a `words.Progress`, None for a program that tells none
     progressed: float = math.inf  # when it last got something done, as far as is known here
     last_line: str = ""  # what it said that it ended with
     why_killed: str = ""  # by this process
@@ -403,12 +193,12 @@ class Task:
         """Notes a sign of life, and what it says if that is not for the user; returns what is."""
         now = time.monotonic()
         self.heard = now
-        if text.startswith(forkserver.PROGRESS):
-            known, self.progress = self.progress, forkserver.read_progress(text)
+        if text.startswith(words.PROGRESS):
+            known, self.progress = self.progress, words.read_progress(text)
             if known is None or known.number != self.progress.number:
                 self.progressed = now
-        elif text.startswith(forkserver.LAST):
-            self.last_line = text.removeprefix(forkserver.LAST)
+        elif text.startswith(words.LAST):
+            self.last_line = text.removeprefix(words.LAST)
         else:
             return text
         return ""
@@ -419,7 +209,7 @@ class Task:
             return self.last_line.partition(": ")[2]
         if self.is_shown:
             return "what it said is above"
-        return _last_error(self._printed(), Path(self.command[1]).name)
+        return last_error(self._printed(), Path(self.command[1]).name)
 
     def _printed(self):
         if self.is_shown:
@@ -435,10 +225,10 @@ class Task:
             return f"{self.why_killed} and was killed"
         if self.ran_out:
             return "ran out of memory and was killed by the kernel"
-        if self.status == forkserver.EARLY:
+        if self.status == EARLY:
             return "ended with exit status 0 before its work was done"
         status = self.status or 0
-        return _of_memory(self._printed()) or (_killed_by(-status) if status < 0 else f"failed ({status})")
+        return of_memory(self._printed()) or (killed_by(-status) if status < 0 else f"failed ({status})")
 
 
 HOUR = 3600  # seconds in which restarts count
@@ -458,7 +248,7 @@ class Run:
       tasks: every `Task`.
       server: the `ForkServer` that starts them.
       settings: `max_restarts`, of each task within an hour; `hang_secs`, None for programs that tell nothing; `check_secs`, as
-        `_check_input` returns it; `lockstep`: whether all are started again with one; `ends_with_chief`: whether worker 0 ends
+        `check_input` returns it; `pace`: with "ring" all are started again with one; `ends_with_chief`: whether worker 0 ends
         the training of all others, and `num_evaluators`: how many of the last workers then still have something to do.
       say: function that shows a line to the user.
     """
@@ -469,8 +259,8 @@ class Run:
         self._workers = [task for task in tasks if task.job == "worker"]
         self._chief = self._workers[0]
         self._evaluators = self._workers[len(self._workers) - settings.num_evaluators :]
-        self._looked, self._oom_kills, self._is_stopping = time.monotonic(), _count_oom_kills(), False
-        self._is_interrupted = False
+        self._looked, self._oom_kills, self._is_stopping = time.monotonic(), count_oom_kills(), False
+        self._is_interrupted, self._in_ring = False, settings.pace == "ring"
 
     def run(self):
         """Returns the exit status of the run; whatever task is left then ends with the server."""
@@ -529,7 +319,7 @@ class Run:
             task = self._tasks[name]
             task.status = status
             if status in (-signal.SIGKILL, 128 + signal.SIGKILL):
-                before, self._oom_kills = self._oom_kills, _count_oom_kills()
+                before, self._oom_kills = self._oom_kills, count_oom_kills()
                 task.ran_out = self._oom_kills > before
             return task
 
@@ -541,8 +331,8 @@ class Run:
         with contextlib.suppress(OSError):
             printed = Path(self._server.log).read_text(errors="replace")
         if status < 0:
-            return _killed_by(-status)
-        return _of_memory(printed) or f"failed ({status}): {_last_error(printed, '')}"
+            return killed_by(-status)
+        return of_memory(printed) or f"failed ({status}): {last_error(printed, '')}"
 
     def _look(self, last_look):
         """Kills tasks that give no sign of life, or make no progress.
@@ -640,7 +430,7 @@ class Run:
     def _start_again(self, task, moment):
         """Lets a task start again at this moment, and with it those without whom it cannot go on."""
         others = [other for other in self._tasks.values() if other is not task]
-        if self._settings.lockstep and not self._has_ended():
+        if self._in_ring and not self._has_ended():
             # Workers that reduce among themselves wait for ever for one that is gone, so all of them begin anew.
             for other in others:
                 other.starts_at = None
@@ -648,9 +438,9 @@ class Run:
             while any(other.is_running for other in others):
                 self._next_end()
         task.starts_at = moment
-        if (self._settings.lockstep or self._settings.ends_with_chief) and not self._has_ended():
+        if (self._in_ring or self._settings.ends_with_chief) and not self._has_ended():
             for other in others:
-                is_asked = self._settings.lockstep or other not in self._evaluators
+                is_asked = self._in_ring or other not in self._evaluators
                 if not other.is_running and other.starts_at is None and is_asked:
                     other.starts_at = moment  # it had done its part, but the chief asks all for their report
 

@@ -15,17 +15,18 @@ import threading
 import time
 from pathlib import Path
 
-from common import cluster, flags, forkserver, launch, limits, progress, run_dir, signals
+from common import cluster, devices, ending, flags, isolation, launch, limits, progress, run_dir, signals, words
 from common.flags import TrainingFailed, UserError, why_unwritable
 
 
-def main(scheme=None, train=None, without=(), lockstep=False, check=None, evaluate=None, **defaults):
+def main(scheme=None, train=None, pace="own", without=(), check=None, evaluate=None, **defaults):
     """Runs a scheme's script and exits: 0 trained, 1 failed, 2 bad flags or input, 130 stopped by Ctrl-C.
 
     Args:
-      scheme: generator function, see `common.parameters`.
+      scheme: generator function, see `common.steps`.
       train: instead, for a script with a main loop of its own: a function `train(task, settings)` as in `common.training`.
-      lockstep: whether all tasks have to be started again when one has died.
+      pace: "own" if each worker goes at its own; "together" if workers wait for each other at the ps, as with `center.together`
+        and `center.pace`; "ring" if they do among themselves, with `center.ring`: then all are started again when one has died.
       check: function of the flags, a namespace, that raises a `UserError` if they do not go together.
       evaluate: what the last worker of a cluster does instead of training, a function `evaluate(task, settings)`.
       without: names of flags that mean nothing to this script; those of a cluster for one that always trains alone.
@@ -40,8 +41,8 @@ def main(scheme=None, train=None, without=(), lockstep=False, check=None, evalua
         sys.exit(2)
     failed = launch.FAILED_FOR_GOOD if os.environ.get("LAUNCHER_KEY") else 1
     try:
-        status = _run(scheme, train, without, lockstep, check, evaluate, script, sys.argv[1:], defaults)
-        forkserver.work_is_done()  # nobody else has ended this process, as a function of the user's may with sys.exit
+        status = _run(scheme, train, pace, without, check, evaluate, script, sys.argv[1:], defaults)
+        words.work_is_done()  # nobody else has ended this process, as a function of the user's may with sys.exit
         sys.exit(status)
     except UserError as error:
         sys.exit(_say(2, f"{script.name}: {error}"))
@@ -59,9 +60,9 @@ def main(scheme=None, train=None, without=(), lockstep=False, check=None, evalua
 
 def _stale_launcher():
     """Returns a line if the environment says that a launcher has started this process, and none has."""
-    given = [f"{name}={os.environ[name]}" for name in forkserver.VARIABLES if os.environ.get(name)]
+    given = [f"{name}={os.environ[name]}" for name in words.VARIABLES if os.environ.get(name)]
     is_of_parent = os.environ.get("LAUNCHER_PID") == str(os.getppid())
-    is_of_fork_server = is_of_parent and len(given) == len(forkserver.VARIABLES)
+    is_of_fork_server = is_of_parent and len(given) == len(words.VARIABLES)
     # A program of one's own may give its number alone, so that a task ends with it; in a container process 1 may be the parent.
     is_of_program = is_of_parent and len(given) == 1 and os.getppid() != 1
     if not given or is_of_fork_server or is_of_program:
@@ -92,7 +93,7 @@ def _have_environment(task):
 
 def _serve(task):
     """The life of a ps that no launcher has started. SIGTERM goes to all tasks where a scheduler ends them: see
-    `cluster.count_left_as_done`. A second one ends it at once. SIGHUP comes when the terminal is closed, maybe that of the
+    `ending.count_left_as_done`. A second one ends it at once. SIGHUP comes when the terminal is closed, maybe that of the
     workers, too; if they don't leave, it ends like Ctrl-C, but later."""
     is_asked = threading.Event()
 
@@ -107,7 +108,7 @@ def _serve(task):
             timer.start()
         is_asked.set()
         print("asked to end: waits until the workers have left", flush=True)
-        threading.Thread(target=cluster.count_left_as_done, args=(task, task.start_server()), daemon=True).start()
+        threading.Thread(target=ending.count_left_as_done, args=(task, task.start_server()), daemon=True).start()
 
     signals.hear_signals((signal.SIGTERM, signal.SIGHUP), hear)
     task.create_server()
@@ -116,24 +117,23 @@ def _serve(task):
 
 
 def _say(status, line):
-    forkserver.say_last(line)
+    words.say_last(line)
     with contextlib.suppress(OSError):  # on a full disk there is no place in the log either
         print(line, file=sys.stderr)
     return status
 
 
-def _run(scheme, train, without, lockstep, check, evaluate, script, arguments, defaults):
+def _run(scheme, train, pace, without, check, evaluate, script, arguments, defaults):
     launcher = os.environ.get("LAUNCHER_PID")
     if launcher:
-        launch.die_with_parent(int(launcher))
+        isolation.die_with_parent(int(launcher))
     values = flags.define(defaults)
-    if train:
-        without = (*without, "warm_start_steps")  # which is of `training.train`
+    if train or pace != "own":  # workers that wait for each other begin together
+        without = (*without, "warm_start_steps")
     if "launch" in without:
         without = (*without, "gpus")
     settings = flags.parse(values, arguments, script.name, without)
-    settings.scheme, settings.began = script.parent.name, time.time()
-    settings.gradients_per_update, settings.lockstep = 1, lockstep
+    settings = settings.but(scheme=script.parent.name, began=time.time(), pace=pace, steps_per_call=1)
     task = cluster.task_from(settings) if "job_name" not in without else None
     if task and evaluate:
         # TF_CONFIG has a type of its own for an evaluator, which is no member of the cluster: no worker has to be taken for it.
@@ -145,16 +145,17 @@ def _run(scheme, train, without, lockstep, check, evaluate, script, arguments, d
     if settings.run_dir == "":
         raise UserError("--run_dir is empty: name a folder, or leave the flag away")
     launches = task is None and settings.launch
-    settings.num_evaluators = 1 if evaluate and (task or launches) else 0
+    settings = settings.but(num_evaluators=1 if evaluate and (task or launches) else 0)
     if task is None and not launches:
         for name in flags.present(values, "num_ps", "num_workers", "gpus"):
             raise UserError(
                 f"--{name} is for --launch, which `bash {settings.scheme}/run.sh` gives; without it, one process trains"
             )
     if not launches:  # what a scheme may ask for
-        settings.num_ps, settings.num_workers = (task.num_ps, task.num_workers) if task else (0, 1)
+        num_ps, num_workers = (task.num_ps, task.num_workers) if task else (0, 1)
+        settings = settings.but(num_ps=num_ps, num_workers=num_workers)
     elif settings.gpus is not None and not settings.check:
-        launch.assign_gpus(settings, flags.present(values, "num_workers"))
+        settings = devices.with_gpus(settings, flags.present(values, "num_workers"))
     if "beta" in defaults and settings.beta > settings.num_workers:
         raise UserError(
             f"--beta must be at most the number of workers, {settings.num_workers}, not {settings.beta:g}: a worker would be "
@@ -174,16 +175,16 @@ def _run(scheme, train, without, lockstep, check, evaluate, script, arguments, d
     if settings.check:
         from common import data
 
-        forkserver.doing(forkserver.LOADING)
+        words.doing(words.LOADING)
         dataset = data.load(settings.data, settings.seed)  # before tensorflow is imported, which takes seconds
         workers = settings.num_workers if launches else 1
         data.check_batch(dataset.x_train, dataset.y_train, settings.batch_size, settings.window, workers)
-        forkserver.doing("importing tensorflow")
+        words.doing("importing tensorflow")
         from common import training
 
-        forkserver.doing(forkserver.BUILDING)
+        words.doing(words.BUILDING)
         training.check(settings, dataset)
-        forkserver.doing(forkserver.CHECKED)
+        words.doing(words.CHECKED)
         return 0
     if launches:
         return launch.launch(script, arguments, settings)
@@ -191,12 +192,13 @@ def _run(scheme, train, without, lockstep, check, evaluate, script, arguments, d
         _have_environment(task)
     index = task.shard_index if task else 0
     if not launcher:
-        run_dir.prepare_run_dir(settings, task)  # which is locked from now on until this process ends
+        path, _ = run_dir.prepare_run_dir(settings, task)  # which is locked from now on until this process ends
+        settings = settings.but(run_dir=path)
         _log_to(Path(settings.run_dir, "logs", f"{run_dir.task_name(task)}.log"))
     if task and task.is_ps():
         print(f"ps {task.index} serves at {task.ps_hosts[task.index]} until all workers are done", flush=True)
         if launcher:
-            forkserver.doing("serving", waits=True)
+            words.doing("serving", waits=True)
             task.create_server()
             return 0
         return _serve(task)
@@ -213,7 +215,7 @@ def _run(scheme, train, without, lockstep, check, evaluate, script, arguments, d
     with progress.Display(settings, [index] if task else range(getattr(settings, "num_threads", 1))):
         status = train(task, settings)
         if task and status == 130:
-            cluster.say_left(task, task.create_server())
+            ending.say_left(task, task.create_server())
     if index == 0:
         progress.summary(settings, status)
     return status

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from common import cluster, launch, tf
+from common import cluster, isolation, launch, tf
 
 _open: set[object] = set()  # clusters, which thus live on while nobody has a reference to them
 
@@ -45,17 +45,18 @@ def messages(session, fetches):
     metadata = tf.RunMetadata()
     session.run(fetches, options=tf.RunOptions(output_partition_graphs=True), run_metadata=metadata)
     found = []
-    for send in (node.attr for part in metadata.partition_graphs for node in part.node if node.op == "_Send"):
+    for node in (node for part in metadata.partition_graphs for node in part.node if node.op == "_Send"):
+        send = node.attr
         sender, receiver = (
             send[end].s.decode().split("/device:")[0].replace("/replica:0", "") for end in ("send_device", "recv_device")
         )
         if sender == receiver:
             continue
         name = send["tensor_name"].s.decode().split("_", 2)[2]  # edge_12_NAME
-        try:
-            outputs = session.graph.get_operation_by_name(name).outputs
-        except KeyError:  # made when the graph was optimized
-            outputs = []
+        outputs = []
+        if node.input[0].partition(":")[0] == name:  # else an empty tensor is sent, as the word that this operation is done
+            with contextlib.suppress(KeyError):  # of an operation that was made when the graph was optimized
+                outputs = session.graph.get_operation_by_name(name).outputs
         shape = tuple(outputs[0].shape) if outputs else None
         size = outputs[0].dtype.size * (outputs[0].shape.num_elements() or 0) if outputs else 0
         found.append(Message(sender, receiver, name, shape, size))
@@ -105,7 +106,7 @@ class LocalCluster:
 
         If it fails, its error appears under the notebook's cell.
 
-        A ps of a cluster with workers ends by itself when each of these has said that it is done (`cluster.say_done`).
+        A ps of a cluster with workers ends by itself when each of these has said that it is done (`ending.say_done`).
         """
         process = subprocess.Popen(
             [sys.executable, "-m", "common.notebook", json.dumps(self.hosts), job, str(index)],
@@ -157,7 +158,7 @@ def shared_cluster(path, **jobs):
 
 
 def _main(hosts, job, index):
-    launch.die_with_parent(int(os.environ["LAUNCHER_PID"]))
+    isolation.die_with_parent(int(os.environ["LAUNCHER_PID"]))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a server waits outside Python, which would never see the signal
     quiet()
     local, index = json.loads(hosts), int(index)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from common import progress
-from common.forkserver import say
+from common.words import say
 
 
 def read_metrics(run_dir):

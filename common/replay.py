@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common import tf
-from common.parameters import GlobalParameters, LocalParameters
+from common.center import GlobalParameters
+from common.local import LocalParameters
+from common.steps import build_steps
 
 
 class Update(NamedTuple):
@@ -22,20 +24,11 @@ class Update(NamedTuple):
     staleness: int  # updates by others in between
 
 
-class _Step(NamedTuple):
-    operations: list
-    pulled: object  # tensors, or None if the step is not one of that kind
-    loss: object
-    known: object
-    updated: object
-    may_go_on: object
-
-
 class Replay:
     """Workers whose steps run one at a time, in any order.
 
     Args:
-      scheme: generator function, see `common.parameters`.
+      scheme: generator function, see `common.steps`.
       hp: the hyperparameters that it asks for, as a namespace.
       model: a `common.models.Model`.
       make_batches: function of a worker's index that returns its batches, see `common.data.Batches`.
@@ -59,7 +52,8 @@ class Replay:
             workers = [
                 LocalParameters(self._center, model, make_batches(i), f"worker_{i}", i, num_workers) for i in range(num_workers)
             ]
-            self._workers, self._steps = workers, [_steps_of(scheme, self._center, worker, hp) for worker in workers]
+            self._workers, self._steps = workers, [build_steps(scheme, self._center, worker, hp) for worker in workers]
+            self._fetches = [[step.fetches() for step in steps] for steps in self._steps]
             self._value = self._center.read()[0]
             self._step = self._center.step.read_value()
             feeds = dict(self._center.init_feed_dict)
@@ -88,20 +82,19 @@ class Replay:
         """
         if self.has_to_wait(worker):
             raise RuntimeError(f"worker {worker} has to wait for others")
-        step = self._steps[worker][self._next[worker]]
-        self._next[worker] = (self._next[worker] + 1) % len(self._steps[worker])
-        fetches = {name: tensor for name, tensor in step._asdict().items() if tensor is not None}
-        values = self.session.run(fetches)
+        at = self._next[worker]
+        self._next[worker] = (at + 1) % len(self._steps[worker])
+        values = self.session.run(self._fetches[worker][at])
         if "pulled" in values:
             self._known[worker], self._own[worker] = int(values["pulled"]), 0
         if "loss" in values:
             self.losses.append((worker, float(values["loss"])))
         if "updated" in values:
             updated, known = int(values["updated"]), self._known[worker]
-            self._global_step = updated if step.known is None else int(self.session.run(self._step))
-            if step.known is None:
+            self._global_step = int(self.session.run(self._step)) if "step_before" in values else updated
+            if "step_before" not in values:
                 self.updates.append(Update(worker, known, updated, updated - 1 - known - self._own[worker]))
-            elif updated > values["known"]:
+            elif updated > values["step_before"]:
                 self.updates.append(Update(worker, known, updated, updated - 1 - known))
             else:
                 self.dropped.append((worker, updated))
@@ -160,14 +153,3 @@ def _config():
     config = tf.ConfigProto(intra_op_parallelism_threads=1)
     config.graph_options.rewrite_options.disable_meta_optimizer = True
     return config
-
-
-def _steps_of(scheme, center, local, hp):
-    steps = []
-    of_steps = lambda: (local.pulled, local.loss, center.known, center.updated, local.may_go_on)  # noqa: E731
-    before = of_steps()
-    for operations in scheme(center, local, hp):
-        now = of_steps()
-        steps.append(_Step(operations, *(new if new is not old else None for new, old in zip(now, before, strict=True))))
-        before = now
-    return steps

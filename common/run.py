@@ -13,7 +13,7 @@ from pathlib import Path
 
 from absl import flags as absl_flags
 
-from common import flags, launch, limits, progress, run_dir, signals
+from common import devices, flags, launch, limits, progress, run_dir, signals
 from common.flags import TrainingFailed, UserError
 
 PROGRAM = "common.run"
@@ -49,10 +49,9 @@ def _run(arguments):
     if not script.is_file():
         raise UserError(f"there is no script {script}")
     if settings.gpus is not None:
-        launch.assign_gpus(settings, flags.present(values, "num_workers"))
+        settings = devices.with_gpus(settings, flags.present(values, "num_workers"))
     limits.check_tasks(settings.num_ps, settings.num_workers)
-    settings.lockstep = settings.ends_with_chief = False
-    settings.num_evaluators, settings.hang_secs, settings.check_secs = 0, None, {}
+    settings = settings.but(pace="own", ends_with_chief=False, num_evaluators=0, hang_secs=None, check_secs={})
     launch.check_isolation(settings)
     log_dir = Path(settings.log_dir or f"runs/{script.stem}/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S.%f}")
     with (
@@ -67,12 +66,12 @@ def _run(arguments):
             is_shown = (job, index) == ("worker", 0)
             command = [sys.executable, str(script), *arguments[own + 1 :]]
             return launch.Task(
-                job, index, command, str(log_dir), environ | launch.devices_of(job, index, settings.gpus), is_shown
+                job, index, command, str(log_dir), environ | devices.devices_of(job, index, settings.gpus), is_shown
             )
 
         progress.say(f"{script}: --num_ps={settings.num_ps} --num_workers={settings.num_workers}, logs in {log_dir / 'logs'}")
         if settings.gpus is not None:
-            progress.say(launch.say_gpus(settings))
+            progress.say(devices.say_gpus(settings))
         if server.problem:
             progress.say(f"the ports of this run can be reached from outside: {server.problem}")
         return launch.Run(

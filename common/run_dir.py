@@ -40,24 +40,23 @@ os.register_at_fork(after_in_child=_forget_locks)  # a lock lives as long as any
 
 
 def prepare_run_dir(settings, task=None):
-    """Makes the folder of the run, locks it, and sets `settings.run_dir`.
+    """Makes the folder of the run, and locks it.
 
     Args:
       settings: `run_dir`, `resume` and `scheme`.
       task: a task that no launcher has started; None for a launcher, or a process that trains on its own.
 
     Returns:
-      A context whose end gives the lock back. So does the end of this process, whatever ends it.
+      Its absolute path, and a context whose end gives the lock back. So does the end of this process, whatever ends it.
 
     Raises:
       UserError: if the folder cannot be written, is in use, holds another run or something that is not to be written into, or
         if `--resume` finds nothing to resume.
     """
-    if settings.run_dir is None:
-        if settings.resume:
-            raise UserError("--resume needs --run_dir=FOLDER, the folder of the run to go on with")
-        settings.run_dir = f"runs/{settings.scheme}/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
-    run_dir, is_chief = Path(settings.run_dir), task is None or task.is_master()
+    if settings.run_dir is None and settings.resume:
+        raise UserError("--resume needs --run_dir=FOLDER, the folder of the run to go on with")
+    run_dir = Path(settings.run_dir or f"runs/{settings.scheme}/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S.%f}")
+    is_chief = task is None or task.is_master()
 
     def check():
         has_checkpoint = any((run_dir / "checkpoints").glob("*.index"))
@@ -67,8 +66,7 @@ def prepare_run_dir(settings, task=None):
             raise UserError(f"--run_dir={run_dir} holds a run already: --resume goes on with it, another folder starts anew")
 
     held = lock_folder(run_dir, "--run_dir", FOLDERS[:3], None if task is None else task_name(task), check)
-    settings.run_dir = str(run_dir.resolve())
-    return held
+    return str(run_dir.resolve()), held
 
 
 def task_name(task):

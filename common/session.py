@@ -4,10 +4,10 @@ import contextlib
 import os
 import re
 
-from common import cluster, tf
+from common import ending, tf
 from common.checkpoints import checkpoints_in, newest_good_checkpoint, writing_into
 from common.flags import UserError
-from common.forkserver import meanwhile
+from common.words import meanwhile
 
 
 class Saver(tf.train.Saver):
@@ -154,7 +154,7 @@ class _LeavingSession(tf.train.MonitoredSession):
 
     def _leave(self):
         if self._task_spec and self._task_spec.create_server():
-            cluster.say_done(self._task_spec, self._task_spec.create_server())
+            ending.say_done(self._task_spec, self._task_spec.create_server())
 
 
 _DEFAULT = object()
@@ -242,7 +242,7 @@ def _saver_hook(checkpoint_dir, checkpoint_secs, scaffold):
 
 
 def monitored_session(task, target, scaffold, checkpoint_dir, checkpoint_secs, hooks=(), keeper=None):
-    """Returns a `tf.train.MonitoredSession` for this task, whose end tells the ps tasks nothing: see `cluster.say_done`.
+    """Returns a `tf.train.MonitoredSession` for this task, whose end tells the ps tasks nothing: see `ending.say_done`.
 
     The chief (and a process on its own, `task` None) initializes the global variables or restores them from the newest
     checkpoint, if they are not there. The `common.checkpoints.Keeper` saves them. Without one the chief saves, between its

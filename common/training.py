@@ -12,20 +12,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common import cluster, data, models, plots, signals, tf
+from common import data, ending, models, plots, signals, tf
+from common.center import GlobalParameters
 from common.checkpoints import Keeper
-from common.forkserver import BUILDING, LOADING, doing
-from common.hooks import EarlyStoppingHook, EvaluationHook, MeetingHook, MetricsHook, MetricsLog, WarmStartHook
-from common.parameters import GlobalParameters, LocalParameters, build_rounds, repeat_rounds
+from common.flags import UserError
+from common.hooks import EarlyStoppingHook, MeetingHook, WarmStartHook
+from common.local import LocalParameters
+from common.metrics import EvaluationHook, MetricsHook, MetricsLog
 from common.run_dir import write_json
 from common.session import Saver, monitored_session
+from common.steps import build_rounds, repeat_rounds
+from common.together import Pace, Ring, Together
+from common.words import BUILDING, LOADING, doing
 
 
 def train(scheme, task, settings):
     """Trains as this worker, or in this one process when `task` is None, and returns the exit status.
 
     Args:
-      scheme: generator function, see `common.parameters`.
+      scheme: generator function, see `common.steps`.
       task: a `common.cluster.TaskSpecDef` of a worker, or None.
       settings: all flags as a namespace; also the scheme's hyperparameters.
 
@@ -53,7 +58,8 @@ def train(scheme, task, settings):
                 kept=kept if index == 0 else (),
             )
             last, next_call = build_calls(scheme, center, local, settings, len(dataset.x_train))
-            settings.gradients_per_update = center.gradients_per_update
+            waits = center.waits(local)
+            gradients = waits.gradients_per_update if waits else 1
             copies = [there.assign(here, read_value=False) for there, here in zip(kept, local.state, strict=True)]
             keeper = Keeper(
                 center,
@@ -61,7 +67,7 @@ def train(scheme, task, settings):
                 settings.checkpoint_secs,
                 index,
                 task and task.device,
-                samples_per_update(settings),
+                samples_per_update(settings, gradients),
                 copies,
             )
             local_init_feed_dict, evaluation, final = local.init_feed_dict, None, None
@@ -72,7 +78,7 @@ def train(scheme, task, settings):
                 local_init_feed_dict.update(feed_dict)
                 evaluation = step, *model.evaluate(*final, x_test, y_test)
             gate = ready = None
-            if task and (settings.warm_start_steps or center.meeting):
+            if task and (settings.warm_start_steps or waits):
                 with tf.device(center.step.device):
                     gate = tf.get_variable("gate", initializer=True, trainable=False, collections=[])
             if index > 0:
@@ -86,75 +92,87 @@ def train(scheme, task, settings):
                 local_init_op=tf.local_variables_initializer(),
                 local_init_feed_dict=local_init_feed_dict,
             )
-        plan = Plan(last, center.step, next_call, evaluation, final, scaffold, gate, center.meeting, keeper)
-        outcome = work(plan, task, settings, server, interruption, functools.partial(monitored_session, keeper=keeper))
+        plan = Plan(last, center.step, next_call, evaluation, final, scaffold, gate, waits, gradients, keeper)
+        outcome = run_worker(plan, task, settings, server, interruption, functools.partial(monitored_session, keeper=keeper))
     doing("writing the result")
     if outcome.final:
         model.save(*outcome.final, Path(settings.run_dir, "model.keras"))
-        optimizers = ", ".join(sorted(center.optimizers | local.optimizers))
+        optimizers = ", ".join(sorted(center.optimizers.names | local.optimizers.names))
         more = {"samples": outcome.samples, "parameters": model.size, "optimizer": optimizers}
-        write_result(settings, task, outcome.reports, *outcome.evaluated, **more)
+        write_result(settings, task, outcome.reports, *outcome.evaluated, gradients_per_update=gradients, **more)
     return outcome.status
 
 
-# After so many calls a worker makes longer ones, of about so many seconds, see `repeat_rounds`.
+# After so many calls a worker makes longer ones, of about so many seconds: see `repeat_rounds`.
 LONG_RUN = 2000
 LONG_CALL_SECS = 0.25
 
 
 def build_calls(scheme, center, local, settings, num_samples):
-    """Builds some rounds for one call, and one round; for a long run, too, a call of as many rounds as it has time for.
+    """Builds some rounds for one call, and one round; for a long run also a loop whose length adapts to 0.25 s a call.
 
     Returns:
       The global step to stop at, and a function that chooses the rounds, see `Plan.next_call`.
     """
     one = build_rounds(scheme, center, local, settings)
-    last = last_step(settings, num_samples, center.gradients_per_update)
+    waits = center.waits(local)
+    _check_pace(scheme, waits, settings.pace)
+    gradients = waits.gradients_per_update if waits else 1
+    last = last_step(settings, num_samples, gradients)
     updates, windows = int(one.steps.shape[0]), local.windows  # of one round
     # Every worker on its own, or all together, as fast as the slowest.
-    at_once = local.num_workers if center.gradients_per_update == 1 else 1
-    # Workers that average every gradient make as many steps a call as it says; they are one loop.
-    lockstep = center.meeting is not None and center.meeting.vote is not None
+    at_once = local.num_workers if gradients == 1 else 1
+    in_ring = isinstance(waits, Ring)
 
     def build(rounds):
-        if lockstep:
-            return build_rounds(scheme, center, local, types.SimpleNamespace(**{**vars(settings), "window": rounds}))
+        if in_ring:  # a round may be a loop of so many steps, if it asks for that
+            built = build_rounds(scheme, center, local, types.SimpleNamespace(**{**vars(settings), "steps_per_call": rounds}))
+            if int(built.steps.shape[0]) == rounds * updates:
+                return built
         return build_rounds(scheme, center, local, settings, rounds)
 
-    most = settings.rounds_per_call or rounds_worth_a_call(local.model, windows, updates * settings.window, lockstep)
+    most = settings.rounds_per_call or rounds_worth_a_call(local.model, windows, updates * settings.window, in_ring)
     most = min(most, max(1, last // (updates * at_once)))
     is_long = last > 10 * LONG_RUN * at_once * most * updates and not (settings.seconds and settings.seconds <= 60)
-    if is_long and lockstep and local.model.size < 20_000 and not settings.rounds_per_call and not settings.delays:
+    if is_long and in_ring and local.model.size < 20_000 and not settings.rounds_per_call and not settings.delays:
         most *= 10  # at once, and by no clock, as all have to make the same calls
     many, size = build(most) if most > 1 else one, at_once * most * updates
-    longer = None
-    if is_long and not lockstep and "/job:ps" in center.step.device:
+    loop_call = None
+    if is_long and not in_ring and "/job:ps" in center.step.device:
         times = tf.placeholder(tf.int32, [], "times")
-        longer = repeat_rounds(scheme, center, local, settings, most, times)
+        loop_call = repeat_rounds(scheme, center, local, settings, most, times)
     calls, factor, began = 0, 1, time.monotonic()
 
     def next_call(present):
         nonlocal calls, factor, began
         now = time.monotonic()
         calls, began, taken = calls + 1, now, now - began
-        if longer and calls > LONG_RUN:
+        if loop_call and calls > LONG_RUN:
             if not settings.rounds_per_call:
                 factor = 2 * factor if taken < LONG_CALL_SECS / 2 else max(1, factor // 2) if taken > LONG_CALL_SECS else factor
             if present + factor * size <= last:
-                return longer, {times: factor}
+                return loop_call, {times: factor}
         # Towards the end one round a call, so that the last step is overshot as little as can be without a lock.
         return (many if present + size <= last else one,)
 
     return last, next_call
 
 
-def rounds_worth_a_call(model, windows, local_steps, lockstep=False):
+def _check_pace(scheme, waits, pace):
+    """Raises a `UserError` if the scheme's script says something else of how its workers wait than the scheme does."""
+    is_so = {"own": waits is None, "together": isinstance(waits, (Pace, Together)), "ring": isinstance(waits, Ring)}[pace]
+    if not is_so:
+        right = "own" if waits is None else "ring" if isinstance(waits, Ring) else "together"
+        raise UserError(f'{scheme.__name__}: its script has to say main(..., pace="{right}"), not "{pace}"')
+
+
+def rounds_worth_a_call(model, windows, local_steps, in_ring=False):
     """Returns how many rounds of so many windows, or local steps in all, to run in one call, when the user does not say.
 
     A call costs about as much as a round of a small model. A larger model, or many local steps, make that little beside the
     round, while each further window makes the graph larger and takes time to prepare, most of all a loop of several steps.
     """
-    if lockstep:
+    if in_ring:
         return 50 if model.size < 1_000_000 else 10
     most = 10 if local_steps == windows else 5
     return max(1, min(most // windows, 400 // local_steps)) if model.size < 1_000_000 else 1
@@ -170,7 +188,8 @@ class Plan(NamedTuple):
     final: Any  # the chief's: tensors to fetch at the very end
     scaffold: Any  # a `tf.train.Scaffold`
     gate: Any = None  # a variable that the other workers wait for, see `common.hooks.WarmStartHook`
-    meeting: Any = None  # a `common.parameters.Meeting`, where workers wait for each other
+    waits: Any = None  # a `common.together.Pace`, `Together` or `Ring`, where workers wait for each other
+    gradients_per_update: int = 1  # of how many workers
     keeper: Any = None  # a `common.checkpoints.Keeper`, if there is one
 
 
@@ -184,7 +203,7 @@ class Outcome(NamedTuple):
     samples: Any = None  # how many the parameters were trained with, in all runs that they come from; None: see the reports
 
 
-def work(plan, task, settings, server, interruption, open_session):
+def run_worker(plan, task, settings, server, interruption, open_session):
     """The main loop: runs the rounds of this worker until training ends, and ends together with the others.
 
     Args:
@@ -216,14 +235,14 @@ def work(plan, task, settings, server, interruption, open_session):
         early_stopping = EarlyStoppingHook(stop if index == 0 else None, stop_session=False)
         hooks.append(early_stopping)
     warm_start = meeting = None
-    if plan.meeting:
-        meeting = MeetingHook(plan.meeting, plan.gate if index == 0 else None)
+    if plan.waits:
+        meeting = MeetingHook(plan.waits, plan.gate if index == 0 else None)
         interruption.release = meeting.release
         hooks.insert(1, meeting)
     elif index == 0 and plan.gate is not None:
         warm_start = WarmStartHook(plan.gate, plan.step, settings.warm_start_steps)
         hooks.append(warm_start)
-    rendezvous: Any = cluster.Rendezvous(task, len(REPORT)) if task else None
+    rendezvous: Any = ending.Rendezvous(task, len(REPORT)) if task else None
     with tf.device(plan.step.device):
         clock = tf.timestamp()  # one clock for all workers
     target, checkpoints = server.target if server else "", str(Path(settings.run_dir, "checkpoints"))
@@ -243,7 +262,7 @@ def work(plan, task, settings, server, interruption, open_session):
         last, trained = plan.last, 0.0
         if plan.keeper:
             trained, samples_before = session.run([plan.keeper.trained, plan.keeper.samples_before])
-            last -= updates_before(samples_before, settings)
+            last -= updates_before(samples_before, settings, plan.gradients_per_update)
             log.last_step = last
         deadline = time.monotonic() + (settings.seconds - trained if settings.seconds else math.inf)
         present = first_step
@@ -261,7 +280,7 @@ def work(plan, task, settings, server, interruption, open_session):
                     first_time, first_step = session.run([clock, plan.step])
                 doing("running a call", waits=bool(meeting))
                 rounds = session.run(*plan.next_call(present + plan.last - last))
-                present, is_over, calls = rounds.steps[-1, 1], rounds.over, calls + 1
+                present, is_over, calls = rounds.steps[-1, 1], rounds.training_ended, calls + 1
             if interruption.requested:
                 return Outcome(130)  # leaving the session saves a checkpoint
             doing("ending")
@@ -295,7 +314,7 @@ def work(plan, task, settings, server, interruption, open_session):
         ended.touch()  # now that the last checkpoint is saved
     if task:
         doing("telling the ps that it is done")
-        cluster.say_done(task, server)
+        ending.say_done(task, server)
     return outcome
 
 
@@ -318,39 +337,40 @@ def delay_of(delays, index):
     return delays[index] / 1000 if delays and index < len(delays) else 0.0
 
 
-def samples_per_update(settings):
+def samples_per_update(settings, gradients_per_update=1):
     """Returns how many samples, of all workers, an update of the global parameters is made of."""
-    return settings.batch_size * settings.window * settings.gradients_per_update
+    return settings.batch_size * settings.window * gradients_per_update
 
 
 def last_step(settings, num_samples, gradients_per_update=1):
     """Returns the global step to stop at, from `--steps` or else `--epochs`."""
-    samples = settings.batch_size * settings.window * gradients_per_update  # which `settings` may not know yet
-    return settings.steps or math.ceil(settings.epochs * num_samples / samples)
+    return settings.steps or math.ceil(settings.epochs * num_samples / samples_per_update(settings, gradients_per_update))
 
 
-def updates_before(samples, settings):
+def updates_before(samples, settings, gradients_per_update=1):
     """Returns how many updates fewer `--epochs` takes, when more samples were trained with than the global step says.
 
     That is so when a run goes on from one with another batch size or window.
     """
-    return 0 if settings.steps else int(samples) // samples_per_update(settings)
+    return 0 if settings.steps else int(samples) // samples_per_update(settings, gradients_per_update)
 
 
 # What a worker tells the chief at its end, as float64. Times are in seconds on the clock of ps 0.
 REPORT = ("index", "first_time", "first_step", "stop_time", "samples", "updates", "staleness_sum", "staleness_max", "dropped")
 
 
-def write_result(settings, task, reports, global_step, test_loss, test_accuracy, *, samples=None, **more):
+def write_result(
+    settings, task, reports, global_step, test_loss, test_accuracy, *, samples=None, gradients_per_update=1, **more
+):
     """Writes `result.json`, with what `more` there is to say, and `curve.png`, from all workers' reports and the last
     evaluation. `samples` are those of `Outcome`."""
-    result = summarize(settings, task, reports, global_step, samples)
+    result = summarize(settings, task, reports, global_step, samples, gradients_per_update)
     result.update(test_accuracy=test_accuracy, test_loss=test_loss if math.isfinite(test_loss) else None, restarts=0, **more)
     write_json(Path(settings.run_dir, "result.json"), result)
     plots.draw_curve(settings.run_dir)  # last, as it may fail
 
 
-def summarize(settings, task, reports, global_step, samples=None):
+def summarize(settings, task, reports, global_step, samples=None, gradients_per_update=1):
     """Returns what `result.json` says of speed and staleness."""
     columns = dict(zip(REPORT, np.array(reports, float).T, strict=True))
     trained = columns["updates"] > 0
@@ -360,7 +380,7 @@ def summarize(settings, task, reports, global_step, samples=None):
         latest = np.argmax(np.where(trained, columns["first_time"], -np.inf))
         updates = global_step - columns["first_step"][latest]
         train_seconds = float(columns["stop_time"].max() - columns["first_time"][latest])
-        samples_per_second = updates * samples_per_update(settings) / train_seconds
+        samples_per_second = updates * samples_per_update(settings, gradients_per_update) / train_seconds
         staleness = columns["staleness_sum"].sum() / columns["updates"].sum()
     dropped = columns["dropped"].sum()
     if samples is None:

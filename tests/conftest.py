@@ -16,7 +16,7 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # before the first import of tensorflo
 
 from absl.testing import flagsaver  # noqa: E402
 
-from common import cluster, data, flags, launch, signals, tf  # noqa: E402
+from common import cluster, data, flags, launch, models, signals, tf  # noqa: E402
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 
@@ -199,3 +199,20 @@ def run_dir(tmp_path):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     assert not left, "the test left processes behind"
+
+
+@pytest.fixture(scope="module")
+def batches():
+    """The batches of two workers, for the schemes' tests: x [2 workers, 7, 4, 3] and y [2, 7, 4, 1]."""
+    rng = np.random.default_rng(5)
+    x = rng.normal(size=[2, 7, 4, 3]).astype(np.float32)
+    return x, (x @ [[1.0], [-2], [3]] + 0.5 + rng.normal(0, 0.3, [2, 7, 4, 1])).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """y = w x + b with three w, for the schemes' tests."""
+    import keras
+
+    keras.utils.set_random_seed(0)
+    return models.Model(keras.Sequential([keras.Input([3]), keras.layers.Dense(1)]), is_classification=False)

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
-from common import TaskSpec, cluster, tf
-from common.parameters import GlobalParameters, LocalParameters, build_rounds
+from common import TaskSpec, ending, tf
+from common.center import GlobalParameters
+from common.local import LocalParameters
 from common.session import monitored_session
+from common.steps import Step, build_rounds
 
 SIZE, CALLS, ROUNDS = 5, 40, 5
 
@@ -28,8 +30,7 @@ class Ones(LocalParameters):
 
     def train(self, window, optimizer, at=None, accumulate=False):
         """Stands in for the local steps."""
-        self.loss = tf.constant(0.0)
-        return [self.gradient.assign(tf.ones([SIZE]), read_value=False)]
+        return Step((self.gradient.assign(tf.ones([SIZE]), read_value=False),), (tf.constant(0.0),))
 
 
 def barrier(task, name):
@@ -70,7 +71,7 @@ def main(checkpoints, script):
         for operation in end:
             session.run(operation)
         last = session.run(value).tolist()
-    cluster.say_done(task, server)
+    ending.say_done(task, server)
     print(json.dumps({"steps": steps, "seen": seen, "end": last}))
 
 

@@ -2,6 +2,7 @@
 # Every test: ruff, mypy, then pytest over tests/ and over every cell of every notebook.
 #
 #     bash tests/run.sh                        # everything
+#     bash tests/run.sh --fast                 # no clusters and no notebooks: under 4 minutes
 #     bash tests/run.sh -k setup               # arguments go to pytest
 #     bash tests/run.sh HogWild/HogWild.ipynb  # so do paths, instead of everything
 #
@@ -20,6 +21,10 @@ shopt -s nullglob
 what=(--ignore=tests/test_slurm.py tests */*.ipynb)
 # Two at a time: much of a test is waiting for processes to start. What is in one file stays together and in its order.
 parallel=(-n 2 --dist loadfile)
+if [[ ${1:-} == --fast ]]; then
+    shift
+    what=(--ignore=tests/test_slurm.py tests -m "not cluster")
+fi
 for argument in "$@"; do
     [[ ! -e ${argument%%::*} ]] || what=() parallel=() # the caller says which
 done

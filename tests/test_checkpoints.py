@@ -3,15 +3,16 @@
 import shutil
 import threading
 import time
+import types
 
 import numpy as np
 import pytest
 from runs import SECONDS
 
 from common import session, tf
+from common.center import GlobalParameters
 from common.checkpoints import Keeper, checkpoints_in
 from common.flags import TrainingFailed
-from common.parameters import GlobalParameters, Memory
 
 SIZE = 7
 
@@ -33,7 +34,8 @@ class Worker:
             center = GlobalParameters(np.zeros(SIZE, np.float32), self._task.num_ps, self._task.device_fn())
             with tf.device(self._task.device):
                 upwards = tf.train.GradientDescentOptimizer(-1.0)
-                self.update = center.push_exactly(upwards, tf.ones([SIZE]), lambda part, there: part, Memory())
+                exact = center.exact(types.SimpleNamespace(name=f"worker_{index}"), "step")
+                self.update = exact.push(upwards, tf.ones([SIZE]), lambda part, at_update: part).operations
                 self.keeper = Keeper(center, folder, every_secs, index, self._task.device, samples_per_update)
                 self.read = center.read()
             saver = session.Saver(sharded=False, save_relative_paths=True)

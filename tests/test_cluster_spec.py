@@ -10,7 +10,8 @@ from unittest import mock
 import pytest
 
 from common import TaskSpec, TaskSpecDef, launch, tf
-from common.cluster import say_done, serve, task_from
+from common.cluster import task_from
+from common.ending import say_done, serve
 
 NO_FLAGS = dict(job_name=None, task_index=None, ps_hosts=None, worker_hosts=None)
 FLAGS = dict(job_name="worker", task_index=1, ps_hosts=["a:1"], worker_hosts=["b:2", "c:3"])

@@ -16,9 +16,11 @@ import pytest
 from runs import ROOT, SECONDS, finish, processes, read_until, result_of, start
 
 from common import cluster, data, models, tf
+from common.center import GlobalParameters
 from common.checkpoints import Keeper
 from common.hooks import EarlyStoppingHook
-from common.parameters import GlobalParameters, LocalParameters, build_rounds
+from common.local import LocalParameters
+from common.steps import build_rounds
 
 SCRIPT = ROOT / "Continuous-Evaluation" / "continuous_evaluation.py"
 

@@ -19,11 +19,11 @@ import pytest
 from conftest import CHECKOUT
 from runs import SECONDS, processes, wait_until_gone
 
-from common import forkserver, launch
+from common import launch, words
 from common.flags import TrainingFailed, UserError
 from common.forkserver import ForkServer
 
-# What the programs begin with. They take seconds less than `from common.forkserver import say` would.
+# What the programs begin with. They take seconds less than `from common.words import say` would.
 PROGRAM = """
 import os, pathlib, signal, sys
 
@@ -183,7 +183,7 @@ def test_launcher_that_does_not_listen_holds_up_no_task(server, command, folder)
 try:
     for _ in range(1000):
         say("x" * 1000)
-except BlockingIOError:  # which forkserver.say suppresses
+except BlockingIOError:  # which words.say suppresses
     sys.exit(7)
 """
     server.start("a", command(talking), str(folder / "log"), {})
@@ -326,21 +326,21 @@ def pipe(monkeypatch):
     ],
 )
 def test_say(pipe, text, written):
-    forkserver.say(text)
+    words.say(text)
     assert os.read(pipe, 10000).decode() == written
 
 
 def test_say_to_nobody_who_reads(pipe):
     """A launcher that was stopped does not stop its tasks."""
     for _ in range(100):
-        forkserver.say("x" * 1900)  # more than any pipe holds
+        words.say("x" * 1900)  # more than any pipe holds
     assert len(os.read(pipe, 1 << 20)) < 100 * 1900
 
 
 def test_say_without_a_launcher(pipe, monkeypatch):
     monkeypatch.delenv("LAUNCHER_KEY")
-    forkserver.say("anything")
-    forkserver.say()
+    words.say("anything")
+    words.say()
     os.set_blocking(pipe, False)
     with pytest.raises(BlockingIOError):
         os.read(pipe, 1)
@@ -350,7 +350,7 @@ PRELOADED = """
 import random, sys
 is_there = "tensorflow" in sys.modules
 import numpy as np
-from common.forkserver import say
+from common.words import say
 import other
 with open("/proc/self/cmdline") as title:
     say(f"{__name__} {sys.argv[1:]} {is_there} {other.VALUE} {__file__ in title.read()}")
@@ -385,7 +385,7 @@ def test_preloaded_tasks_begin_as_programs_do(folder):
 
 
 def _with_beats(texts):
-    beats = [text for text in texts if text.startswith(forkserver.PROGRESS)]
+    beats = [text for text in texts if text.startswith(words.PROGRESS)]
     return [text for text in texts if text and text not in beats], len(beats)
 
 
@@ -409,7 +409,7 @@ def run(server, folder, command, monkeypatch):
             job, index = name.split()
             tasks[name] = launch.Task(job, int(index), command(code), str(folder))
         known: dict = {"max_restarts": 3, "hang_secs": None, "check_secs": {}, "num_evaluators": 0}
-        known |= {"lockstep": False, "ends_with_chief": False}
+        known |= {"pace": "own", "ends_with_chief": False}
         result = types.SimpleNamespace(tasks=tasks, lines=lines, status=None, error=None)
         try:
             known.update(settings)
@@ -522,7 +522,7 @@ class Looking:
         self.server.heard, self.server.is_importing, self.server_lives = 0.0, False, True
         self.tasks = [launch.Task("worker", i, [], "") for i in range(workers)]
         self.tasks += [launch.Task("ps", i, [], "") for i in range(ps)]
-        known = {"hang_secs": 60, "num_evaluators": 0, "check_secs": {}}
+        known = {"pace": "own", "hang_secs": 60, "num_evaluators": 0, "check_secs": {}}
         self.settings = types.SimpleNamespace(**known | settings)
         self.run = launch.Run(self.tasks, self.server, self.settings, lambda line: None)
         monkeypatch.setattr(launch, "time", types.SimpleNamespace(monotonic=lambda: self.now, time=time.time))
@@ -536,7 +536,7 @@ class Looking:
 
     def doing(self, name, at, what, waits=False, number=1, longest=None):
         """Lets a task say what it does from now on; it will go on to give signs of life."""
-        self.hear(name, at, forkserver.PROGRESS + json.dumps([number, what, waits, longest]))
+        self.hear(name, at, words.PROGRESS + json.dumps([number, what, waits, longest]))
 
     def look(self, at, last_look=None, silent=()):
         """Looks at a second; returns the names of those that are killed."""
@@ -713,26 +713,26 @@ def test_server_that_is_stopped(looking):
 def test_what_a_task_is_doing(monkeypatch, pipe):
     """It says so at once when it is something else; what it does again and again has a time that is the longest so far."""
     clock = types.SimpleNamespace(now=10.0)
-    monkeypatch.setattr(forkserver, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
-    monkeypatch.setattr(forkserver, "_progress", (0, "", False, None, 0.0))
+    monkeypatch.setattr(words, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(words, "_progress", (0, "", False, None, 0.0))
 
     def said():
         os.set_blocking(pipe, False)
         with contextlib.suppress(BlockingIOError):
             lines = os.read(pipe, 10000).decode().rstrip("\n").split("\n")
-            return [tuple(forkserver.read_progress(line.partition("\t")[2])) for line in lines]
+            return [tuple(words.read_progress(line.partition("\t")[2])) for line in lines]
         return []
 
-    forkserver.doing("building the graph")
+    words.doing("building the graph")
     assert said() == [(1, "building the graph", False, None)]
-    forkserver.doing("a call", waits=True)
+    words.doing("a call", waits=True)
     assert said() == [(2, "a call", True, None)]
     for clock.now in 13.0, 14.0:
-        forkserver.doing("a call", waits=True)
+        words.doing("a call", waits=True)
     assert said() == []
-    forkserver._say_progress()
+    words.say_progress()
     assert said() == [(4, "a call", True, 3.0)]
-    with contextlib.suppress(ValueError), forkserver.meanwhile("waiting"):
+    with contextlib.suppress(ValueError), words.meanwhile("waiting"):
         raise ValueError
     assert said() == [(5, "waiting", False, None), (6, "a call", True, None)]
 
@@ -741,7 +741,7 @@ def test_restarts_count_for_an_hour(looking, monkeypatch):
     """The pause before each grows. Meanwhile the launcher goes on to listen."""
     task, shown = looking.tasks[1], list[str]()
     task.command = ["python", "scheme.py"]
-    looking.settings.__dict__.update(max_restarts=3, lockstep=False, ends_with_chief=False)
+    looking.settings.__dict__.update(max_restarts=3, ends_with_chief=False)
     looking.run._say = shown.append
     moments: list = []
     monkeypatch.setattr(looking.run, "_start_again", lambda task, moment: moments.append(moment))
@@ -874,7 +874,7 @@ def test_lockstep(run, folder):
         "worker 0": "tell('pipe'); life or signal.pause()",
         "worker 1": "hear('other pipe'); hear('pipe'); sys.exit(life == 0)",  # when the others have begun
     }
-    result = run(programs, lockstep=True, ends_with_chief=True)
+    result = run(programs, pace="ring", ends_with_chief=True)
     assert (result.status, result.lines) == (0, ["worker 1 failed (1); restart 1 of 3"])
     assert [lives(folder, name) for name in programs] == [2, 2, 2]
     assert [task.restarts for task in result.tasks.values()] == [0, 0, 1]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common import hooks, tf
+from common import hooks, metrics, tf
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "Basics-Tutorial"
@@ -65,8 +65,9 @@ def test_term(row):
 def test_nothing_is_missing():
     ours = {
         name
-        for name, value in vars(hooks).items()
-        if inspect.isclass(value) and issubclass(value, tf.train.SessionRunHook) and value.__module__ == hooks.__name__
+        for module in (hooks, metrics)
+        for name, value in vars(module).items()
+        if inspect.isclass(value) and issubclass(value, tf.train.SessionRunHook) and value.__module__ == module.__name__
     }
     theirs = {name for name in dir(tf.train) if name.endswith("Hook") and name != "SessionRunHook"}
     folders = {path.parent.name for path in ROOT.glob("*/run.sh") if path.parent.name not in ("tests", "benchmarks")}

@@ -1,4 +1,4 @@
-"""common/hooks.py: what a run's metrics say, and evaluation while training goes on."""
+"""common/metrics.py and hooks.py: what a run says of itself, and evaluation while training goes on."""
 
 import json
 import shutil
@@ -9,10 +9,11 @@ import types
 import numpy as np
 import pytest
 
-from common import hooks, tf
+from common import metrics, tf
 from common.flags import TrainingFailed
-from common.hooks import EvaluationHook, MetricsHook, MetricsLog, SemiSyncRunHook, seconds_between
-from common.parameters import Rounds
+from common.hooks import SemiSyncRunHook
+from common.metrics import EvaluationHook, MetricsHook, MetricsLog, seconds_between
+from common.steps import Rounds
 
 
 @pytest.fixture
@@ -228,7 +229,7 @@ def test_lines_come_more_seldom_in_a_long_run():
 def test_the_hook_keeps_to_that(monkeypatch, log, lines, call):
     """Calls at these seconds after the first; each makes a line that comes late enough after the one before."""
     clock = types.SimpleNamespace(now=1e6)
-    monkeypatch.setattr(hooks, "time", types.SimpleNamespace(perf_counter=lambda: clock.now, time=time.time))
+    monkeypatch.setattr(metrics, "time", types.SimpleNamespace(perf_counter=lambda: clock.now, time=time.time))
     hook = MetricsHook(log, samples_per_update=1)
     with tf.train.MonitoredSession(hooks=[hook]) as session:
         for step, age in enumerate([0, 0.4, 0.6, 10_000, 10_009, 10_011, 10_011.5, 10_021.5]):

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from runs import HOGWILD, SECONDS, finish, is_training, listening_ports, processes, read_until, start
 
-from common import forkserver
+from common import isolation
 from common.forkserver import ForkServer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has network namespaces")
@@ -49,12 +49,12 @@ def looked(tmp_path, is_isolated):
 
 
 def test_this_system_allows_it():
-    assert forkserver.why_no_own_network() is None
+    assert isolation.why_no_own_network() is None
 
 
 def test_asking_changes_nothing():
     before = os.readlink("/proc/self/ns/net"), os.readlink("/proc/self/ns/user")
-    forkserver.why_no_own_network()
+    isolation.why_no_own_network()
     assert (os.readlink("/proc/self/ns/net"), os.readlink("/proc/self/ns/user")) == before
 
 
@@ -119,12 +119,12 @@ def test_tasks_have_no_power_beyond_the_user(of_all):
 
 AS_NOBODY = """
 import os, sys
-from common import forkserver
+from common import isolation
 os.setgroups([]), os.setresgid(65534, 65534, 65534), os.setresuid(65534, 65534, 65534)
-forkserver._prctl(4, 1)  # PR_SET_DUMPABLE: a program that a user starts has its own files in /proc
-forkserver.enter_own_network()
+isolation.prctl(4, 1)  # PR_SET_DUMPABLE: a program that a user starts has its own files in /proc
+isolation.enter_own_network()
 if sys.argv[2] == "without":
-    forkserver._give_up_power()
+    isolation.give_up_power()
 try:
     os.mkdir(sys.argv[1] + "/made")
     print("made")
@@ -192,7 +192,7 @@ def system(monkeypatch):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
             return io.StringIO(files[name] + "\n")
 
-        monkeypatch.setattr(forkserver, "open", opened, raising=False)
+        monkeypatch.setattr(isolation, "open", opened, raising=False)
 
     return system
 
@@ -217,7 +217,7 @@ ALLOWING = {
 )
 def test_setting_that_forbids_it(system, rest, file, value, command):
     system(**(rest | {file: value}))
-    assert forkserver._how_to_allow(errno.EPERM) == f"the system forbids it; `sudo sysctl {command}` allows it"
+    assert isolation.how_to_allow(errno.EPERM) == f"the system forbids it; `sudo sysctl {command}` allows it"
 
 
 @pytest.mark.parametrize("files", [{}, ALLOWING])
@@ -231,21 +231,21 @@ def test_setting_that_forbids_it(system, rest, file, value, command):
 )
 def test_other_reasons(system, files, number, line):
     system(**files)
-    assert forkserver._how_to_allow(number) == line
+    assert isolation.how_to_allow(number) == line
 
 
 def test_step_that_is_refused(monkeypatch, system):
     """After others were allowed: this process goes on as it was."""
     before = os.readlink("/proc/self/ns/net")
-    enter = forkserver.enter_own_network
+    enter = isolation.enter_own_network
 
     def refused():
         enter()
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/proc/self/gid_map")
 
     system(**ALLOWING)
-    monkeypatch.setattr(forkserver, "enter_own_network", refused)
-    assert "(Permission denied)" in forkserver.why_no_own_network()
+    monkeypatch.setattr(isolation, "enter_own_network", refused)
+    assert "(Permission denied)" in isolation.why_no_own_network()
     assert os.readlink("/proc/self/ns/net") == before
 
 

@@ -12,10 +12,12 @@ import types
 import pytest
 from runs import SECONDS, wait_until_gone
 
-from common import launch, tf
+from common import deaths, devices, input_check, launch, tf
 from common.cluster import TaskSpecDef
 from common.flags import UserError
-from common.forkserver import EARLY, PROGRESS, ForkServer
+from common.forkserver import EARLY, ForkServer
+from common.settings import Settings
+from common.words import PROGRESS
 
 SERVING = PROGRESS + '[1, "serving", true, null]'
 
@@ -162,8 +164,8 @@ def test_oom_kills_are_counted(tmp_path, monkeypatch):
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(launch, "Path", lambda path: tmp_path / str(path).lstrip("/"))
-    assert launch._count_oom_kills() == 321
+    monkeypatch.setattr(deaths, "Path", lambda path: tmp_path / str(path).lstrip("/"))
+    assert deaths.count_oom_kills() == 321
 
 
 def test_result_of_before_is_not_the_new_one(tmp_path):
@@ -180,7 +182,7 @@ def check(tmp_path, monkeypatch, user_error, capsys):
     """A function that lets a script, this code, look at the input. Returns what was noted, or the error, and what was shown."""
     begin = """
 import ctypes, os, signal, sys, time
-from common import forkserver
+from common import words
 if sys.argv[-1] != "--check":
     sys.exit("not a check")
 """
@@ -190,7 +192,7 @@ if sys.argv[-1] != "--check":
         problem = {"data": "d.py:f", "model": "m.py:f", "num_workers": 2, "batch_size": 32, "window": 1}
         settings = types.SimpleNamespace(hang_secs=hang_secs, **problem)
         try:
-            return launch._check_input(tmp_path / "scheme.py", [], settings), capsys.readouterr().out
+            return input_check.check_input(tmp_path / "scheme.py", [], settings), capsys.readouterr().out
         except UserError as error:
             assert "\n" not in str(error)
             return str(error), capsys.readouterr().out
@@ -198,11 +200,11 @@ if sys.argv[-1] != "--check":
     return check
 
 
-LOADS, BUILDS = "forkserver.doing(forkserver.LOADING)\n", "forkserver.doing(forkserver.BUILDING)\n"
+LOADS, BUILDS = "words.doing(words.LOADING)\n", "words.doing(words.BUILDING)\n"
 
 
 def test_check_says_how_long_each_part_took(check):
-    seconds, _ = check(f"{LOADS}time.sleep(0.2)\n{BUILDS}forkserver.doing(forkserver.CHECKED)")
+    seconds, _ = check(f"{LOADS}time.sleep(0.2)\n{BUILDS}words.doing(words.CHECKED)")
     assert seconds["loading the data"] >= 0.2 and seconds["building the model"] >= 0
 
 
@@ -227,7 +229,7 @@ def test_check_that_fails(check, code, words):
 
 
 def test_check_that_hangs_is_said_and_ended_with_its_children(check, tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "CHECK_SECONDS", 0.1)
+    monkeypatch.setattr(input_check, "CHECK_SECONDS", 0.1)
     hangs = f"pid = os.fork()\nif pid: open({str(tmp_path / 'pid')!r}, 'w').write(str(pid))\n{LOADS}signal.pause()"
     error, out = check(hangs, hang_secs=3)
     assert error == "--data=d.py:f did not come to an end within 3 s; if it needs more, give a larger --hang_secs"
@@ -239,14 +241,14 @@ def test_check_ends_with_its_launcher(tmp_path):
     """And with Ctrl-C, which reaches the launcher alone."""
     launcher = """
 import pathlib, sys, types
-from common import launch
+from common import input_check
 settings = types.SimpleNamespace(data="d.py:f", model="mlp", num_workers=2, hang_secs=60, batch_size=32, window=1)
-launch._check_input(pathlib.Path(sys.argv[1]), [], settings)
+input_check.check_input(pathlib.Path(sys.argv[1]), [], settings)
 """
     checking = """
 import os, signal
-from common import forkserver
-forkserver.die_with_parent(int(os.environ["LAUNCHER_PID"]))  # as every script does: see common.main
+from common import isolation
+isolation.die_with_parent(int(os.environ["LAUNCHER_PID"]))  # as every script does: see common.main
 print(os.getpid(), flush=True)
 signal.pause()
 """
@@ -266,13 +268,11 @@ def assign(monkeypatch):
     """A function that assigns GPUs of a machine on which TensorFlow sees so many, and returns the settings."""
 
     def assign(text, count, num_workers=None, visible=None):
-        monkeypatch.setattr(launch, "_count_gpus", lambda: count)
+        monkeypatch.setattr(devices, "_count_gpus", lambda: count)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if visible:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        settings = types.SimpleNamespace(gpus=text, num_workers=num_workers or 2)
-        launch.assign_gpus(settings, num_workers is not None)
-        return settings
+        return devices.with_gpus(Settings(gpus=text, num_workers=num_workers or 2), num_workers is not None)
 
     return assign
 
@@ -296,15 +296,15 @@ def test_gpus_and_workers(assign, text, count, more, gpus, num_workers):
 
 def test_each_worker_has_its_gpu_and_the_ps_has_none(assign):
     settings = assign("all", 2, num_workers=3)
-    tasks = [launch.devices_of(job, i, settings.gpus) for job, i in (("ps", 0), *(("worker", i) for i in range(3)))]
+    tasks = [devices.devices_of(job, i, settings.gpus) for job, i in (("ps", 0), *(("worker", i) for i in range(3)))]
     assert [task["CUDA_VISIBLE_DEVICES"] for task in tasks] == ["-1", "0", "1", "0"]
-    assert launch.say_gpus(settings) == "worker 0: GPU 0, worker 1: GPU 1, worker 2: GPU 0"
+    assert devices.say_gpus(settings) == "worker 0: GPU 0, worker 1: GPU 1, worker 2: GPU 0"
 
 
 def test_workers_without_a_gpu(assign):
     settings = assign("all", 0)
-    assert launch.devices_of("worker", 0, settings.gpus) == {}
-    assert "no GPU" in launch.say_gpus(settings) and "CPU" in launch.say_gpus(settings)
+    assert devices.devices_of("worker", 0, settings.gpus) == {}
+    assert "no GPU" in devices.say_gpus(settings) and "CPU" in devices.say_gpus(settings)
 
 
 @pytest.mark.parametrize(

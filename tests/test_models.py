@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 
 from common import data, models, tf
-from common.parameters import GlobalParameters, LocalParameters, build_rounds
+from common.center import GlobalParameters
+from common.local import LocalParameters
+from common.steps import build_rounds
 
 
 def layers_of_all_kinds():

@@ -12,7 +12,8 @@ import pytest
 from runs import ROOT, accuracy_of_saved_model, finish, is_training, processes, read_until, result_of, start
 
 from common import data, devices, models, tf
-from common.parameters import GlobalParameters, build_rounds, build_steps
+from common.center import GlobalParameters
+from common.steps import build_rounds, build_steps
 
 FOLDER = ROOT / "Multiple-GPUs-Single-Machine"
 TOWERS, MIRRORED = FOLDER / "multiple_gpus.py", FOLDER / "mirrored_strategy.py"
@@ -158,7 +159,7 @@ def test_a_tower_keeps_its_copy_until_the_next_pull(build, multiple_gpus, initia
 
         found = []
         for step in (pull, compute, push, pull):
-            session.run(step)
+            session.run(step.operations)
             found.append(copies_are_new())
     assert found == [True, True, False, True]
 
@@ -172,7 +173,8 @@ import mirrored_strategy
 import multiple_gpus
 
 from common import data, devices, models, tf
-from common.parameters import GlobalParameters, build_rounds
+from common.center import GlobalParameters
+from common.steps import build_rounds
 
 names, _ = devices.logical_devices(2)
 dataset = data.load("digits")

@@ -1,17 +1,20 @@
-"""common/parameters.py: pull, push, windows and rounds give what NumPy gives, on one piece or on several."""
+"""The center, local parameters and steps: pull, push, windows and rounds give what NumPy gives, on one piece or on several."""
 
 import contextlib
 import os
 import subprocess
 import sys
+import types
 
 import keras
 import numpy as np
 import pytest
 
 from common import launch, models, tf
+from common.center import GlobalParameters
 from common.cluster import TaskSpecDef
-from common.parameters import GlobalParameters, LocalParameters, build_rounds, build_steps
+from common.local import LocalParameters
+from common.steps import Step, build_rounds, build_steps
 
 RATE = 0.05
 
@@ -114,7 +117,7 @@ def test_pull(make, initialized, num_ps):
     session = initialized(center, local)
     np.testing.assert_array_equal(session.run(local.value), local.model.initial_parameters)  # x begins as a copy
     session.run(local.value.assign(tf.zeros([4])))
-    session.run(pull)
+    session.run(pull.operations)
     np.testing.assert_array_equal(session.run(local.value), local.model.initial_parameters)
 
 
@@ -126,7 +129,7 @@ def test_push(make, initialized, num_ps):
     session = initialized(center)
     before = session.run(center.read()[0])
     for i in 1, 2:
-        assert session.run([center.updated, *push])[0] == i
+        assert session.run(push.fetches())["updated"] == i
         close(session.run(center.read()[0]), before - i * RATE * gradient)
         assert session.run(center.step) == i
 
@@ -137,10 +140,10 @@ def test_window_is_so_many_single_steps(make, initialized, batches_of, window):
     center, local = make()
     pull, train = local.pull(center), local.train(window, sgd())
     session = initialized(center, local)
-    session.run(pull)
+    session.run(pull.operations)
     expected = local.model.initial_parameters.astype(float)
     for round in range(3):
-        loss = session.run([local.loss, train])[0]
+        loss = session.run(train.fetches())["loss"]
         expected, total, expected_loss = numpy_window(expected, batches_of, window, round * window)
         close(session.run(local.value), expected)
         close(session.run(local.gradient), total)
@@ -154,13 +157,13 @@ def test_local_optimizer_keeps_its_slots(make, initialized, batches_of, window):
     center, local = make()
     pull, train = local.pull(center), local.train(window, tf.train.MomentumOptimizer(RATE, 0.5))
     session = initialized(center, local)
-    session.run(pull)
+    session.run(pull.operations)
     x, v = local.model.initial_parameters.astype(float), np.zeros(4)
     for t in range(3 * window):
         v = 0.5 * v + numpy_gradient(x, *(b[t % 10] for b in batches_of))[1]
         x = x - RATE * v
     for _ in range(3):
-        session.run(train)
+        session.run(train.operations)
     close(session.run(local.value), x)
 
 
@@ -189,7 +192,7 @@ def test_optimizer_of_local_steps(make, initialized, hyperparameters, batches_of
             m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
             x = x - RATE * np.sqrt(1 - 0.999 ** (t + 1)) / (1 - 0.9 ** (t + 1)) * m / (np.sqrt(v) + 1e-8)
     for _ in range(3):
-        session.run(train)
+        session.run(train.operations)
     close(session.run(local.value), x)
 
 
@@ -206,7 +209,7 @@ def test_add(make, initialized, num_ps):
     add = center.add(tf.constant(difference))
     session = initialized(center)
     before = session.run(center.read()[0])
-    assert [session.run([center.updated, *add])[0] for _ in range(2)] == [1, 2]
+    assert [session.run(add.fetches())["updated"] for _ in range(2)] == [1, 2]
     close(session.run(center.read()[0]), before + 2 * difference)
 
 
@@ -216,17 +219,17 @@ def test_exact_push_knows_what_came_since_the_pull(make, initialized, num_ps, re
     """Each of two workers has its own memory; what else the ps keeps by name is one vector for both."""
     center, one, other = make(num_ps, num_workers=2)
 
-    def change(g, there):
-        total = there.slot("total")
+    def change(g, at_update):
+        total = at_update.slot("total")
         with tf.control_dependencies([total.assign_add(g)]):
-            return there.staleness + 0 * g if remember == "step" else there.value - there.pulled
+            return at_update.staleness + 0 * g if remember == "step" else at_update.value - at_update.pulled
 
     sgd_of_one = tf.train.GradientDescentOptimizer(1.0)
     steps = {}
     for local in one, other:
-        pull = local.pull_exactly(center, remember)
-        steps[local] = pull, center.push_exactly(sgd_of_one, tf.ones([4]), change, local.memory)
-    plain = center.add(tf.fill([4], 10.0))
+        exact = center.exact(local, remember)
+        steps[local] = exact.pull().operations, exact.push(sgd_of_one, tf.ones([4]), change).operations
+    plain = center.add(tf.fill([4], 10.0)).operations
     total = tf.concat([piece.read_value() for piece in center.slot("total")], axis=0)
     session = initialized(center, one, other)
     start = local.model.initial_parameters
@@ -317,9 +320,9 @@ def test_steps_run_one_at_a_time_are_a_round(make, initialized, hyperparameters,
     for i in 1, 2:
         before = session.run(center.read()[0])
         for step in pull, train:
-            session.run(step)
+            session.run(step.operations)
             np.testing.assert_array_equal(session.run(center.read()[0]), before)
-        session.run(push)
+        session.run(push.operations)
         close(session.run(center.read()[0]), numpy_rounds(start, batches_of, i, 3)[0])
 
 
@@ -341,7 +344,7 @@ def test_push_with_adagrad(make, initialized):
     session = initialized(center)
     expected = Adagrad(session.run(center.read()[0]))
     for value in [1, 2, -3, 0], [4, 0, 1, -1], [0.5, 1, 1, 1]:
-        session.run(push, {gradient: value})
+        session.run(push.operations, {gradient: value})
         expected.apply(np.array(value))
         close(session.run(center.read()[0]), expected.parameters)
 
@@ -371,15 +374,14 @@ def test_rounds_of_one_worker_share_the_slots_of_its_own_optimizer(make, initial
 
     def scheme(center, local, hp):
         momentum = tf.train.MomentumOptimizer(RATE, 0.5)
-        local.pulled = center.read()[1]  # nothing is pulled or pushed, so that x goes on, too
-        center.updated = local.pulled + 1
-        yield local.train(hp.window, momentum)
+        step = center.read()[1]  # nothing is pulled or pushed, so that x goes on, too
+        yield local.train(hp.window, momentum) + Step(pulled=step, updated=step + 1)
 
     center, local = make()
     pull = local.pull(center)
     built = build_rounds(scheme, center, local, hyperparameters(window=2), rounds)
     session = initialized(center, local)
-    session.run(pull)
+    session.run(pull.operations)
     x, v = local.model.initial_parameters.astype(float), np.zeros(4)
     for t in range(2 * 2 * rounds):
         v = 0.5 * v + numpy_gradient(x, *(b[t % 10] for b in batches_of))[1]
@@ -415,9 +417,9 @@ def test_checkpoint_of_two_pieces_restores_on_any_number(initialized, tmp_path, 
             if restore:
                 saver.restore(session, path)
             else:
-                session.run(push, {gradient: first})
+                session.run(push.operations, {gradient: first})
                 saver.save(session, path)
-            session.run(push, {gradient: second})
+            session.run(push.operations, {gradient: second})
             return *session.run(center.read()[0]), session.run(center.step)
 
     expected = run(2, restore=False)
@@ -430,8 +432,8 @@ def test_two_workers_have_values_of_their_own(make, initialized):
     pulls = [local.pull(center) for local in (one, other)]
     train = one.train(1, sgd())
     session = initialized(center, one, other)
-    session.run(pulls)
-    session.run(train)
+    session.run([pull.operations for pull in pulls])
+    session.run(train.operations)
     assert not np.array_equal(session.run(one.value), session.run(other.value))
     np.testing.assert_array_equal(session.run(other.value), one.model.initial_parameters)
 
@@ -442,8 +444,8 @@ def trained(initialized, model, batches, window):
     local = LocalParameters(center, model, batches)
     pull, train = local.pull(center), local.train(window, sgd())
     session = initialized(center, local)
-    session.run(pull)
-    session.run(train)
+    session.run(pull.operations)
+    session.run(train.operations)
     return local, session
 
 
@@ -502,22 +504,26 @@ def test_further_vectors_lie_beside_their_piece(graph, num_ps):
     center = GlobalParameters(np.zeros(7, np.float32), num_ps, task.device_fn())
     devices = [piece.device for piece in center.pieces]
     assert len(set(devices)) == num_ps
-    for pieces in center.slot("one"), center.slot("other"), center.memory("worker_0", "value").pieces:
+    for i, remember in enumerate(["value", "step"]):
+        center.exact(types.SimpleNamespace(name=f"worker_{i}"), remember)
+    remembered = [variable for variable in tf.local_variables() if "pulled_value" in variable.name]
+    for pieces in center.slot("one"), center.slot("other"), remembered:
         assert [piece.device for piece in pieces] == devices
-    assert center.memory("worker_1", "step").step.device == center.step.device
+    [step] = [variable for variable in tf.local_variables() if "pulled_step" in variable.name]
+    assert step.device == center.step.device
 
 
 def test_staleness_is_not_negative(make, initialized):
     """As it would be after a ps was restarted, and went back to a checkpoint from before the pull."""
     center, local = make()
-    pull = local.pull_exactly(center, "step")
-    push = center.push_exactly(sgd(), tf.ones([4]), lambda g, there: g / (there.staleness + 1), local.memory)
+    exact = center.exact(local, "step")
+    pull, push = exact.pull(), exact.push(sgd(), tf.ones([4]), lambda g, at_update: g / (at_update.staleness + 1))
     back = center.step.assign(3)
     session = initialized(center, local)
     session.run(center.step.assign(4))
-    session.run(pull)
+    session.run(pull.operations)
     session.run(back)
-    session.run(push)
+    session.run(push.operations)
     close(session.run(center.read()[0]), local.model.initial_parameters - RATE)
 
 
@@ -526,7 +532,7 @@ import sys
 import numpy as np
 from common import tf
 from common.cluster import TaskSpecDef
-from common.parameters import GlobalParameters
+from common.center import GlobalParameters
 
 task = TaskSpecDef("worker", 0, ps_hosts=sys.argv[1], worker_hosts=sys.argv[2])
 server = task.create_server()

@@ -339,7 +339,6 @@ def test_no_summary_of_a_run_that_failed(tmp_path, capsys):
 
 def settings(**changes):
     defaults = dict(scheme="HogWild", data="digits", batch_size=32, window=1, steps=None, epochs=60.0, began=0.0)
-    defaults["gradients_per_update"] = 1
     return types.SimpleNamespace(**defaults | changes)
 
 
@@ -387,7 +386,7 @@ def test_window_counts_in_the_speed():
 def test_an_update_of_several_gradients_counts_all_of_them_in_the_speed():
     """Not those that were dropped, though these are among the samples that were processed."""
     reports = [report(**FIRST), report(**SECOND, dropped=7)]
-    result = training.summarize(settings(gradients_per_update=2), types.SimpleNamespace(num_ps=1), reports, 200)
+    result = training.summarize(settings(), types.SimpleNamespace(num_ps=1), reports, 200, gradients_per_update=2)
     assert result["samples_per_second"] == pytest.approx((200 - 50) * 64 / 9)
     assert (result["samples"], result["gradients_dropped"]) == (11200, 7)
 

@@ -37,7 +37,8 @@ def hold():
     @contextlib.contextmanager
     def hold(run_dir, resume=False, task=None):
         settings = types.SimpleNamespace(run_dir=None if run_dir is None else str(run_dir), resume=resume, scheme="HogWild")
-        with prepare_run_dir(settings, task):
+        settings.run_dir, held = prepare_run_dir(settings, task)
+        with held:
             yield settings
 
     return hold

@@ -7,58 +7,17 @@ import random
 import types
 from typing import NamedTuple
 
-import keras
 import numpy as np
 import pytest
+from oracle import RATE, Problem, messages
 
-from common import models, notebook, tf
-from common.parameters import GlobalParameters, LocalParameters, build_rounds, build_steps, repeat_rounds
+from common import tf
+from common.center import GlobalParameters
+from common.local import LocalParameters
 from common.replay import Replay
+from common.steps import build_rounds, build_steps, repeat_rounds
 
-RATE, ROUNDS = 0.05, 20
-
-
-class Problem:
-    """A linear regression, y = w x + b with three w; x̃ and what the ps knows. Workers are functions of it, see below.
-
-    Each worker has seven batches of its own; when it has seen them all it begins anew.
-    """
-
-    def __init__(self, start, batches, hp):
-        self.start = self.center = start.astype(float)
-        self.batches, self.hp = batches, hp
-        self.version, self.log = 0, []  # number of updates; of each its worker, its staleness and the version after it
-        self.own = [0, 0]  # updates by each worker since its pull
-        self.slots = np.full(4, 0.1)  # of Adagrad, which begins there in TensorFlow
-        self.mean_square = np.zeros(4)
-        self._used = [0, 0]
-
-    def gradient(self, worker, parameters):
-        """The gradient of the mean squared error of this worker's next batch."""
-        x, y = (part[worker, self._used[worker] % 7].astype(float) for part in self.batches)
-        self._used[worker] += 1
-        residual = x @ parameters[:3, None] + parameters[3] - y
-        return 2 * np.append(x.T @ residual, residual.sum()) / len(x)
-
-    def descend(self, worker, x):
-        """T steps of SGD from x: returns their gradients."""
-        gradients = []
-        for _ in range(self.hp.window):
-            gradients.append(self.gradient(worker, x))
-            x = x - RATE * gradients[-1]
-        return gradients
-
-    def pull(self, worker):
-        """Returns x̃ and its version."""
-        self.own[worker] = 0
-        return self.center, self.version
-
-    def update(self, worker, pulled, change):
-        """x̃ ← x̃ + change."""
-        self.center, self.version = self.center + change, self.version + 1
-        self.log.append((worker, self.version - 1 - pulled - self.own[worker], self.version))
-        self.own[worker] += 1
-
+ROUNDS = 20
 
 # Each is the life of a worker i of problem p; at a yield another worker may do its steps.
 
@@ -245,21 +204,6 @@ class Walk(NamedTuple):
     log: list
 
 
-@pytest.fixture(scope="module")
-def batches():
-    """x [2 workers, 7, 4, 3] and y [2, 7, 4, 1]."""
-    rng = np.random.default_rng(5)
-    x = rng.normal(size=[2, 7, 4, 3]).astype(np.float32)
-    return x, (x @ [[1.0], [-2], [3]] + 0.5 + rng.normal(0, 0.3, [2, 7, 4, 1])).astype(np.float32)
-
-
-@pytest.fixture(scope="module")
-def model():
-    """y = w x + b with three w."""
-    keras.utils.set_random_seed(0)
-    return models.Model(keras.Sequential([keras.Input([3]), keras.layers.Dense(1)]), is_classification=False)
-
-
 @pytest.fixture
 def walk(model, batches, known_batches, load_scheme):
     """A function that takes the steps of a scheme in this order of workers."""
@@ -418,12 +362,6 @@ def test_rounds_in_one_call(model, graph, load_scheme, initialized, known_batche
     expected = written_again(scheme, [0] * scheme.steps * 10, model.initial_parameters, batches, window)
     close(Walk(session.run(center.read()[0]), []), expected, model.initial_parameters)
     assert [(0, after - before - 1, after) for before, after in steps.tolist()] == expected.log
-
-
-def messages(session, fetches):
-    """Returns between which jobs the messages of one call go, as pairs (from, to)."""
-    sent = notebook.messages(session, fetches)
-    return [tuple(task.split("/task")[0] for task in (message.sender, message.receiver)) for message in sent]
 
 
 @pytest.mark.parametrize("in_a_loop", [False, True])

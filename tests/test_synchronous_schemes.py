@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from test_schemes import RATE, Problem, batches, messages, model  # noqa: F401, F811 (fixtures)
+from oracle import RATE, Problem, messages
 
 from common import data, models, tf
-from common.parameters import GlobalParameters, LocalParameters, build_rounds, repeat_rounds
+from common.center import GlobalParameters
+from common.local import LocalParameters
 from common.replay import Replay
+from common.steps import build_rounds, repeat_rounds
 
 WORKERS = 2  # the batches are of two
 
@@ -21,7 +23,7 @@ WORKERS = 2  # the batches are of two
 class Meeting(Problem):
     """A problem whose workers contribute to each update together."""
 
-    def __init__(self, start, batches, hp):  # noqa: F811
+    def __init__(self, start, batches, hp):
         super().__init__(start, batches, hp)
         self.given = {}  # by worker, of the present update
         self.clocks = [0] * WORKERS
@@ -185,7 +187,7 @@ class Walk(NamedTuple):
 
 
 @pytest.fixture
-def walk(model, batches, known_batches, load_scheme):  # noqa: F811
+def walk(model, batches, known_batches, load_scheme):
     """A function that takes the steps of a scheme in this order of workers, passing over those that have to wait."""
 
     def walk(scheme, order, window=3, num_ps=1):
@@ -205,7 +207,7 @@ def walk(model, batches, known_batches, load_scheme):  # noqa: F811
     return walk
 
 
-def written_again(scheme, order, start, batches, window=3):  # noqa: F811
+def written_again(scheme, order, start, batches, window=3):
     """The same by NumPy."""
     problem = Meeting(start, batches, scheme.hyperparameters(window))
     workers = [scheme.life(problem, i) for i in range(WORKERS)]
@@ -221,7 +223,7 @@ def written_again(scheme, order, start, batches, window=3):  # noqa: F811
 @pytest.mark.parametrize(("window", "num_ps"), [(1, 1), (3, 2)])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("scheme", TOGETHER.values(), ids=TOGETHER)
-def test_exact(model, walk, batches, scheme, order, window, num_ps):  # noqa: F811
+def test_exact(model, walk, batches, scheme, order, window, num_ps):
     """x̃, who contributed to which update, what was dropped, and who had to wait when."""
     ours = walk(scheme, order(), window, num_ps)
     expected = written_again(scheme, order(), model.initial_parameters, batches, window)
@@ -269,7 +271,7 @@ def test_a_backup_worker_is_not_waited_for(walk):
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 5])
-def test_the_bound_is_never_broken(model, batches, known_batches, load_scheme, staleness):  # noqa: F811
+def test_the_bound_is_never_broken(model, batches, known_batches, load_scheme, staleness):
     """Two workers at random paces; the clock of one that begins a step is at most s ahead of the slowest. And reaches that."""
     scheme, rng = SSP._replace(hp={"staleness": staleness, "issync": False}), random.Random(1)
     rule = load_scheme(scheme.folder, scheme.name)
@@ -315,7 +317,7 @@ def test_n_workers_are_one_process_with_a_batch_n_times_as_large(load_scheme, kn
 
 @pytest.mark.parametrize("num_ps", [0, 2])
 @pytest.mark.parametrize("name", FOLDERS)
-def test_rounds_in_one_call(model, graph, load_scheme, initialized, known_batches, batches, servers, name, num_ps):  # noqa: F811
+def test_rounds_in_one_call(model, graph, load_scheme, initialized, known_batches, batches, servers, name, num_ps):
     """As a worker runs them, here the only one: two rounds, and twice two in a loop, on ps tasks or (0) alone."""
     scheme = TOGETHER[name]
     task, server = servers(num_ps) if num_ps else (None, None)
@@ -329,7 +331,7 @@ def test_rounds_in_one_call(model, graph, load_scheme, initialized, known_batche
         rule = load_scheme(scheme.folder, scheme.name)
         built = [build_rounds(rule, center, local, hp, 2), repeat_rounds(rule, center, local, hp, 2, 2)]
     session = initialized(center, local, target=server.target if server else "")
-    session.run(center.meeting.enter)
+    session.run(center.waits(local).enter)
     steps = np.concatenate([session.run(rounds).steps for rounds in built])
     assert steps.tolist() == [[i, i + 1] for i in range(6)]
     problem = Alone(model.initial_parameters, batches, hp)
@@ -341,7 +343,7 @@ def test_rounds_in_one_call(model, graph, load_scheme, initialized, known_batche
     assert np.abs(ours - problem.center).max() < 1e-5 * np.abs(problem.center).max()
 
 
-def test_loop_that_another_worker_ends(model, graph, load_scheme, initialized, known_batches, batches):  # noqa: F811
+def test_loop_that_another_worker_ends(model, graph, load_scheme, initialized, known_batches, batches):
     """It goes around once, to hear of it."""
     center = GlobalParameters(model.initial_parameters)
     local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
@@ -349,16 +351,16 @@ def test_loop_that_another_worker_ends(model, graph, load_scheme, initialized, k
     build_rounds(rule, center, local, hp)
     session = initialized(center, local)
     built = repeat_rounds(rule, center, local, hp, 2, 1000)
-    session.run(center.meeting.enter)
-    session.run(center.meeting.leave)  # as the other one does
+    session.run(center.waits(local).enter)
+    session.run(center.waits(local).leave)  # as the other one does
     rounds = session.run(built)
-    assert rounds.over and rounds.steps.tolist() == [[0, 0], [0, 0]]
+    assert rounds.training_ended and rounds.steps.tolist() == [[0, 0], [0, 0]]
 
 
 class Alone(Meeting):
     """The same with one worker."""
 
-    def __init__(self, start, batches, hp):  # noqa: F811
+    def __init__(self, start, batches, hp):
         super().__init__(start, batches, hp)
         self.clocks = [0]
 
@@ -367,7 +369,7 @@ class Alone(Meeting):
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_messages_of_a_round(model, graph, load_scheme, initialized, known_batches, batches, servers, name):  # noqa: F811
+def test_messages_of_a_round(model, graph, load_scheme, initialized, known_batches, batches, servers, name):
     """One each way; to wait costs no message. Once a call, the steps, and whether it is over."""
     scheme, rounds = TOGETHER[name], 3
     task, server = servers(1)
@@ -378,7 +380,7 @@ def test_messages_of_a_round(model, graph, load_scheme, initialized, known_batch
         hp.num_workers, hp.learning_rates = 1, [RATE]
         built = build_rounds(load_scheme(scheme.folder, scheme.name), center, local, hp, rounds)
     session = initialized(center, local, target=server.target)
-    session.run(center.meeting.enter)
+    session.run(center.waits(local).enter)
     sent = messages(session, built)
     assert sent.count(("/job:worker", "/job:ps")) == rounds
     assert sent.count(("/job:ps", "/job:worker")) == rounds + (1 if scheme.life is semi_synchronous else 2)

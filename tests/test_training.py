@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from common import data, models, tf, training
+from common.center import GlobalParameters
 from common.cluster import TaskSpecDef
-from common.parameters import GlobalParameters, LocalParameters
+from common.local import LocalParameters
 
 ALL_REDUCE = "Synchronous-SGD", "all_reduce"
 
@@ -44,8 +45,9 @@ def built(problem, graph, load_scheme):
             batches = data.Batches(dataset.x_train, dataset.y_train, 32, 0)
             index, num_workers = (task.shard_index, task.num_workers) if task else (0, 1)
             local = LocalParameters(center, model, batches, index=index, num_workers=num_workers)
-            given = {"seconds": None, "rounds_per_call": None, "delays": None, **flags}
-            settings = types.SimpleNamespace(window=1, learning_rate=0.1, batch_size=32, steps=last, **given)
+            pace = "ring" if scheme == ALL_REDUCE else "own"
+            given = {"pace": pace, "seconds": None, "rounds_per_call": None, "delays": None, **flags}
+            settings = types.SimpleNamespace(window=1, steps_per_call=1, learning_rate=0.1, batch_size=32, steps=last, **given)
             found, next_call = training.build_calls(load_scheme(*scheme), center, local, settings, len(dataset.x_train))
         assert found == last
         return center, local, next_call

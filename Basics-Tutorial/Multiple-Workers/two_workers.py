@@ -7,7 +7,7 @@ for all of them.
 import types
 from pathlib import Path
 
-from common import cluster, data, notebook, tf
+from common import data, ending, notebook, tf
 
 PS = "/job:ps/task:0"
 WORKER_1, WORKER_2, OBSERVER = range(3)  # the notebooks; the observer, which has started the ps, trains nothing
@@ -78,4 +78,4 @@ def build_update(me, learning_rate=0.05, batch_size=8):
 def leave(me):
     """Says to the ps that this task needs it no more."""
     me.session.close()
-    cluster.say_done(me.task, me.server)
+    ending.say_done(me.task, me.server)

@@ -67,9 +67,7 @@ def main(arguments):
     except UserError as error:
         hint = "; the scheme's own flags come after --" if "unknown flag" in str(error) else ""
         raise UserError(f"{error}{hint}") from None
-    options.scheme, options.flags = scheme, scheme_flags
-    if options.name is None:
-        options.name = scheme.lower()
+    options = options.but(scheme=scheme, flags=scheme_flags, name=scheme.lower() if options.name is None else options.name)
     check(options)
     command = shlex.join(["bash", "Multiple-Machines/kubernetes/manifest.sh", *arguments])
     comment = command.encode("unicode_escape").decode()  # one line, whatever is in it

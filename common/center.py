@@ -1,0 +1,172 @@
+"""x̃, the global parameters of a model on the ps: read, push, add, and what lies beside them.
+
+They are one flat vector: one message a ps and direction instead of one a variable, and any elementwise optimizer works on it as
+it stands.
+"""
+
+from typing import Any
+
+from common import tf
+from common.coordination import Lock
+from common.exact import Exact
+from common.flags import UserError
+from common.messages import gradient_of, parts_of, tensors_of
+from common.steps import Optimizers, Step, before_read, before_write
+from common.together import Pace, Ring, Together
+
+
+class GlobalParameters:
+    """x̃: the trainable variables of a model as one flat float32 vector, cut evenly over the ps tasks.
+
+    Args:
+      initial_parameters: array `[size]`. It is fed when the variable is initialized (`init_feed_dict`); as a part of the
+        graph it would travel with every graph, and break at 2 GB.
+      num_ps: pieces to cut the vector into.
+      device_fn: puts piece i on ps task i; None puts all on this process.
+
+    Attributes:
+      size: of the vector.
+      pieces, sizes: the variables that it is made of, one on each ps, and their sizes.
+      step: the global step, a variable: the number of updates.
+      lock: for what is to be indivisible over all ps tasks.
+      optimizers: the `common.steps.Optimizers` that change x̃.
+    """
+
+    def __init__(self, initial_parameters, num_ps=1, device_fn=None):
+        self.size = len(initial_parameters)
+        feed = tf.placeholder(tf.float32, [self.size], "initial_parameters")
+        self._num_pieces = min(num_ps, self.size)
+        self.pieces = self._pieces(
+            "parameters",
+            # Called for each piece; only partition_info knows where the piece begins.
+            lambda shape, dtype=None, partition_info=None: tf.slice(feed, partition_info.var_offset, shape),
+            device_fn,
+        )
+        self.sizes = [int(piece.shape[0]) for piece in self.pieces]
+        with tf.device(device_fn):
+            self.step = tf.train.get_or_create_global_step()
+        self.init_feed_dict = {feed: initial_parameters}
+        self.optimizers, self.lock = Optimizers(), Lock(self.step.device, "parameters")
+        self._slots: dict[str, list[Any]] = {}
+        self._partners: dict[Any, Any] = {}
+
+    def _pieces(self, name, initializer, device_fn):
+        """Returns the pieces of a new global vector `[size]`. Checkpoints hold it whole, so the number of ps may change."""
+        partitioner = tf.fixed_size_partitioner(self._num_pieces)
+        with tf.device(device_fn):
+            return list(tf.get_variable(name, [self.size], partitioner=partitioner, initializer=initializer, use_resource=True))
+
+    def slot(self, name):
+        """Returns the pieces of a further global vector `[size]`, zero at first, that lies beside x̃ and is saved with it."""
+        if name not in self._slots:
+            devices = iter([piece.device for piece in self.pieces])
+            beside = lambda op: next(devices) if op.type == "VarHandleOp" else ""  # noqa: E731
+            self._slots[name] = self._pieces(name, tf.zeros_initializer(), beside)
+        return self._slots[name]
+
+    def keep(self, values):
+        """Returns variables beside the global step with these initial values, which are saved with x̃.
+
+        They are for what a model has that is not trained, as moving means: the chief's own live on the chief, and die with it.
+        """
+        kept = []
+        for i, value in enumerate(values):
+            feed = tf.placeholder(value.dtype, value.shape)
+            self.init_feed_dict[feed] = value
+            with tf.device(self.step.device):
+                kept.append(tf.get_variable(f"state_{i}", initializer=feed, trainable=False, use_resource=True))
+        return kept
+
+    def read(self):
+        """Returns the present x̃ as one tensor `[size]`, and the global step, read on its ps just before. One message a ps."""
+        # On its ps, as without a device the value would go to the worker and back.
+        with tf.device(self.step.device), tf.control_dependencies(None), tf.control_dependencies(before_read(self.step.device)):
+            step = self.step.read_value()
+        values = []
+        for piece in self.pieces:
+            before = [*before_read(piece.device), *([step] if piece.device == self.step.device else [])]
+            with tf.control_dependencies(None), tf.control_dependencies(before):
+                values.append(piece.read_value())
+        return joined(values), step
+
+    def push(self, optimizer, message, at_ps=None):
+        """x̃ ← optimizer(x̃, gradient) on the ps; counts one update. One message to each ps.
+
+        TensorFlow applies it to each piece as one indivisible operation; no lock spans several pieces, or a pull and a push.
+        The optimizer's slots live beside their piece of x̃ and are saved with it.
+
+        Args:
+          optimizer: a `tf.train.Optimizer` that works element by element.
+          message: what is sent, see `common.messages.parts_of`; the gradient `[size]`, most simply.
+          at_ps: function of a part of the message that has arrived; returns this piece of the gradient, float32.
+        """
+        optimizer = self.optimizers.use(optimizer)
+
+        def apply(piece, part):
+            return optimizer.apply_gradients([(gradient_of(part, at_ps), piece)])
+
+        return self._update(message, apply)
+
+    def add(self, difference):
+        """x̃ ← x̃ + difference on the ps, a tensor `[size]`; counts one update. One message to each ps; indivisible as a push."""
+        return self._update(difference, lambda piece, part: piece.assign_add(part, read_value=False))
+
+    def _update(self, message, apply):
+        """Calls `apply(piece, part)` for each piece of x̃ and what has arrived there of a message; counts one update."""
+        parts, applied = parts_of(message, self.sizes), []
+        with tf.control_dependencies(None):  # what went before on the worker reaches the ps with its part
+            for piece, part in zip(self.pieces, parts, strict=True):
+                # On that ps the learning rate, too, or it would be a message.
+                with tf.device(piece.device), tf.control_dependencies(before_write(piece.device)):
+                    applied.append(apply(piece, part))
+            count, updated = self.count([op for op in applied if op.device == self.step.device])
+        sent = [tensor.op for part in parts for tensor in tensors_of(part)]
+        return Step((*sent, *applied, count), updated=updated)
+
+    def count(self, after):
+        """Counts one update after these operations; returns the operation, and the global step that it makes."""
+        with tf.device(self.step.device), tf.control_dependencies(after):
+            # Adds one and returns the old value, as one indivisible operation; assign_add is one and a read is another.
+            count = tf.raw_ops.ResourceCountUpTo(resource=self.step.handle, limit=tf.int64.max, T=tf.int64)
+            return count.op, count + 1
+
+    def exact(self, local, remember):
+        """Returns the `common.exact.Exact` of this worker: pull and push as indivisible actions over all ps tasks.
+
+        Args:
+          local: this worker's `common.local.LocalParameters`.
+          remember: what the ps tasks remember of a pull until the push, "step" or "value".
+        """
+        return self._only("exact", Exact, local, remember)
+
+    def pace(self, local, staleness):
+        """Returns the `common.together.Pace` of this worker: it waits when it is more than `staleness` ticks ahead."""
+        return self._only("waits", Pace, local, staleness)
+
+    def together(self, local, backup_workers=0, mean=True):
+        """Returns the `common.together.Together` of this worker: an update is made of the gradients of all but some workers."""
+        return self._only("waits", Together, local, backup_workers, mean)
+
+    def ring(self, local):
+        """Returns the `common.together.Ring` of this worker: all workers average what they have among themselves."""
+        return self._only("waits", Ring, local)
+
+    def waits(self, local):
+        """Returns how this worker waits for others, a `Pace`, `Together` or `Ring`; None if it goes at its own pace."""
+        return self._partners.get(("waits", local.name), (None,))[-1]
+
+    def _only(self, what, kind, local, *arguments):
+        """The one of its kind that a worker has; a scheme asks for it in every round again."""
+        if (what, local.name) not in self._partners:
+            self._partners[what, local.name] = kind, arguments, kind(self, local, *arguments)
+        known, before, thing = self._partners[what, local.name]
+        if (known, before) != (kind, arguments):
+            calls = (f"center.{k.__name__.lower()}(local{''.join(f', {a!r}' for a in args)})"
+                     for k, args in ((known, before), (kind, arguments)))  # fmt: skip
+            raise UserError("a scheme can have one of these, always the same, not both: " + " and ".join(calls))
+        return thing
+
+
+def joined(values):
+    """Returns tensors as one."""
+    return tf.concat(values, axis=0) if len(values) > 1 else values[0]

@@ -1,0 +1,60 @@
+"""How a process ended, in one line: what it printed last, by which signal, whether memory ran out."""
+
+import contextlib
+import re
+import signal
+from pathlib import Path
+
+NOTHING = "it printed nothing"
+_REPORT = re.compile(r"[IW]\d{4} ")  # begins what C++ code of tensorflow reports that is no error,
+_FATAL = re.compile(r"F\d{4} ")  # and what it ends a process with
+
+
+def last_error(text, script_name):
+    """The last line of `text` that a script printed about a `UserError`, else that looks like an error, else at all."""
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not _REPORT.match(line)]
+    for looks_right in (lambda line: line.startswith(f"{script_name}: "), lambda line: "Error" in line, _FATAL.match, bool):
+        found = [line for line in lines if looks_right(line)]
+        if found:
+            return found[-1].removeprefix(f"{script_name}: ")
+    return NOTHING
+
+
+# What Python, C++, the dynamic linker and TensorFlow say when there is no memory, or a limit (`ulimit -v`) is too small
+_NO_MEMORY = re.compile(
+    r"MemoryError|std::bad_alloc|[Cc]annot allocate memory|failed to map segment|OOM when allocating|Out of memory"
+)
+_NO_THREAD = re.compile(r"pthread_create\(\) failed|pthread_create failed|can't start new thread")
+
+
+def of_memory(text):
+    """Returns that memory ran out, if this, which a process has printed, says so."""
+    if found := _NO_MEMORY.findall(text):
+        return f"ran out of memory ({found[-1]})"
+    if found := _NO_THREAD.findall(text):
+        return f"could not start a thread ({found[-1]}): out of memory or of processes (ulimit -v, ulimit -u)"
+    return None
+
+
+def killed_by(number):
+    """Returns that a signal, of this number, killed a process."""
+    try:
+        return f"was killed by {signal.Signals(number).name}"
+    except ValueError:  # one without a name
+        return f"was killed by signal {number}"
+
+
+def count_oom_kills():
+    """Returns how many processes the kernel has killed because memory ran out: on this machine, or in this control group."""
+    paths, total = ["/proc/vmstat"], 0
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if controllers == "":
+                paths += [f"/sys/fs/cgroup{group}/memory.events", "/sys/fs/cgroup/memory.events"]
+            elif "memory" in controllers.split(","):
+                paths += [f"/sys/fs/cgroup/memory{group}/memory.oom_control", "/sys/fs/cgroup/memory/memory.oom_control"]
+    for path in paths:
+        with contextlib.suppress(OSError):
+            total += sum(int(count) for count in re.findall(r"^oom_kill (\d+)$", Path(path).read_text(), re.M))
+    return total

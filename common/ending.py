@@ -1,0 +1,128 @@
+"""How the tasks of a cluster end together: when the chief has all reports, and when a ps may exit."""
+
+import ctypes
+import time
+
+from common import tf
+
+
+class Rendezvous:
+    """How the workers of a cluster end together, as operations in the present graph.
+
+    Each worker hands in a report when it stops, and waits; the chief gathers the reports of all, does what is to be done
+    with parameters that no one changes any more, and dismisses the others. Nobody polls: all wait on queues on ps 0. The
+    reports stay in a table there, so that whoever is restarted meanwhile, the chief too, can take up where it was.
+
+    Args:
+      task: this worker.
+      size: numbers in a report.
+    """
+
+    def __init__(self, task, size):
+        self._num_workers = task.num_workers
+        self._report = report = tf.placeholder(tf.float64, [size])
+        with tf.device("/job:ps/task:0"):
+            table = tf.raw_ops.MutableHashTableOfTensorsV2(
+                key_dtype=tf.int64, value_dtype=tf.float64, value_shape=[size], shared_name="reports"
+            )
+            arrivals = tf.queue.FIFOQueue(1000, tf.int64, shared_name="arrivals")
+            dismissal = tf.queue.FIFOQueue(1, tf.bool, shared_name="dismissal")
+            index = tf.constant(task.shard_index, tf.int64)
+            hand_in = tf.raw_ops.LookupTableInsertV2(table_handle=table, keys=[index], values=[report])
+            with tf.control_dependencies([hand_in]):
+                arrive = arrivals.enqueue(index)
+            with tf.control_dependencies([arrive]):
+                self._hand_in_and_wait = dismissal.dequeue()
+                self._hand_in_and_list = tf.raw_ops.LookupTableExportV2(table_handle=table, Tkeys=tf.int64, Tvalues=tf.float64)
+            self._next_arrival = arrivals.dequeue()
+            self._dismiss = dismissal.close()
+
+    def wait(self, session, report):
+        """Hands in the report of a worker that is not the chief, and waits until it is dismissed."""
+        try:
+            session.run(self._hand_in_and_wait, {self._report: report})
+        except tf.errors.OutOfRangeError:
+            pass  # the chief has closed the queue, in which there never was anything
+
+    def gather(self, session, report):
+        """Adds the chief's own report, waits for those of all workers, and returns them `[num_workers, size]` in order."""
+        while True:
+            # Its own again each time, since a ps that was restarted has forgotten it.
+            workers, reports = session.run(self._hand_in_and_list, {self._report: report})
+            if len(workers) == self._num_workers:
+                return reports[workers.argsort()]
+            session.run(self._next_arrival)
+
+    def dismiss(self, session):
+        """The chief's: lets the other workers go."""
+        session.run(self._dismiss)
+
+
+def _done_queue(ps_index):
+    with tf.device(f"/job:ps/task:{ps_index}"):
+        return tf.queue.FIFOQueue(1000, tf.int64, shared_name="done")
+
+
+def _left_queue(ps_index):
+    with tf.device(f"/job:ps/task:{ps_index}"):
+        return tf.queue.FIFOQueue(1000, [tf.int64, tf.float64], shared_name="left")
+
+
+def say_done(task, server):
+    """Tells every ps that this worker needs it no more."""
+    _say(task, server, lambda i: _done_queue(i).enqueue(task.shard_index))
+
+
+def say_left(task, server):
+    """Tells every ps that this worker was interrupted and has saved what there is to save; see `count_left_as_done`."""
+
+    def leave(i):
+        with tf.device(f"/job:ps/task:{i}"):
+            return _left_queue(i).enqueue([tf.constant(task.shard_index, tf.int64), tf.timestamp()])
+
+    _say(task, server, leave, tf.RunOptions(timeout_in_ms=1000 * LEFT_SECONDS))
+
+
+def _say(task, server, word, options=None):
+    graph = tf.Graph()
+    with graph.as_default():
+        says = [word(i) for i in range(task.num_ps)]
+    session = tf.Session(server.target, graph, config=task.config())
+    for say in says:  # one by one: an error of one call is an error of all that is in it
+        try:
+            session.run(say, options=options)
+        except (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.DeadlineExceededError):
+            pass  # a ps that this was the last word for exits at once, maybe before it could answer
+    # After a call, TensorFlow asks each ps to forget it, and closing waits for the answer: from a ps that has ended, for ever.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))  # so nothing closes it, also not the end of the interpreter
+
+
+def serve(task, server):
+    """The whole life of a ps: returns when every worker has said that it is done."""
+    done: set[int] = set()
+    with tf.Graph().as_default():
+        next_done = _done_queue(task.index).dequeue()
+        alone = tf.ConfigProto(device_filters=[task.device])  # without waiting for other ps tasks, which may have ended
+        with tf.Session(server.target, config=task.config(alone)) as session:
+            while len(done) < task.num_workers:
+                done.add(int(session.run(next_done)))
+
+
+LEFT_SECONDS = 10  # whoever ends a ps ends its workers within this time; one that left earlier may be back
+
+
+def count_left_as_done(task, server):
+    """For a ps that is asked to end: from now on a worker that has left is done. So the chief can save a checkpoint before.
+
+    Never returns; to be called in a thread of its own, while another one is in `serve`.
+    """
+    asked = time.time()
+    with tf.Graph().as_default():
+        next_left, index = _left_queue(task.index).dequeue(), tf.placeholder(tf.int64, [])
+        is_done = _done_queue(task.index).enqueue(index)
+        alone = tf.ConfigProto(device_filters=[task.device])
+        with tf.Session(server.target, config=task.config(alone)) as session:
+            while True:
+                worker, moment = session.run(next_left)
+                if moment > asked - LEFT_SECONDS:
+                    session.run(is_done, {index: worker})

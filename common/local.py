@@ -1,0 +1,153 @@
+"""x, a worker's own parameters: pull, train a window, and what the worker has beside them."""
+
+import time
+from typing import Any
+
+from common import tf
+from common.data import local_variable
+from common.steps import Optimizers, Step
+
+
+class LocalParameters:
+    """x: a worker's own copy of the parameters, and what its model needs to compute gradients there.
+
+    It begins as a copy of x̃, so the global variables have to be initialized before the local ones.
+
+    Args:
+      center: the `common.center.GlobalParameters`.
+      model: a `common.models.Model`.
+      batches: gives the next samples, see `common.data.Batches`.
+      name: variable scope; different for each worker, since the ps know what they remember of it by this name.
+      index, num_workers: which worker of how many this is.
+      delay: seconds that each call of `train` takes longer, to see what a slow worker does.
+      kept: variables, see `GlobalParameters.keep`: where the state of this worker's model begins, in place of the model's own.
+
+    Attributes:
+      value: x, a variable `[size]`.
+      state: variables, what the model has that is not trained.
+      optimizers: the `common.steps.Optimizers` that change x.
+      windows: how many calls of `train` there were.
+    """
+
+    def __init__(self, center, model, batches, name="local", index=0, num_workers=1, delay=0.0, kept=()):
+        self.model, self.batches, self.name = model, batches, name
+        self.index, self.num_workers, self.delay = index, num_workers, delay
+        self.init_feed_dict = dict(batches.init_feed_dict)
+        with tf.variable_scope(name):
+            self.value = local_variable("x", center.read()[0])
+            self.state = []
+            for i, value in enumerate(model.initial_state):
+                if not kept:
+                    feed = tf.placeholder(value.dtype, value.shape)
+                    self.init_feed_dict[feed] = value
+                self.state.append(local_variable(f"state_{i}", kept[i].read_value() if kept else feed))
+        self._vectors: dict[str, Any] = {}
+        self.optimizers = Optimizers()
+        self.windows = 0
+
+    def vector(self, name):
+        """Returns a vector `[size]` of this worker's own, a variable, zero at first; the same one for the same name."""
+        if name not in self._vectors:
+            with tf.control_dependencies(None), tf.variable_scope(self.name):
+                self._vectors[name] = local_variable(name, tf.zeros([self.model.size]))
+        return self._vectors[name]
+
+    @property
+    def gradient(self):
+        """The sum of the gradients of the last local training, a variable `[size]`."""
+        return self.vector("gradient")
+
+    @property
+    def difference(self):
+        """x − x̃ as `compare` found it, a variable `[size]`."""
+        return self.vector("difference")
+
+    def pull(self, center):
+        """x ← x̃. One message from each ps."""
+        value, step = center.read()
+        return Step((self.value.assign(value, read_value=False),), pulled=step)
+
+    def compare(self, center):
+        """d ← x − x̃, which is in `difference` afterwards. One message from each ps."""
+        value, step = center.read()
+        return Step((self.difference.assign(self.value - value, read_value=False),), pulled=step)
+
+    def add(self, difference):
+        """x ← x + difference, a tensor `[size]`."""
+        return Step((self.value.assign_add(difference, read_value=False),))
+
+    def assign(self, vector, value):
+        """vector ← value, a tensor `[size]`, of a vector of this worker's own."""
+        return Step((vector.assign(value, read_value=False),))
+
+    def train(self, window, optimizer, at=None, accumulate=False):
+        """`window` local steps in one call: g ← gradient of the next batch's mean loss; x ← optimizer(x, g).
+
+        The sum of the g, each taken where the walk then stood, is in `gradient` afterwards.
+
+        Args:
+          window: number of steps.
+          optimizer: a `tf.train.Optimizer`, whose slots stay on this worker; or a function of g `[size]` that returns the
+            operation which changes x.
+          at: function of x that gives the point at which the gradient is taken; x itself by default.
+          accumulate: adds the g to what is in `gradient`, instead of to zero.
+        """
+        self.windows += 1
+        slept = [tf.py_func(lambda: time.sleep(self.delay), [], [])] if self.delay else []
+        with tf.control_dependencies(slept):
+            indices = self.batches.next(window)
+        x, before = self.value, self.gradient.read_value() if accumulate else tf.zeros([self.model.size])
+
+        def change(g):
+            return self.apply(optimizer, g) if isinstance(optimizer, tf.train.Optimizer) else optimizer(g)
+
+        def step(t):
+            present = x.read_value()
+            loss, g = self._loss_and_gradient(at(present) if at else present, *self.batches.samples(indices[t]))
+            with tf.control_dependencies([g]):  # x is read before it is written
+                return loss, g, change(g)
+
+        def next_step(t, total, loss):
+            step_loss, g, changed = step(t)
+            with tf.control_dependencies([changed]):
+                return t + 1, total + g, loss + step_loss
+
+        if window == 1:
+            loss, total, changed = step(0)
+            total = before + total if accumulate else total
+        else:
+            # An unrolled window would cost tens of seconds of graph optimization. An optimizer's slots cannot be
+            # created inside the loop, hence the call beforehand, whose operation is never run.
+            change(before)
+            changed, total, loss = tf.while_loop(lambda t, *_: t < window, next_step, (0, before, 0.0), parallel_iterations=1)
+            loss /= window
+        loss = tf.identity(loss)
+        return Step((self.gradient.assign(total, read_value=False), loss.op, changed), (loss,))
+
+    def apply(self, optimizer, g):
+        """x ← optimizer(x, g), for a function that `train` gets. The optimizer's slots stay on this worker."""
+        optimizer = self.optimizers.use(optimizer)
+        with tf.variable_creator_scope(_make_local):  # its slots
+            return optimizer.apply_gradients([(g, self.value)])
+
+    def optimizer(self, hp):
+        """Returns the optimizer that `--local_optimizer` names, for `train`."""
+        rate = hp.local_learning_rate or hp.learning_rate
+        if hp.local_optimizer == "momentum":
+            return tf.train.MomentumOptimizer(rate, hp.local_momentum)
+        kinds = {"sgd": tf.train.GradientDescentOptimizer, "adagrad": tf.train.AdagradOptimizer, "adam": tf.train.AdamOptimizer}
+        return kinds[hp.local_optimizer](rate)
+
+    def _loss_and_gradient(self, parameters, x, y):
+        variables = self.model.split(parameters)
+        loss, state = self.model.loss(variables, [v.read_value() for v in self.state], x, y)
+        gradients = [
+            tf.reshape(g, [-1]) if g is not None else tf.zeros([size])
+            for g, size in zip(tf.gradients(loss, variables), self.model.sizes, strict=True)
+        ]
+        with tf.control_dependencies([v.assign(s, read_value=False) for v, s in zip(self.state, state, strict=True)]):
+            return tf.identity(loss), tf.concat(gradients, axis=0)
+
+
+def _make_local(next_creator, **arguments):
+    return next_creator(**{**arguments, "collections": [tf.GraphKeys.LOCAL_VARIABLES]})

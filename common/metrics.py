@@ -1,0 +1,240 @@
+"""What a worker writes down while it trains: loss, speed, staleness, and how good the global parameters are."""
+
+import collections
+import contextlib
+import json
+import math
+import os
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+from common import tf
+from common.flags import TrainingFailed
+from common.run_dir import open_own
+from common.steps import Rounds
+
+
+class MetricsLog:
+    """Where a worker writes what it measures: `metrics/worker-N.jsonl`, one JSON object a line, and TensorBoard events.
+
+    Lines can be written from any thread and are whole whenever somebody reads the file. If somebody deletes it, or its folder,
+    both are made again.
+
+    Args:
+      run_dir: folder of the run.
+      worker: index of this worker, or "evaluator", whose files are called that.
+      last_step: global step at which training is to end.
+      tags: {value: tag} of those that TensorBoard is to show in one chart with another's; otherwise a value's tag is its name.
+
+    Raises:
+      UserError: if the file is not one of the run's own, see `common.run_dir.open_own`.
+      TrainingFailed: if the folder of the run is gone.
+    """
+
+    def __init__(self, run_dir, worker, last_step, tags=None):
+        self.last_step, self._worker, self._tags = last_step, worker, tags or {}
+        name = worker if worker == "evaluator" else f"worker-{worker}"
+        self._path = Path(run_dir, "metrics", f"{name}.jsonl")
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._open()
+        # Written out every second, not every two minutes: to be seen while training, and not lost when a task is killed.
+        self._events = tf.summary.FileWriter(str(Path(run_dir, "tensorboard", name)), flush_secs=1)
+        self._lock = threading.Lock()
+
+    def write(self, global_step, **values):
+        """Writes one line with the time and these values; the numbers among them become TensorBoard scalars."""
+        finite = {name: None if isinstance(v, float) and not np.isfinite(v) else v for name, v in values.items()}
+        constant = {"worker": self._worker, "last_step": int(self.last_step)}
+        line = json.dumps({"time": time.time(), "global_step": int(global_step), **constant, **finite})
+        scalars = [
+            tf.Summary.Value(tag=self._tags.get(name, name), simple_value=value)
+            for name, value in values.items()
+            if isinstance(value, float) and np.isfinite(value)
+        ]
+        with self._lock:
+            if not self._is_in_place():
+                self._file.close()
+                self._file = self._open()
+            self._file.write(line + "\n")
+            self._events.add_summary(tf.Summary(value=scalars), global_step)
+
+    def _open(self):
+        """Opens the file, and cuts off what a process wrote last that was killed amid a line."""
+        try:
+            descriptor = open_own(self._path, os.O_RDWR | os.O_APPEND)
+        except FileNotFoundError:
+            raise TrainingFailed(f"no metrics can be written: the folder {self._path.parent.parent} is gone") from None
+        with open(descriptor, "rb", closefd=False) as file:
+            os.ftruncate(descriptor, file.read().rfind(b"\n") + 1)
+        return open(descriptor, "a", buffering=1)
+
+    def _is_in_place(self):
+        """Whether the file is still where it was: somebody may have deleted it, or its folder."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return os.path.samestat(os.lstat(self._path), os.fstat(self._file.fileno()))
+        return False
+
+    def failure(self, global_step, loss, advice="go on from the newest good checkpoint with --resume and"):
+        """Returns the `TrainingFailed` of a worker whose loss is not finite."""
+        where = f"worker {self._worker}: the loss is {loss} at step {global_step}"
+        return TrainingFailed(f"{where}; {advice} a smaller --learning_rate, or look at the data")
+
+    def close(self):
+        """Closes both files."""
+        with self._lock:
+            self._file.close()
+            self._events.close()
+
+
+def seconds_between(every_secs, age):
+    """How long to wait from one line to the next, `age` seconds after the first: so the number of lines grows ever slower.
+
+    With 0.5 it is a thousand lines in the first 500 s, five thousand in eight hours, ten thousand in a month and a half.
+    """
+    return max(every_secs, age / 1000)
+
+
+class MetricsHook(tf.train.SessionRunHook):
+    """Writes loss, samples per second and staleness of one worker every `every_secs` seconds, and keeps the totals.
+
+    In a long run it writes more seldom, see `seconds_between`. Training ends when the loss is not finite.
+
+    It counts the calls that fetch a `common.steps.Rounds`; others (an evaluation, say) pass it by. Staleness of an
+    update: how many updates of others came between this worker's pull and its push.
+
+    Args:
+      log: a `MetricsLog`.
+      samples_per_update: batch size × window.
+
+    Raises:
+      TrainingFailed: after a call whose loss was not finite.
+    """
+
+    def __init__(self, log, samples_per_update, every_secs=0.5):
+        self._log, self._samples_per_update, self._every_secs = log, samples_per_update, every_secs
+        self.staleness: collections.Counter[int] = collections.Counter()  # number of updates by their staleness
+        self._new: collections.Counter[int] = collections.Counter()  # the same since the last line
+        self.dropped = self._new_dropped = 0  # gradients that no update was made of
+        self._loss_sum, self._num_calls = 0.0, 0  # since the last line
+        self._first = self._began = 0.0  # the time of the first call, and of the last line
+        self._step = 0
+
+    def totals(self):
+        """Returns how many samples and updates this worker has made, the sum and the maximum of their staleness, and how many
+        gradients were dropped, which are no updates, but of samples."""
+        counts, dropped = self.staleness + self._new, self.dropped + self._new_dropped
+        updates, staleness = counts.total(), sum(k * n for k, n in counts.items())
+        return (updates + dropped) * self._samples_per_update, updates, staleness, max(counts, default=0), dropped
+
+    def before_run(self, run_context):
+        """Asks for the loss and the steps of a call that trains."""
+        rounds = run_context.original_args.fetches
+        if not isinstance(rounds, Rounds):
+            return None
+        self._began = self._began or time.perf_counter()
+        self._first = self._first or self._began
+        return tf.train.SessionRunArgs([rounds.loss, rounds.steps])
+
+    def after_run(self, run_context, run_values):
+        """Counts a call, and writes when it is time."""
+        if run_values.results is None:
+            return
+        loss, steps = run_values.results
+        for pulled, updated in steps.tolist():
+            if updated > pulled:
+                self._new[updated - pulled - 1] += 1
+            else:
+                self._new_dropped += 1
+        self._step = int(steps[-1, 1])
+        if not math.isfinite(loss):
+            raise self._log.failure(self._step, loss)
+        self._loss_sum += float(loss)
+        self._num_calls += 1
+        now = time.perf_counter()
+        if now - self._began >= seconds_between(self._every_secs, now - self._first):
+            self.flush()
+
+    def end(self, session):
+        """Writes what is left."""
+        self.flush()
+
+    def flush(self):
+        """Writes a line for the time since the last one, if there was a call."""
+        updates = self._new.total()
+        gradients = updates + self._new_dropped
+        if not gradients:
+            return
+        now = time.perf_counter()
+        self.staleness.update(self._new)
+        self.dropped += self._new_dropped
+        dropped = {"gradients_dropped": self._new_dropped} if self._new_dropped else {}
+        staleness, self._new, self._new_dropped = self._new, collections.Counter(), 0
+        self._log.write(
+            self._step,
+            loss=self._loss_sum / self._num_calls,
+            samples=self.totals()[0],
+            samples_per_second=gradients * self._samples_per_update / (now - self._began),
+            staleness_mean=sum(k * n for k, n in staleness.items()) / updates if updates else None,
+            staleness={str(k): n for k, n in sorted(staleness.items())},
+            **dropped,
+        )
+        self._loss_sum, self._num_calls, self._began = 0.0, 0, now
+
+
+class EvaluationHook(tf.train.SessionRunHook):
+    """Evaluates the global parameters while training goes on: at the start, then about every `every_secs` seconds, and more
+    seldom in a long run, see `seconds_between`.
+
+    A thread of its own does it, so the worker's rounds don't wait; and it pauses ten times as long as the fastest evaluation
+    took, so that on a large test set evaluation takes no more than a tenth of one core.
+
+    Args:
+      log: a `MetricsLog`.
+      step, loss, accuracy: scalar tensors; accuracy may be NaN (regression).
+    """
+
+    def __init__(self, log, step, loss, accuracy, every_secs=1.0):
+        self._log, self._fetches, self._every_secs = log, [step, loss, accuracy], every_secs
+        self._thread, self._ended = None, threading.Event()
+
+    def after_create_session(self, session, coord):
+        """Starts evaluating in this session; one that it replaces has failed, and its thread with it."""
+        self._stop()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(session, self._ended), daemon=True)
+        self._thread.start()
+
+    def _run(self, session, ended):
+        pause, is_first, first, fastest = 0.0, True, time.perf_counter(), math.inf
+        while not ended.wait(pause):
+            began = time.perf_counter()
+            try:
+                self.evaluate(session)
+            except (tf.errors.OpError, RuntimeError, TrainingFailed):
+                return  # the session has failed or was closed; the training loop meets the same error and handles it
+            took = time.perf_counter() - began
+            # The first takes long, because the session prepares the graph for it: that says nothing about the next.
+            every_secs = seconds_between(self._every_secs, began - first)
+            # Nor does one that had to wait for the rounds.
+            fastest = fastest if is_first else min(fastest, took)
+            pause = every_secs if is_first else max(every_secs - took, 10 * fastest)
+            is_first = False
+
+    def evaluate(self, session):
+        """Evaluates once, writes and returns (global step, loss, accuracy or None)."""
+        step, loss, accuracy = session.run(self._fetches)
+        accuracy = None if np.isnan(accuracy) else float(accuracy)
+        self._log.write(step, test_loss=float(loss), test_accuracy=accuracy)
+        return int(step), float(loss), accuracy
+
+    def _stop(self):
+        self._ended.set()
+        if self._thread:
+            self._thread.join()
+
+    def end(self, session):
+        """Stops the thread."""
+        self._stop()

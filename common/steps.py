@@ -1,0 +1,358 @@
+"""What a scheme yields, and how its steps become calls of a session: one at a time, several rounds, a loop.
+
+A scheme is a generator function `scheme(center, local, hp)`. It gets the global parameters x̃ (`common.center`), this worker's
+local ones x (`common.local`) and the hyperparameters, and yields the `Step`s of one round in their order: a step begins when
+the one before has ended. What a later step needs of an earlier one stays in local variables, so the steps can run as one call
+(`build_rounds`) or, in a notebook or a test, one at a time and in any interleaving (`build_steps`).
+"""
+
+import contextlib
+import contextvars
+import copy
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from common import tf
+from common.flags import UserError
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a round: operations, and what comes of them. `one + other` is a step that does both at once.
+
+    Attributes:
+      operations: a tuple.
+      losses: scalar tensors, the mean loss of each local training.
+      pulled: the global step at which x̃ was read, an int64 scalar like the next two; None if it was not.
+      updated: the global step after this worker's update of x̃; equal to `step_before` if its gradient was dropped.
+      step_before: the newest update that the worker knew of before its own. None: the one that it pulled, and its own since.
+      training_ended: whether another worker has ended the training; None if the step does not ask.
+      may_go_on: whether this step would end at once; None if it waits for nobody.
+      done: a tuple of (object, word): what the step does with something that has rules of its own, see `check_round`.
+    """
+
+    operations: tuple = ()
+    losses: tuple = ()
+    pulled: Any = None
+    updated: Any = None
+    step_before: Any = None
+    training_ended: Any = None
+    may_go_on: Any = None
+    done: tuple = ()
+
+    def __add__(self, other):
+        if not isinstance(other, Step):
+            return NotImplemented
+        both = {}
+        for field in dataclasses.fields(self):
+            one, another = getattr(self, field.name), getattr(other, field.name)
+            if isinstance(one, tuple):
+                both[field.name] = one + another
+            elif one is not None and another is not None:
+                raise UserError(f"two steps that both have `{field.name}` cannot be one: yield them one after the other")
+            else:
+                both[field.name] = another if one is None else one
+        return Step(**both)
+
+    def fetches(self):
+        """Returns what there is of the step, {name: what to fetch in a session}; `loss` is the mean of the losses."""
+        found = {name: getattr(self, name) for name in ("operations", "pulled", "updated", "step_before", "may_go_on")}
+        if self.losses:
+            found["loss"] = tf.add_n(self.losses) / len(self.losses) if len(self.losses) > 1 else self.losses[0]
+        return {name: value for name, value in found.items() if value is not None}
+
+
+class Rounds(NamedTuple):
+    """Some rounds of a scheme as one call of a session: what to fetch."""
+
+    operations: Any
+    loss: Any  # mean over the local trainings
+    steps: Any  # int64 [updates, 2]: the newest update by others that the worker knew, and its own update, as global steps
+    training_ended: Any = ()  # whether another worker has ended the training, if that can be
+
+
+class _Round:
+    """The round that is being built: what its next step comes after, and which optimizers it has used."""
+
+    def __init__(self, here, there, blocking):
+        self.operations = here + there
+        self.blocking = blocking
+        self.optimizers: dict[int, list[Any]] = {}
+
+
+_round: contextvars.ContextVar[_Round | None] = contextvars.ContextVar("_round", default=None)
+
+
+@contextlib.contextmanager
+def _building(round):
+    token = _round.set(round)
+    try:
+        yield round
+    finally:
+        _round.reset(token)
+
+
+def before_read(device):
+    """Returns the operations that a read on a device comes after: earlier ones there or on a worker, and all that block.
+
+    Not those on another ps: that would be a message between ps tasks, for an order that no scheme needs. A step that waits for
+    other workers blocks: reads on every ps run after it, though it waits on one.
+    """
+    round = _round.get()
+    if round is None:
+        return []
+    return [op for op in round.operations if op.device == device or not is_on_ps(op) or op in round.blocking]
+
+
+def before_write(device):
+    """Returns the operations that a write on a device comes after: earlier ones there. The rest comes with the message."""
+    round = _round.get()
+    return [op for op in round.operations if op.device == device] if round else []
+
+
+def before_all():
+    """Returns all operations that this step comes after, wherever they are."""
+    round = _round.get()
+    return list(round.operations) if round else []
+
+
+def is_on_ps(operation):
+    """Whether this operation runs on a ps."""
+    return "/job:ps" in operation.device
+
+
+class Optimizers:
+    """The optimizers that change one vector. A scheme makes them in every round anew; their slots are made once.
+
+    The first, second, ... optimizer that a round uses has the slots of the first, second, ... of every round before; whatever
+    else it has, a learning rate that is a tensor, say, is its own.
+    """
+
+    def __init__(self):
+        self._in_rounds: list[Any] = []  # those of the first round
+        self._by_hand: list[tuple[Any, Any]] = []  # used outside of rounds
+
+    @property
+    def names(self):
+        """A set."""
+        return {optimizer.get_name() for optimizer in [*self._in_rounds, *(own for _, own in self._by_hand)]}
+
+    def use(self, optimizer, prepare=lambda optimizer: None):
+        """Returns a copy of an optimizer which has its slots, for this vector, if a round before has made them.
+
+        Args:
+          optimizer: a `tf.train.Optimizer`.
+          prepare: function of the copy that makes the slots, where they cannot be made when they are needed.
+
+        Raises:
+          UserError: if the round before used one of another kind here, or it is none.
+        """
+        if not isinstance(optimizer, tf.train.Optimizer):
+            raise UserError(f"expected an optimizer of tf.train, as tf.train.AdamOptimizer(0.001), not {optimizer!r}")
+        round = _round.get()
+        used = self._by_hand if round is None else round.optimizers.setdefault(id(self), [])
+        for known, own in used:
+            if known is optimizer:
+                return own
+        own, place = copy.copy(optimizer), len(used)
+        used.append((optimizer, own))
+        if round is not None and place < len(self._in_rounds):
+            first = self._in_rounds[place]
+            if type(first).__qualname__ != type(own).__qualname__:
+                kinds = f"{type(first).__qualname__}, now {type(own).__qualname__}"
+                raise UserError(f"a scheme has to use the same optimizers in every round: it was {kinds}")
+            own._slots, own._non_slot_dict = first._slots, first._non_slot_dict
+            return own
+        own._slots, own._non_slot_dict = {}, {}
+        if round is not None:
+            self._in_rounds.append(own)
+        prepare(own)
+        return own
+
+
+def build_steps(scheme, center, local, hp):
+    """Returns the `Step`s of one round, each to be run on its own.
+
+    Raises:
+      UserError: if the round is none, see `build_rounds`.
+    """
+    with _building(_Round([], [], [])):
+        steps = [_checked(step) for step in scheme(center, local, hp)]
+    _check_round(scheme, steps)
+    return steps
+
+
+def build_rounds(scheme, center, local, hp, rounds=1):
+    """Returns `Rounds` that run the scheme's steps one after the other, `rounds` times over, in one call.
+
+    One after the other on the worker, and on each ps; but a worker whose push has left does not wait until the ps says that
+    it is applied, unless it reads what it pushed to.
+
+    A call costs as much as a message or two, so the fewer the better; its graph grows with the rounds.
+
+    Raises:
+      UserError: if a round does not train, read and change x̃, or breaks a rule of what it uses.
+    """
+    chain = _Chain([], [])
+    chain.add(scheme, center, local, hp, rounds)
+    return Rounds(chain.here + chain.there, chain.loss(), chain.steps(), _or_nothing(chain.training_ended))
+
+
+def repeat_rounds(scheme, center, local, hp, rounds, times):
+    """Returns `Rounds` that do the same as `build_rounds`, `times` over, in a loop of the graph: for calls of any length.
+
+    To be built after the same rounds without a loop, in which an optimizer cannot make its slots. Each time around costs three
+    messages more. The loop ends early when another worker has ended the training.
+
+    At the end the ps waits for a message that the worker has all it needs. Else both end at about the same time, and TensorFlow
+    (2.20 and 2.21) keeps a kilobyte for ever whenever a call is cleaned up before the worker's last thread has let go of it
+    (`LocalRendezvous::StartAbort`): one call in ten or twenty, and with that message one in a hundred.
+
+    Args:
+      times: int32 scalar on the worker.
+    """
+    devices = sorted({piece.device for piece in [*center.pieces, center.step]})
+    tokens = []  # that the rounds have ended: on each ps one of its own, as they send each other no messages
+    for device in devices:
+        with tf.device(device):
+            tokens.append(tf.constant(0))
+    with tf.device(center.step.device):
+        no_steps = tf.zeros([0, 2], tf.int64)
+    can_end = []
+
+    def go_on(t, ended, *_):
+        return (t < times) & ~ended
+
+    def body(t, ended, here, there, loss, steps):
+        chain = _Chain([here.op], [token.op for token in there])
+        chain.add(scheme, center, local, hp, rounds)
+        mean_loss, more = chain.loss(), chain.steps()
+        with tf.control_dependencies(chain.here):
+            here = tf.identity(here)
+        for i, device in enumerate(devices):
+            with tf.device(device), tf.control_dependencies([op for op in chain.there if op.device == device]):
+                there[i] = tf.identity(there[i])
+        with tf.device(center.step.device):
+            steps = tf.concat([steps, more], axis=0)
+        if chain.training_ended is not None:
+            can_end.append(True)
+            ended = chain.training_ended
+        return t + 1, ended, here, there, loss + mean_loss, steps
+
+    first = tf.constant(0), tf.constant(False), tf.constant(0), tokens, tf.constant(0.0), no_steps
+    shapes = tf.nest.map_structure(lambda v: v.shape, first[:-1])
+    longer = (*shapes, tf.TensorShape([None, 2]))
+    t, ended, here, there, loss, steps = tf.while_loop(go_on, body, first, longer, parallel_iterations=1)
+    loss, steps = loss / tf.cast(t, tf.float32), tf.identity(steps)
+    with tf.device(center.step.device), tf.control_dependencies([loss, steps, here, *there]):
+        return Rounds(tf.no_op(), loss, steps, ended if can_end else ())
+
+
+class _Chain:
+    """Rounds that are built one after the other.
+
+    Args:
+      here, there: operations on the worker, and on the ps, after which the first begins.
+
+    Attributes:
+      here, there: the last operations of both.
+      training_ended: of the last step that has it.
+    """
+
+    def __init__(self, here, there):
+        self.here, self.there = here, there
+        self.training_ended: Any = None
+        self._losses: list[Any] = []
+        self._updates: list[Any] = []
+        self._pulled: Any = None
+        self._last: Any = None
+        self._own_updates = 0
+
+    def add(self, scheme, center, local, hp, rounds):
+        """Adds so many rounds."""
+        round = _Round(self.here, self.there, [])
+        for i in range(rounds):
+            made = _variables()
+            round.optimizers, steps, generator = {}, [], scheme(center, local, hp)
+            while True:
+                with _building(round), tf.control_dependencies(self.here):
+                    step = next(generator, None)
+                if step is None:
+                    break
+                steps.append(_checked(step))
+                self._add(step, round)
+            _check_round(scheme, steps)
+            if i > 0 and (new := _variables() - made):
+                raise UserError(
+                    f"{scheme.__name__} makes a new variable in every round, {sorted(new)[0]}: use local.vector or "
+                    "center.slot, or an optimizer of tf.train, which keep theirs"
+                )
+
+    def _add(self, step, round):
+        self._losses += step.losses
+        if step.pulled is not None:
+            self._pulled, self._own_updates, self.there = step.pulled, 0, []
+        if step.updated is not None and (step.step_before is not None or self._pulled is not None):  # else it is refused
+            self._last = step.updated
+            with tf.device(step.updated.device):
+                before = self._pulled + self._own_updates if step.step_before is None else step.step_before
+                self._updates.append(tf.reshape(tf.stack([before, step.updated], axis=-1), [-1, 2]))
+            self._own_updates += 1
+        if step.training_ended is not None:
+            self.training_ended = step.training_ended
+        on_ps = [op for op in step.operations if is_on_ps(op)]
+        self.here = [op for op in step.operations if not is_on_ps(op)] or self.here  # the worker's of the step before
+        self.there = self.there + on_ps  # on the ps since the last read
+        # What the ps did with a push began after it had left the worker: no need to tell the ps again.
+        round.operations = self.there if on_ps else self.here + self.there
+        if step.may_go_on is not None:
+            round.blocking += step.operations
+
+    def loss(self):
+        """Returns the mean loss."""
+        return tf.add_n(self._losses) / float(len(self._losses))
+
+    def steps(self):
+        """Returns the steps as `Rounds` has them."""
+        with tf.device(self._last.device):
+            return tf.concat(self._updates, axis=0)  # there, to be one message
+
+
+def _or_nothing(value):
+    return () if value is None else value
+
+
+def _variables():
+    return {variable.op.name for variable in [*tf.global_variables(), *tf.local_variables()]}
+
+
+def _checked(step):
+    if not isinstance(step, Step):
+        raise UserError(f"a scheme yields steps, as `local.pull(center)` returns one, not {type(step).__name__}")
+    return step
+
+
+def _check_round(scheme, steps):
+    """Raises a `UserError` if these are no steps of a round."""
+    name = getattr(scheme, "__name__", "the scheme")
+    if not any(step.losses for step in steps):
+        raise UserError(f"{name} does not train: a round needs a `yield local.train(...)`")
+    if not any(step.updated is not None for step in steps):
+        raise UserError(f"{name} never changes the global parameters: a round needs a `yield center.push(...)`, or the like")
+    knows = False
+    for step in steps:
+        knows = knows or step.pulled is not None
+        if step.updated is not None and step.step_before is None and not knows:
+            raise UserError(
+                f"{name} changes the global parameters before it has read them: a round needs a `yield local.pull(center)`, or "
+                "`local.compare(center)`, before that"
+            )
+    if len({step.step_before is None for step in steps if step.updated is not None}) > 1:
+        raise UserError(f"{name} both pushes alone and takes part in updates of several workers: a round does one of these")
+    done: dict[int, tuple[Any, list[str]]] = {}
+    for step in steps:
+        for thing, word in step.done:
+            done.setdefault(id(thing), (thing, []))[1].append(word)
+    for thing, words in done.values():
+        thing.check_round(name, words)

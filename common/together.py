@@ -1,0 +1,258 @@
+"""How workers wait for each other: at a bounded distance (`Pace`), for every update (`Together`), or in a ring (`Ring`).
+
+A scheme gets one of these from the center, and each of them owns what belongs to it: who enters, who leaves, of how many
+gradients an update is made. A worker has one at most.
+"""
+
+from common import tf
+from common.coordination import FINISHED, Clocks
+from common.data import local_variable
+from common.flags import UserError
+from common.messages import arrived, gradient_of, parts_of, tensors_of
+from common.steps import Step, before_all, before_read
+
+
+class Pace:
+    """Stale synchronous parallel (Ho et al. 2013): a worker is at most so many ticks ahead of the slowest.
+
+    Args:
+      center: the `common.center.GlobalParameters`.
+      local: this worker's `common.local.LocalParameters`.
+      staleness: number of ticks; infinity is allowed.
+
+    Attributes:
+      gradients_per_update: of how many workers.
+      enter, leave, release: operations for the begin of a session; for when this worker has finished, and others need not wait
+        for it; for when it is to stop, and need not wait itself.
+      vote: None, as a worker stops by itself.
+    """
+
+    gradients_per_update, vote = 1, None
+
+    def __init__(self, center, local, staleness):
+        self._center, self._index = center, local.index
+        with tf.control_dependencies(None):
+            self._clocks = Clocks(local.num_workers, center.lock, staleness)
+            index = local.index
+            self.enter, self.leave, self.release = (
+                make(index) for make in (self._clocks.enter, self._clocks.leave, self._clocks.release)
+            )
+
+    def wait(self):
+        """Ends when this worker is at most `staleness` ticks ahead of the slowest; it then reads what is newer than that."""
+        return _wait(self, self._center, self._clocks, self._index)
+
+    def tick(self):
+        """c ← c + 1: one more step of this worker, and all that it pushed before, is done."""
+        with tf.control_dependencies(None):
+            return Step(tuple(self._clocks.tick(self._index, before_all())), done=((self, "tick"),))
+
+    def check_round(self, name, words):
+        """Raises a `UserError` unless a round ticks once, and waits."""
+        if words.count("tick") != 1 or "wait" not in words:
+            raise UserError(f"{name}: with center.pace, a round needs a `wait()` and one `tick()`; it has {', '.join(words)}")
+
+
+class Together:
+    """Every update is made of the gradients of N workers, all taken at the x̃ that they change.
+
+    N is the number of workers less `backup_workers` (Chen et al. 2016). Exactly once: a gradient counts if there was no update
+    since this worker's last `wait`, before it pulled, and it has given none for this update yet. All that happens to it, on all
+    ps tasks, is one indivisible action, under the lock of the center. Whoever is the N-th makes the update.
+
+    Args:
+      center: the `common.center.GlobalParameters`.
+      local: this worker's `common.local.LocalParameters`.
+      backup_workers: how many workers need not be waited for.
+      mean: if not, an update is made of the sum of the gradients.
+
+    Attributes:
+      gradients_per_update: N.
+      enter, leave, release, vote: as of `Pace`; it is over when one of the workers leaves.
+    """
+
+    vote = None
+
+    def __init__(self, center, local, backup_workers=0, mean=True):
+        self._center, self._index = center, local.index
+        self.gradients_per_update = local.num_workers - backup_workers
+        if self.gradients_per_update < 1:
+            raise UserError(f"of {local.num_workers} workers, {backup_workers} cannot be backup workers: nobody would be left")
+        with tf.control_dependencies(None):
+            self._clocks = Clocks(local.num_workers, center.lock, 0, self.gradients_per_update)
+            reduction = "MEAN" if mean else "SUM"
+            self._sums = [_Total(f"gradients_{i}", piece, reduction) for i, piece in enumerate(center.pieces)]
+            self.enter, self.leave = self._enter(local), self._leave(local)
+            self.release = self._clocks.release(local.index)
+
+    def push(self, optimizer, message, at_ps=None, of_all=None):
+        """x̃ ← optimizer(x̃, mean of the gradients of N workers), once N have arrived that were taken at this x̃; one update.
+
+        Args:
+          optimizer: a `tf.train.Optimizer` that works element by element.
+          message: what is sent to the ps tasks, see `common.messages.parts_of`; a gradient `[size]`, most simply.
+          at_ps: function of a part of the message that has arrived; returns this piece of this worker's gradient, float32.
+          of_all: function of a piece of the mean (or sum); returns what the optimizer gets instead.
+        """
+        center, clocks, index = self._center, self._clocks, self._index
+        parts, gradients = parts_of(message, center.sizes), []
+        sent = [tensor.op for part in parts for tensor in tensors_of(part)]
+        with tf.control_dependencies(None):  # what went before reaches the ps with its part
+            for piece, part in zip(center.pieces, parts, strict=True):
+                with tf.device(piece.device):
+                    gradients.append(tf.convert_to_tensor(gradient_of(arrived(part), at_ps)))
+
+            # Slots cannot be made under a condition. This is never run.
+            optimizer = center.optimizers.use(
+                optimizer, lambda own: own.apply_gradients(list(zip(gradients, center.pieces, strict=True)))
+            )
+            with center.lock.held([gradient.op for gradient in gradients]) as done, tf.device(center.step.device):
+                before = clocks.read()
+                low, own = clocks.low(before), before[index]
+                ended = tf.equal(low, FINISHED)
+                counts = tf.equal(clocks.pulled(index), low) & (own <= low) & ~ended
+                after = clocks.with_clock(before, index, tf.where(counts, low + 1, own))
+                is_last = clocks.low(after) > low
+                step_before = center.step.read_value()
+                updated = step_before + tf.cast(counts, tf.int64)
+                added = [total.add(part, counts) for total, part in zip(self._sums, gradients, strict=True)]
+
+                def apply():
+                    taken = [total.take(of_all) for total in self._sums]
+                    return optimizer.apply_gradients(list(zip(taken, center.pieces, strict=True)))
+
+                with tf.control_dependencies([step_before, *added]):
+                    applied = tf.cond(is_last, apply, tf.no_op).op
+                with tf.control_dependencies([applied]):
+                    counted = center.step.assign_add(tf.cast(is_last, tf.int64), read_value=False)
+                with tf.control_dependencies([counted]):
+                    done += [counted, *clocks.change(before, after, index)]
+        operations = tuple([*sent, *done])
+        return Step(operations, updated=updated, step_before=step_before, training_ended=ended, done=((self, "push"),))
+
+    def wait(self):
+        """Ends when the update is made that this worker's gradient was for, with it or, if it came too late, without it."""
+        return _wait(self, self._center, self._clocks, self._index)
+
+    def check_round(self, name, words):
+        """Raises a `UserError` unless each push is followed by a wait."""
+        if words != ["push", "wait"] * (len(words) // 2) or not words:
+            raise UserError(
+                f"{name}: with center.together, a round needs a `push(...)` and then a `wait()`; it has {', '.join(words)}"
+            )
+
+    def _enter(self, local):
+        """When the chief enters, x̃ may have gone back to a checkpoint. Then no gradient counts that is on its way."""
+        clocks, center = self._clocks, self._center
+        with center.lock.held([]) as enter, tf.device(center.step.device):
+            before = after = clocks.read()
+            if local.index == 0:
+                newest = tf.reduce_max(tf.where(tf.equal(before, FINISHED), tf.zeros_like(before), before))
+                after = tf.where(tf.equal(before, FINISHED), before, tf.fill([local.num_workers], newest + 1))
+                enter += [total.clear() for total in self._sums]
+            enter += clocks.begin(local.index, before, after)
+        return enter
+
+    def _leave(self, local):
+        clocks, center = self._clocks, self._center
+        with center.lock.held([]) as close, tf.device(center.step.device):
+            close += clocks.change(clocks.read(), tf.fill([local.num_workers], tf.constant(FINISHED, tf.int64)))
+        return close
+
+
+class Ring:
+    """The workers average a vector among themselves, without a ps; x̃ gets what all have, from the chief.
+
+    Args:
+      center: the `common.center.GlobalParameters`.
+      local: this worker's `common.local.LocalParameters`.
+
+    Attributes:
+      gradients_per_update: the number of workers.
+      enter, leave, release: as of `Pace`; there is nothing to do.
+      vote: this worker is to stop, and all others together with it after the call, in which it has to take part.
+    """
+
+    enter, leave, release = (), (), ()
+
+    def __init__(self, center, local):
+        self._center, self._local, self._num_means = center, local, 0
+        self.gradients_per_update = local.num_workers
+        with tf.control_dependencies(None), tf.variable_scope(local.name):
+            with tf.device(center.step.device):
+                newest = center.step.read_value()
+            self._step = local_variable("step", newest)  # as many updates as x has, of all workers together
+            self._stopping = local_variable("stopping", tf.zeros([]))
+            self.vote = self._stopping.assign(1.0, read_value=False)
+
+    def mean(self, tensor):
+        """Returns the mean over all workers of a tensor, by an all-reduce among them. All have to take part, or none goes on.
+
+        It is TensorFlow's ring, in which a worker sends n-ths of the tensor, 2 (n − 1) in turn. Two workers send their whole
+        tensors to each other instead: as many bytes, but at once.
+        """
+        n = self._local.num_workers
+        if n == 1:
+            return tensor
+        self._num_means += 1  # all workers build the same graph, so it is the same for all
+        ring = {"group_size": n, "group_key": 1, "instance_key": self._num_means, "communication_hint": "ring"}
+        if n > 2:
+            return tf.raw_ops.CollectiveReduce(input=tensor, merge_op="Add", final_op="Div", subdiv_offsets=[0], **ring)
+        row = tf.expand_dims(tensor, 0)
+        return tf.reduce_mean(tf.raw_ops.CollectiveGather(input=row, shape=[n, *tensor.shape], **ring), axis=0)
+
+    def publish(self, steps=1):
+        """x̃ ← x, the chief's, which is that of all workers, `steps` updates after the last time. One message, the chief's."""
+        center, local = self._center, self._local
+        ended = self.mean(self._stopping.read_value()) > 0
+        newest = self._step.assign_add(steps)
+        step_before = newest - steps + tf.range(steps, dtype=tf.int64)
+        operations = [newest.op]
+        if local.index == 0:
+            for piece, part in zip(center.pieces, parts_of(local.value.read_value(), center.sizes), strict=True):
+                with tf.device(piece.device):
+                    operations.append(piece.assign(part, read_value=False))
+            with tf.device(center.step.device):
+                operations.append(center.step.assign(newest, read_value=False))
+        done = ((self, "publish"),)
+        return Step(tuple(operations), updated=step_before + 1, step_before=step_before, training_ended=ended, done=done)
+
+    def check_round(self, name, words):
+        """Any number of times."""
+
+
+def _wait(owner, center, clocks, index):
+    may_go_on = clocks.may_go_on(index)
+    with tf.control_dependencies(None), tf.control_dependencies(before_read(center.step.device)):
+        waited = clocks.wait(index)
+    return Step(tuple(waited), may_go_on=may_go_on, done=((owner, "wait"),))
+
+
+class _Total:
+    """A sum of gradients of a piece of x̃, beside it; empty at first. It needs no initialization."""
+
+    def __init__(self, name, piece, reduction):
+        self._device = piece.device
+        with tf.device(self._device):
+            self._handle = tf.raw_ops.ResourceConditionalAccumulator(
+                dtype=tf.float32, shape=piece.shape, shared_name=name, reduction_type=reduction
+            )
+
+    def add(self, gradient, counts):
+        """The operation that adds a gradient, if it counts."""
+        with tf.device(self._device):
+            # An accumulator has a step of its own, 0 or more, and drops what is older.
+            step = tf.where(counts, tf.constant(tf.int64.max, tf.int64), tf.constant(-1, tf.int64))
+            return tf.raw_ops.ResourceAccumulatorApplyGradient(handle=self._handle, local_step=step, gradient=gradient)
+
+    def take(self, of_all=None):
+        """Returns the mean or the sum, of one gradient at least, and empties it."""
+        with tf.device(self._device):
+            taken = tf.raw_ops.ResourceAccumulatorTakeGradient(handle=self._handle, num_required=1, dtype=tf.float32)
+            return of_all(taken) if of_all else taken
+
+    def clear(self):
+        """The operation that empties it."""
+        with tf.device(self._device):
+            some = tf.raw_ops.ResourceAccumulatorNumAccumulated(handle=self._handle) > 0
+            return tf.cond(some, lambda: self.take().op, tf.no_op).op

@@ -1,0 +1,59 @@
+"""The problem on which schemes are compared with NumPy, and what else their tests share.
+
+The walk of a scheme is a generator `walk(problem, i)`: the life of worker i, written again from the formula. At a yield another
+worker may do its steps.
+"""
+
+import numpy as np
+
+from common import notebook
+
+RATE = 0.05  # step size of SGD, on worker and ps
+
+
+class Problem:
+    """A linear regression, y = w x + b with three w; x̃ and what the ps knows. Workers are functions of it, see below.
+
+    Each worker has seven batches of its own; when it has seen them all it begins anew.
+    """
+
+    def __init__(self, start, batches, hp):
+        self.start = self.center = start.astype(float)
+        self.batches, self.hp = batches, hp
+        self.version, self.log = 0, []  # number of updates; of each its worker, its staleness and the version after it
+        self.own = [0, 0]  # updates by each worker since its pull
+        self.slots = np.full(4, 0.1)  # of Adagrad, which begins there in TensorFlow
+        self.mean_square = np.zeros(4)
+        self._used = [0, 0]
+
+    def gradient(self, worker, parameters):
+        """The gradient of the mean squared error of this worker's next batch."""
+        x, y = (part[worker, self._used[worker] % 7].astype(float) for part in self.batches)
+        self._used[worker] += 1
+        residual = x @ parameters[:3, None] + parameters[3] - y
+        return 2 * np.append(x.T @ residual, residual.sum()) / len(x)
+
+    def descend(self, worker, x):
+        """T steps of SGD from x: returns their gradients."""
+        gradients = []
+        for _ in range(self.hp.window):
+            gradients.append(self.gradient(worker, x))
+            x = x - RATE * gradients[-1]
+        return gradients
+
+    def pull(self, worker):
+        """Returns x̃ and its version."""
+        self.own[worker] = 0
+        return self.center, self.version
+
+    def update(self, worker, pulled, change):
+        """x̃ ← x̃ + change."""
+        self.center, self.version = self.center + change, self.version + 1
+        self.log.append((worker, self.version - 1 - pulled - self.own[worker], self.version))
+        self.own[worker] += 1
+
+
+def messages(session, fetches):
+    """Returns between which jobs the messages of one call go, as pairs (from, to)."""
+    sent = notebook.messages(session, fetches)
+    return [tuple(task.split("/task")[0] for task in (message.sender, message.receiver)) for message in sent]

@@ -1,0 +1,338 @@
+"""common/steps.py: a scheme that is slightly wrong works, or one line says what is wrong; it never trains silently wrong."""
+
+import math
+import types
+
+import numpy as np
+import pytest
+
+from common import tf
+from common.center import GlobalParameters
+from common.local import LocalParameters
+from common.steps import Step, build_rounds, build_steps, repeat_rounds
+
+SIZE = 4
+
+
+class Ones(LocalParameters):
+    """Local parameters whose every gradient is one, and whose x stays as it was pulled."""
+
+    def __init__(self, center, index=0, num_workers=1):
+        batches, model = types.SimpleNamespace(init_feed_dict={}), types.SimpleNamespace(size=center.size, initial_state=[])
+        super().__init__(center, model, batches, f"worker_{index}", index, num_workers)
+
+    def train(self, window, optimizer, at=None, accumulate=False):
+        """Stands in for the local steps."""
+        return Step((self.gradient.assign(tf.ones([self.model.size]), read_value=False),), (tf.constant(0.0),))
+
+
+@pytest.fixture
+def place(graph):
+    """A function that makes x̃ = 0, cut in pieces, and so many workers."""
+
+    def place(num_workers=1, num_ps=1):
+        center = GlobalParameters(np.zeros(SIZE, np.float32), num_ps)
+        return center, *(Ones(center, i, num_workers) for i in range(num_workers))
+
+    return place
+
+
+@pytest.fixture
+def after(place, initialized):
+    """A function that gives x̃ and the steps after one call of so many rounds of a scheme, with one worker."""
+
+    def after(scheme, rounds, num_ps=1):
+        center, local = place(num_ps=num_ps)
+        built = build_rounds(scheme, center, local, None, rounds)
+        session = initialized(center, local)
+        if waits := center.waits(local):
+            session.run(waits.enter)
+        steps = session.run(built).steps
+        return session.run(center.read()[0]), steps.tolist()
+
+    return after
+
+
+def sgd(rate=1.0):
+    return tf.train.GradientDescentOptimizer(rate)
+
+
+@pytest.mark.parametrize("on", ["ps", "worker"])
+def test_learning_rate_that_is_a_tensor(place, initialized, on):
+    """η = 1/(1 + step), in each round of a call its own: 1 + 1/2 + 1/3 + 1/4."""
+
+    def scheme(center, local, hp):
+        pull = local.pull(center)
+        yield pull
+        rate = 1 / (1 + tf.cast(pull.pulled, tf.float32))
+        yield local.train(1, None)
+        if on == "worker":
+            yield Step((local.apply(sgd(rate), local.gradient),))
+            yield center.add(local.value - center.read()[0])
+        else:
+            yield center.push(sgd(rate), local.gradient)
+
+    center, local = place()
+    built = build_rounds(scheme, center, local, None, 4)
+    session = initialized(center, local)
+    session.run(built)
+    np.testing.assert_allclose(session.run(center.read()[0]), np.full(SIZE, -(1 + 1 / 2 + 1 / 3 + 1 / 4)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("in_a_loop", [False, True])
+def test_optimizer_whose_class_is_defined_in_the_scheme(place, initialized, in_a_loop):
+    """It has one set of slots: momentum, v ← v/2 + 1."""
+
+    def scheme(center, local, hp):
+        class Own(tf.train.MomentumOptimizer):
+            pass
+
+        yield local.pull(center)
+        yield local.train(1, None)
+        yield center.push(Own(1.0, 0.5), local.gradient)
+
+    center, local = place()
+    built = build_rounds(scheme, center, local, None, 3)
+    if in_a_loop:
+        built = repeat_rounds(scheme, center, local, None, 1, 3)
+    session = initialized(center, local)
+    session.run(built)
+    np.testing.assert_allclose(session.run(center.read()[0]), np.full(SIZE, -(1 + 1.5 + 1.75)))
+    assert len([variable for variable in tf.global_variables() if "Momentum" in variable.name]) == 1
+
+
+def test_one_optimizer_for_both_sides_has_slots_on_both(place, initialized):
+    """Adam, whose powers of β would otherwise be those of both."""
+
+    def scheme(center, local, hp):
+        adam = tf.train.AdamOptimizer(0.1)
+        yield local.pull(center)
+        yield local.train(1, None)
+        yield Step((local.apply(adam, local.gradient),))
+        yield center.push(adam, local.gradient)
+
+    center, local = place()
+    built = build_rounds(scheme, center, local, None, 2)
+    session = initialized(center, local)
+    session.run(built)
+    np.testing.assert_allclose(session.run(center.read()[0]), np.full(SIZE, -0.2), rtol=1e-5)  # with g = 1 a step is η
+    assert len([variable for variable in tf.global_variables() if "beta" in variable.name]) == 2
+
+
+def test_variable_of_each_round(place, user_error):
+    def scheme(center, local, hp):
+        yield local.pull(center)
+        yield local.train(1, None)
+        tf.get_variable(f"mine_{len(tf.global_variables())}", [])
+        yield center.push(sgd(), local.gradient)
+
+    center, local = place()
+    with user_error("scheme makes a new variable in every round, mine_", "use local.vector or center.slot"):
+        build_rounds(scheme, center, local, None, 2)
+
+
+def test_optimizers_that_change_from_round_to_round(place, user_error):
+    kinds = iter([sgd(), tf.train.AdamOptimizer(0.1)])
+
+    def scheme(center, local, hp):
+        yield local.pull(center)
+        yield local.train(1, None)
+        yield center.push(next(kinds), local.gradient)
+
+    center, local = place()
+    with user_error("the same optimizers in every round: it was GradientDescentOptimizer, now AdamOptimizer"):
+        build_rounds(scheme, center, local, None, 2)
+
+
+def together(center, local, hp):
+    others = center.together(local)
+    yield local.pull(center)
+    yield local.train(1, None)
+    yield others.push(sgd(), local.gradient)
+    yield others.wait()
+
+
+def without_wait(center, local, hp):
+    yield local.pull(center)
+    yield local.train(1, None)
+    yield center.together(local).push(sgd(), local.gradient)
+
+
+def without_tick(center, local, hp):
+    yield center.pace(local, 10).wait()
+    yield local.pull(center)
+    yield local.train(1, None)
+    yield center.push(sgd(), local.gradient)
+
+
+def two_paces(center, local, hp):
+    yield center.pace(local, 10).wait()
+    yield local.pull(center)
+    yield local.train(1, None)
+    yield center.push(sgd(), local.gradient)
+    yield center.pace(local, 0).tick()
+
+
+def pace_and_quorum(center, local, hp):
+    yield center.pace(local, 0).wait()
+    yield local.pull(center)
+    yield local.train(1, None)
+    yield center.together(local, backup_workers=1).push(sgd(), local.gradient)
+
+
+def push_after_push_together(center, local, hp):
+    yield from together(center, local, hp)
+    yield center.push(sgd(), local.gradient)
+
+
+def two_memories(center, local, hp):
+    yield center.exact(local, "step").pull()
+    yield local.train(1, None)
+    yield center.exact(local, "value").push(sgd(), local.gradient, lambda g, at_update: g)
+
+
+def exact_push_alone(center, local, hp):
+    yield local.pull(center)
+    yield local.train(1, None)
+    yield center.exact(local, "step").push(sgd(), local.gradient, lambda g, at_update: g)
+
+
+def no_pull(center, local, hp):
+    yield local.train(1, None)
+    yield center.push(sgd(), local.gradient)
+
+
+def no_push(center, local, hp):
+    yield local.pull(center)
+    yield local.train(1, None)
+
+
+def no_training(center, local, hp):
+    yield local.pull(center)
+    yield center.push(sgd(), local.gradient)
+
+
+def operations(center, local, hp):
+    yield [local.value.assign_add(local.value)]
+
+
+def part_of_the_gradient(center, local, hp):
+    yield local.pull(center)
+    yield local.train(1, None)
+    yield center.push(sgd(), local.gradient[:2])
+
+
+def whole_numbers(center, local, hp):
+    yield local.pull(center)
+    yield local.train(1, None)
+    yield center.push(sgd(), tf.cast(local.gradient, tf.int8))
+
+
+def no_optimizer(center, local, hp):
+    yield local.pull(center)
+    yield local.train(1, None)
+    yield center.push(0.1, local.gradient)
+
+
+def two_reads_at_once(center, local, hp):
+    yield local.pull(center) + local.compare(center)
+
+
+def no_worker_left(center, local, hp):
+    yield center.together(local, backup_workers=2).wait()
+
+
+WRONG = {
+    without_wait: "without_wait: with center.together, a round needs a `push(...)` and then a `wait()`; it has push",
+    without_tick: "without_tick: with center.pace, a round needs a `wait()` and one `tick()`; it has wait",
+    two_paces: "always the same, not both: center.pace(local, 10) and center.pace(local, 0)",
+    pace_and_quorum: "always the same, not both: center.pace(local, 0) and center.together(local, 1, True)",
+    push_after_push_together: "push_after_push_together both pushes alone and takes part in updates of several workers",
+    two_memories: "always the same, not both: center.exact(local, 'step') and center.exact(local, 'value')",
+    exact_push_alone: "exact_push_alone: with center.exact, a round begins with its `pull()`; it has push",
+    no_pull: "no_pull changes the global parameters before it has read them",
+    no_push: "no_push never changes the global parameters",
+    no_training: "no_training does not train",
+    operations: "a scheme yields steps, as `local.pull(center)` returns one, not list",
+    part_of_the_gradient: "a message is a vector [4], as the parameters are",
+    whole_numbers: "without `at_ps`, a message is the gradient that the optimizer gets: expected float32 values, not of int8",
+    no_optimizer: "expected an optimizer of tf.train, as tf.train.AdamOptimizer(0.001), not 0.1",
+    two_reads_at_once: "two steps that both have `pulled` cannot be one",
+    no_worker_left: "of 2 workers, 2 cannot be backup workers",
+}
+
+
+@pytest.mark.parametrize("build", [build_steps, build_rounds])
+@pytest.mark.parametrize("scheme", WRONG, ids=lambda scheme: scheme.__name__)
+def test_scheme_that_is_wrong(place, user_error, scheme, build):
+    center, local, _ = place(num_workers=2)
+    with user_error(WRONG[scheme]):
+        build(scheme, center, local, None)
+
+
+def test_steps_at_once(place, initialized):
+    """Both happen, and what comes of them is there."""
+    center, local = place()
+    pull, add = local.pull(center), center.add(tf.ones([SIZE]))
+    both = pull + add + Step(losses=(tf.constant(1.0), tf.constant(2.0)))
+    session = initialized(center, local)
+    found = session.run(both.fetches())
+    assert (found["pulled"], found["updated"], found["loss"]) in ((0, 1, 1.5), (1, 1, 1.5))
+    np.testing.assert_array_equal(session.run(center.read()[0]), np.ones(SIZE))
+
+
+@pytest.mark.parametrize("num_ps", [1, 2, 3])
+def test_messages_of_other_kinds(after, num_ps):
+    """Whole numbers, some elements, a scalar, and several of them: a function on the ps makes a gradient of them."""
+
+    def of(message, at_ps=None):
+        def scheme(center, local, hp):
+            yield local.pull(center)
+            yield local.train(1, None)
+            yield center.push(sgd(), message(local.gradient), at_ps)
+
+        return after(scheme, 1, num_ps)[0].tolist()
+
+    with tf.Graph().as_default():
+        assert of(lambda g: tf.cast(3 * g, tf.int8), lambda part: tf.cast(part, tf.float32)) == [-3.0] * SIZE
+    with tf.Graph().as_default():
+        some = of(lambda g: tf.IndexedSlices(tf.constant([5.0, 7.0]), tf.constant([0, 3], tf.int64)))
+        assert some == [-5.0, 0.0, 0.0, -7.0]
+    with tf.Graph().as_default():
+        scaled = of(lambda g: (tf.cast(g, tf.int8), tf.constant(0.5)), lambda part: tf.cast(part[0], tf.float32) * part[1])
+        assert scaled == [-0.5] * SIZE
+
+
+def test_votes(graph, initialized):
+    """Three workers send signs as whole numbers; the sign of their sum is the gradient."""
+    center = GlobalParameters(np.zeros(SIZE, np.float32))
+    workers, signs = [Ones(center, i, 3) for i in range(3)], [[1, 1, -1, -1], [1, -1, -1, 1], [1, -1, 1, -1]]
+
+    def scheme(center, local, hp):
+        others = center.together(local, mean=False)
+        yield local.pull(center)
+        yield local.train(1, None)
+        votes = tf.constant(signs[local.index], tf.int8)
+        yield others.push(sgd(), votes, at_ps=lambda part: tf.cast(part, tf.float32), of_all=tf.sign)
+        yield others.wait()
+
+    steps = [build_steps(scheme, center, worker, None) for worker in workers]
+    session = initialized(center, *workers)
+    for worker in workers:
+        session.run(center.waits(worker).enter)
+    for i in range(3):
+        for step in steps[i][:3]:
+            session.run(step.operations)
+    np.testing.assert_array_equal(session.run(center.read()[0]), [-1, 1, 1, 1])
+
+
+def test_pace_without_a_bound(after):
+    def scheme(center, local, hp):
+        pace = center.pace(local, math.inf)
+        yield pace.wait()
+        yield local.pull(center)
+        yield local.train(1, None)
+        yield center.push(sgd(), local.gradient)
+        yield pace.tick()
+
+    assert after(scheme, 3)[1] == [[0, 1], [1, 2], [2, 3]]
