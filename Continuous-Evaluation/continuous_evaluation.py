@@ -1,6 +1,6 @@
 """Continuous evaluation: while workers train, one more process evaluates each checkpoint, keeps the best, says when to stop.
 
-The workers train with HogWild; any other scheme would do. Whoever is last among the workers is the evaluator
+The workers train with HogWild; any other scheme would do. The last worker is the evaluator
 (`TaskSpecDef.use_last_worker_as_evaluator`): it is no part of their cluster, gets no samples to train with and sends nothing to
 the ps. All that it knows of the training is in the run's folder, which it shares with the chief:
 
@@ -227,7 +227,7 @@ def evaluate(task, settings):
         model.save(*values, run_dir / "best" / "model.keras")
         best.note(**dict(zip(("test_loss", "test_accuracy"), evaluator.test(values))))
     plots.draw_curve(run_dir)
-    (run_dir / ENDED).unlink(missing_ok=True)  # or who goes on with this run would take it for ended
+    (run_dir / ENDED).unlink(missing_ok=True)  # or a run that resumes from here would count as ended
     return 0
 
 

@@ -112,7 +112,7 @@ def _run(arguments):
     asked: list[int] = []
 
     def ask(number, _):
-        if number != signal.SIGHUP or not asked:  # the shell and the system may both send that: nobody is impatient
+        if number != signal.SIGHUP or not asked:  # the shell and the system may both send that: no second request
             asked.append(number)
             events.put(None)
 

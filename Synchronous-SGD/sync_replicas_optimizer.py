@@ -10,7 +10,8 @@ number of workers. But N gradients are not one of each worker:
   from then on each contributes once. With --num_tokens=0 it is so from the first update on.
 - A worker is not told whether its gradient counted.
 - Each variable collects its gradients by itself, and all updates are made by the chief, in a thread of its own.
-- Who waits for a token when the others have finished waits for ever. So here whoever finishes puts in one more for each.
+- A worker that waits for a token when the others have finished waits for ever. So here each worker that finishes adds one
+  token for every worker.
 
 Every worker writes down at which steps it gave its gradients, to `contributions/worker-N.json` in the folder of the run.
 """
@@ -79,7 +80,7 @@ def train(task, settings):
         steps: list[int] = []  # at which it gave its gradients, and is to give the next
         noted = tf.py_func(steps.append, [token], [])
         counts = tf.cast(present <= known, tf.int64)
-        # It is the token that ends the loop: who has given gradients for the last update does not know yet that it is made.
+        # The token ends the loop: a worker that gave gradients for the last update does not know yet that it is made.
         one = Rounds(noted, loss, tf.stack([[known - counts, known]]), token >= last)
 
         def next_call(present):
@@ -104,7 +105,7 @@ def train(task, settings):
             if index == 0:
                 creator = tf.train.ChiefSessionCreator(scaffold, target, task and task.config(), checkpoint_dir)
                 saver = tf.train.CheckpointSaverHook(checkpoint_dir, checkpoint_secs, scaffold=scaffold, save_graph_def=False)
-                # By default it waits two minutes at the end for its thread, to which nobody gives gradients any more.
+                # By default it waits two minutes at the end for its thread, to which no worker gives gradients any more.
                 session = tf.train.MonitoredSession(creator, [*hooks, saver], stop_grace_period_secs=0.1)
             else:
                 session = textbook_session(task, target, scaffold, checkpoint_dir, checkpoint_secs, hooks)

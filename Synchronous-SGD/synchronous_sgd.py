@@ -22,7 +22,7 @@ def synchronous_sgd(center, local, hp):
 
 
 def check(hp):
-    """Raises a `UserError` if nobody would be left."""
+    """Raises a `UserError` if no worker would be left."""
     if hp.backup_workers >= hp.num_workers:
         raise UserError(f"--backup_workers must be less than the number of workers, {hp.num_workers}, not {hp.backup_workers}")
 

@@ -30,7 +30,7 @@ STEPS_PER_VOTE = 50  # how often, at most, the workers ask worker 0 whether the 
 
 def main():
     """Runs the workers; worker 0 writes `result.json`."""
-    options, digits = alternatives.parse(steps_per_call=(50, "steps a call of the tf.function"))
+    options, digits = alternatives.parse(steps_per_call=(50, "steps per call of the tf.function"))
     os.environ.update(alternatives.environment(options.num_workers))
     with contextlib.ExitStack() as stack:
         ports = [stack.enter_context(launch.reserved_port()).getsockname()[1] for _ in range(options.num_workers)]

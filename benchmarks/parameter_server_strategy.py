@@ -25,7 +25,7 @@ SIZES = (64, 128, 128, 10)  # of --model=mlp
 
 def main():
     """Runs ps tasks, workers and the coordinator, which writes `result.json`."""
-    options, digits = alternatives.parse(steps_per_call=(1, "steps a call of the scheduled function"))
+    options, digits = alternatives.parse(steps_per_call=(1, "steps per call of the scheduled function"))
     # With fewer threads it waits for ever: TensorFlow's guide has the same.
     environment = {"TF_NUM_INTEROP_THREADS": str(options.num_workers + 1), **os.environ}
     os.environ.update(alternatives.environment(options.num_workers) | environment)

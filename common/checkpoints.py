@@ -162,7 +162,7 @@ class Keeper(tf.train.SessionRunHook):
 
     Each has a thread, which waits for none of the worker's calls. The chief saves when `CHIEF_AFTER` of the time has passed
     since the last checkpoint. If it does not, because it is dead, stopped or just starting, another worker that sees the
-    chief's folder saves after `OTHERS_AFTER` of the time. The workers agree on the ps of the global step who it is.
+    chief's folder saves after `OTHERS_AFTER` of the time. A claim on the ps of the global step decides which one.
 
     A checkpoint is read under the lock of `GlobalParameters`: it holds all of an update that takes this lock, or nothing of
     it. Of another update that is on its way it may hold one ps's part without the next one's. Its name has the step that it
@@ -232,7 +232,7 @@ class Keeper(tf.train.SessionRunHook):
             return [tf.identity(value) for value in scalars], [tf.identity(value) for value in values], done
 
     def _take_turns(self, center):
-        """Makes the operations by which the workers agree on who saves."""
+        """Makes the operations by which the workers agree on which of them saves."""
 
         def find(table, key, none):
             return tf.raw_ops.LookupTableFindV2(table_handle=table, keys=tf.constant(key, tf.int64), default_value=none)
@@ -397,7 +397,7 @@ class Trained(tf.train.CheckpointSaverListener):
 
     Args:
       step: the global step, a variable.
-      batch_size: samples a step.
+      batch_size: samples per step.
 
     Attributes:
       samples_before: those that are not step × batch_size, since another batch size held then.

@@ -36,7 +36,7 @@ class TaskSpecDef:
     Attributes:
       type: the task_type, "master" for a chief.
       num_ps, num_workers: how many there are, the master among the workers.
-      shard_index: which part of the samples is this worker's, from 0 (the master's) to num_workers - 1; 0 for who has none.
+      shard_index: which part of the samples is this worker's, from 0 (the master's) to num_workers - 1; 0 for others.
 
     Raises:
       UserError: if the task is not in the cluster, or the cluster is none.
@@ -188,7 +188,7 @@ class TaskSpecDef:
         To be called by all tasks, also the ps.
 
         Raises:
-          UserError: if nobody were left to train.
+          UserError: if no worker were left to train.
         """
         if self.is_evaluator():
             return self

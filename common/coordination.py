@@ -1,4 +1,4 @@
-"""How workers wait for each other: a lock, and a clock and a bell for each worker, on a ps. Nobody polls.
+"""How workers wait for each other: a lock, and a clock and a bell for each worker, on a ps. No worker polls.
 
 All of it lies in resources of the ps that need no initialization and belong to no checkpoint: they are as old as the ps.
 """
@@ -8,7 +8,7 @@ from typing import Any
 
 from common import tf
 
-FINISHED = 2**61  # the clock of a worker that nobody has to wait for; sums of two such fit in 64 bits
+FINISHED = 2**61  # the clock of a worker that holds no other back; sums of two such fit in 64 bits
 
 
 class Lock:
@@ -16,7 +16,7 @@ class Lock:
 
     Args:
       device: where it lies.
-      name: the same one for all who share it.
+      name: the same for all workers that share it.
     """
 
     def __init__(self, device, name):
@@ -46,7 +46,7 @@ class Clocks:
     Worker i may go on while c_i − low ≤ s, where low is the least of all clocks: stale synchronous parallel (Ho et al. 2013).
     With a `quorum` of N workers low is the N-th largest clock: N of them are enough to let the others go on.
 
-    A blocked worker dequeues from its own queue, its bell. Whoever raises `low` enqueues one token for each worker that it
+    A blocked worker dequeues from its own queue, its bell. The worker that raises `low` enqueues one token for each that it
     unblocks. `wait` takes exactly as many tokens as the times that its worker came to be too far ahead.
 
     Args:
@@ -54,7 +54,7 @@ class Clocks:
       lock: a `Lock`; the clocks lie beside it.
       staleness: s, how many ticks a worker may be ahead; infinity is allowed.
       quorum: N; all workers by default.
-      name: the same one for all who share the clocks.
+      name: the same for all workers that share the clocks.
     """
 
     def __init__(self, num_workers, lock, staleness=0, quorum=None, name="clocks"):
@@ -115,7 +115,7 @@ class Clocks:
 
         Args:
           before, after: all clocks.
-          worker: who has to wait from now on if it came to be too far ahead.
+          worker: the one whose clock has moved; it has to wait if it is too far ahead now.
         """
         with tf.device(self.lock.device), tf.control_dependencies([before]):  # which is to be looked up before it changes
             was_ahead, is_ahead = (clocks - self.low(clocks) > self._staleness for clocks in (before, after))

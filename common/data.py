@@ -238,7 +238,7 @@ class Batches:
 
     Args:
       x, y: arrays `[n, ...]`, `[n, ...]`.
-      batch_size: samples a batch, any number; a batch may cross the end of an epoch.
+      batch_size: samples per batch, any number; a batch may cross the end of an epoch.
       seed: of the order; equal seeds give equal orders.
       name: variable scope.
     """
@@ -295,7 +295,7 @@ def array_dataset(arrays, batch_size, num_workers=1, shard_index=0, epochs=None,
 
     Args:
       arrays: an array `[n, ...]`, or a tuple of arrays with the same n. All workers give the same; they are not copied.
-      batch_size: samples a batch of this worker.
+      batch_size: samples per batch of this worker.
       num_workers, shard_index: this is worker `shard_index` of 0 to `num_workers` - 1.
       epochs: passes over the shard; None goes on for ever. (An iterator that is initialized again begins with the order of
         the first epoch again.)
@@ -347,7 +347,7 @@ def line_dataset(
     Args:
       files: paths, in any order; all workers give the same, and the files do not change. One line is one sample.
       parse: a function of a line, a scalar string tensor, that returns a tensor or a tuple of tensors.
-      batch_size: samples a batch of this worker.
+      batch_size: samples per batch of this worker.
       num_workers, shard_index: this is worker `shard_index` of 0 to `num_workers` - 1.
       epochs: passes over the shard; None goes on for ever.
       seed: of the order, as in `array_dataset`.

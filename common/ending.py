@@ -10,8 +10,8 @@ class Rendezvous:
     """How the workers of a cluster end together, as operations in the present graph.
 
     Each worker hands in a report when it stops, and waits; the chief gathers the reports of all, does what is to be done
-    with parameters that no one changes any more, and dismisses the others. Nobody polls: all wait on queues on ps 0. The
-    reports stay in a table there, so that whoever is restarted meanwhile, the chief too, can take up where it was.
+    with parameters that no one changes any more, and dismisses the others. No worker polls: all wait on queues on ps 0. The
+    reports stay in a table there, so that a worker that is restarted meanwhile, the chief too, can take up where it was.
 
     Args:
       task: this worker.
@@ -108,7 +108,7 @@ def serve(task, server):
                 done.add(int(session.run(next_done)))
 
 
-LEFT_SECONDS = 10  # whoever ends a ps ends its workers within this time; one that left earlier may be back
+LEFT_SECONDS = 10  # a scheduler that ends a ps ends its workers within this time; one that left earlier may be back
 
 
 def count_left_as_done(task, server):

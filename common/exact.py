@@ -63,7 +63,7 @@ class Exact:
     def push(self, optimizer, message, at_ps):
         """x̃ ← optimizer(x̃, at_ps(part, at_update)) as one indivisible action over all ps tasks; counts one update.
 
-        The lock is taken when the message has arrived on all ps, so nobody waits for a worker; with several ps it is held for
+        The lock is taken when the message has arrived on all ps, so it never waits for a worker; with several ps it is held for
         one exchange of small messages between them.
 
         Args:

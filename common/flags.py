@@ -21,11 +21,11 @@ LOCAL_OPTIMIZERS = ("sgd", "momentum", "adagrad", "adam")  # see LocalParameters
 class UserError(Exception):
     """What the user asked for cannot be done. Its text is one line: what was wrong, what was expected, what to do.
 
-    Nobody has to catch it: a program that it ends prints that line, and no stack trace, and exits with status 2.
+    No caller has to catch it: a program that it ends prints that line, and no stack trace, and exits with status 2.
     """
 
 
-# What a disk that is full, read-only, failing or another user's says to who writes
+# What a process hears that writes to a disk that is full, read-only, failing or another user's
 _UNWRITABLE = [os.strerror(n) for n in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)]
 
 
@@ -175,7 +175,7 @@ def define(defaults):
     define_number("seconds", None, "stop after this many seconds of training", above=0, most=SECONDS)
     flags.DEFINE_string("data", own("data", "digits"), "digits, linear, mnist, or FILE.py:FUNCTION")
     flags.DEFINE_string("model", own("model", "mlp"), "linear, mlp, cnn, or FILE.py:FUNCTION")
-    define_integer("batch_size", own("batch_size"), "samples a step and worker", least=1)
+    define_integer("batch_size", own("batch_size"), "samples per step and worker", least=1)
     define_number("learning_rate", own("learning_rate"), "step size", above=0)
     # A loop of the graph counts them, in 32 bits.
     define_integer("window", own("window", 1), "local steps from one exchange with the ps to the next", least=1, most=INT32)
@@ -252,7 +252,7 @@ def _unknown(values, name):
 
 def _refuse_absls_own(values, arguments):
     """Raises a `UserError` for a flag of absl's own. They are not the scheme's, and which ones there are depends on what is
-    imported; `--flagfile` would bring in flags that nobody has looked at, and `--undefok` hide a flag's misspelling."""
+    imported; `--flagfile` would bring in flags that nothing has checked, and `--undefok` hide a flag's misspelling."""
     theirs = ABSL_READS | set(values) - _own_names(values)
     for argument in arguments:
         if argument == "--":

@@ -97,7 +97,7 @@ class ForkServer:
         return self._process.wait()
 
     def reserve_ports(self, count):
-        """Returns so many ports, in the network of the tasks, that nobody else gets; see `reserved_port`. Before any start."""
+        """Returns ports in the tasks' network that no other process gets; see `reserved_port`. Before any start."""
         return self._ask("ports", count)
 
     def listen(self, ended, said):
@@ -138,7 +138,7 @@ class ForkServer:
 
 @contextlib.contextmanager
 def reserved_port(port=0):
-    """A port of this machine that nobody else gets as long as the context lasts: `port`, or any that is free.
+    """A port of this machine that no other process gets as long as the context lasts: `port`, or any that is free.
 
     The socket is bound but does not listen; the task's server can bind to the port as well, since both allow reuse, also
     again after a restart. Closing the socket first would let another program take the port in between.
@@ -249,7 +249,7 @@ def _kill_orphans(keys):
             with contextlib.suppress(OSError), open(f"/proc/{path}/stat") as file:
                 parent = int(file.read().rpartition(")")[2].split()[1])
                 if parent == os.getpid():
-                    os.kill(int(path), signal.SIGKILL)  # it is this process's child: nobody else gets its number meanwhile
+                    os.kill(int(path), signal.SIGKILL)  # a child of this process: no other gets its number meanwhile
 
 
 def _end_all(keys):

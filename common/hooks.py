@@ -46,7 +46,7 @@ class WarmStartHook(tf.train.SessionRunHook):
         self._is_open = True
 
     def close(self, session):
-        """Lets those who still wait know that training has ended."""
+        """Lets the workers that still wait know that training has ended."""
         if not self._is_open:
             session.run(self._end)
             self._is_open = True
@@ -228,7 +228,7 @@ class EarlyStoppingHook(tf.train.SessionRunHook):
             self._is_said, self._say = said.is_closed(), said.close()
 
     def after_run(self, run_context, run_values):
-        """The chief says so if there is the file; whoever hears it stops.
+        """The chief says so if the file exists; each worker that hears it stops.
 
         In a call of its own: in one call with an all-reduce among the workers, a look at the ps makes that fail.
         """

@@ -50,7 +50,7 @@ def check_input(script, arguments, settings):
 
         def hear_end():
             checking.wait()
-            with contextlib.suppress(OSError):  # nobody may listen any more
+            with contextlib.suppress(OSError):  # the listener may have gone
                 os.write(said, b"\n")  # after all that it has said itself
             os.close(said)
 

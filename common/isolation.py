@@ -44,7 +44,7 @@ def why_no_own_network():
 
 
 def enter_own_network():
-    """Puts this process, which must have one thread only, and its children into a network that nobody else is in.
+    """Puts this process, which must have one thread only, and its children into a network that no other process is in.
 
     It is a Linux network namespace with a loopback interface, inside a user namespace, which needs no rights. Some systems
     refuse a later step, when there is no way back: to be tried before, see `why_no_own_network`.

@@ -279,14 +279,14 @@ class Run:
 
     def _interrupt(self, number, frame):
         if number == signal.SIGHUP and self._is_interrupted:
-            return  # the shell and the system may both send it: nobody is impatient
+            return  # the shell and the system may both send it: that is no second request
         self._is_interrupted = True
         self._events.put(None)  # not an exception, which could strike between the start of a task and the note of it
 
     def _hear(self, name, text):
         text = self._tasks[name].hear(text)
         if text:
-            self._events.put(text)  # to be shown by the main thread: a terminal may keep whoever writes to it waiting
+            self._events.put(text)  # to be shown by the main thread: a terminal may block the thread that writes to it
 
     def _next_end(self, deadline=math.inf):
         """Waits for a task to end, starting and looking after others meanwhile; returns it, or None when it is past `deadline`.
@@ -395,7 +395,7 @@ class Run:
             if task.status != 0 and (task in needed or not self._has_ended()):
                 self._mend(task)
         for task in self._starting():
-            task.starts_at = None  # nobody needs it any more
+            task.starts_at = None  # not needed any more
         deadline = time.monotonic() + PS_SECONDS
         while any(task.is_running for task in self._tasks.values()):
             if self._next_end(deadline) is None:

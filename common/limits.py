@@ -45,11 +45,11 @@ def check_tasks(num_ps, num_workers):
     check_threads(f"{count:,} tasks need some", THREADS_OF_A_TASK * count, "--num_ps or --num_workers")
 
 
-def check_threads(who, need, flags):
-    """Raises a `UserError` if this machine cannot have so many threads: it says who needs them, and of what to give less."""
+def check_threads(what, need, flags):
+    """Raises a `UserError` if this machine cannot have so many threads: it says what needs them, and of what to give less."""
     has, of = _processes()
     if need > has:
-        raise UserError(f"{who} {need:,} threads, but {of} allows {has:,}: fewer {flags}, or a higher limit")
+        raise UserError(f"{what} {need:,} threads, but {of} allows {has:,}: fewer {flags}, or a higher limit")
 
 
 def _processes():

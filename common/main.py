@@ -42,7 +42,7 @@ def main(scheme=None, train=None, pace="own", without=(), check=None, evaluate=N
     failed = launch.FAILED_FOR_GOOD if os.environ.get("LAUNCHER_KEY") else 1
     try:
         status = _run(scheme, train, pace, without, check, evaluate, script, sys.argv[1:], defaults)
-        words.work_is_done()  # nobody else has ended this process, as a function of the user's may with sys.exit
+        words.work_is_done()  # this end is ours: a function of the user's may end the process, too, with sys.exit
         sys.exit(status)
     except UserError as error:
         sys.exit(_say(2, f"{script.name}: {error}"))

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from common import cluster, isolation, launch, tf
 
-_open: set[object] = set()  # clusters, which thus live on while nobody has a reference to them
+_open: set[object] = set()  # keeps clusters alive to which no variable refers
 
 
 def quiet():
@@ -131,8 +131,8 @@ def _end(process):
 def shared_cluster(path, **jobs):
     """Returns the `LocalCluster` of several notebooks that run at the same time, in kernels of their own.
 
-    Whoever comes first writes the addresses to the file `path`; they hold as long as one of the kernels lives. Each kernel
-    reserves all the ports, so they are nobody else's whichever of them ends.
+    The first kernel writes the addresses to the file `path`; they hold as long as one of the kernels lives. Each kernel
+    reserves all the ports, so no other process gets them, whichever kernel ends.
 
     Args:
       path: a file, the same for all.

@@ -217,7 +217,7 @@ class Display:
 
 
 def say(line):
-    """Prints, unless nobody reads any more: a run that was begun with `| head` goes on to its end."""
+    """Prints, unless the reader has gone: a run that was begun with `| head` goes on to its end."""
     try:
         print(line, flush=True)
     except BrokenPipeError:

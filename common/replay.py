@@ -1,6 +1,6 @@
 """Several workers of a scheme in one process, whose steps run when one says so: for notebooks and tests.
 
-The operations are those that worker processes run; only who runs when is the caller's choice, not the machine's. So it can
+The operations are those that worker processes run; only the order is the caller's choice, not the machine's. So it can
 be repeated, and shows what would need more cores than a laptop has.
 """
 

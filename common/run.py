@@ -2,7 +2,7 @@
 
     python -m common.run --num_ps=1 --num_workers=2 my_script.py --its=flags
 
-Each task finds in `TF_CONFIG` who it is. Worker 0 writes to the terminal, the others to logs. The run ends with its workers.
+Each task finds its place in `TF_CONFIG`. Worker 0 writes to the terminal, the others to logs. The run ends with its workers.
 """
 
 import datetime

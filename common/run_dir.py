@@ -248,7 +248,7 @@ def open_own(path, flags):
       UserError: if it is a link, no file, another user's, or has another name, too.
     """
     path = Path(path)
-    flags |= os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # the last for a pipe, where nobody may be at the other end
+    flags |= os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # the last for a pipe, which may have no reader
     with contextlib.ExitStack() as stack:
         try:
             try:

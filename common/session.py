@@ -180,7 +180,7 @@ def DistributedSession(
                 session.run(train_op)
 
     The master initializes the variables, or restores them from the newest checkpoint, and saves them, also at the end; the
-    others wait until it has. Nobody waits for a worker that is not there: the device filters are set, in a `config` of your
+    others wait until it has. No task waits for a worker that is not there: the device filters are set, in a `config` of your
     own, too, if that has none. When a ps dies and comes back, `run` goes on from the newest checkpoint. Leaving the session
     tells the ps tasks that this worker is done; after an error it does not, since the worker may be started again.
 

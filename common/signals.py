@@ -71,8 +71,8 @@ def lasting(stream, descriptor):
 
 
 class _Terminal(io.FileIO):
-    """A terminal. When it is closed, what is written goes nowhere, and nobody fails who shows progress, or prints in the user's
-    own functions. Whether the run ends then is for SIGHUP to say: `nohup`, `setsid` and `disown` keep that away."""
+    """A terminal. When it is closed, what is written goes nowhere, so a print does not fail, in the user's functions either.
+    Only SIGHUP ends the run then: `nohup`, `setsid` and `disown` keep that away."""
 
     def write(self, data):
         try:

@@ -28,7 +28,7 @@ class Step:
       updated: the global step after this worker's update of x̃; equal to `step_before` if its gradient was dropped.
       step_before: the newest update that the worker knew of before its own. None: the one that it pulled, and its own since.
       training_ended: whether another worker has ended the training; None if the step does not ask.
-      may_go_on: whether this step would end at once; None if it waits for nobody.
+      may_go_on: whether this step would end at once; None if it never waits.
       done: a tuple of (object, word): what the step does with something that has rules of its own, see `check_round`.
     """
 

@@ -1,7 +1,7 @@
 """How workers wait for each other: at a bounded distance (`Pace`), for every update (`Together`), or in a ring (`Ring`).
 
-A scheme gets one of these from the center, and each of them owns what belongs to it: who enters, who leaves, of how many
-gradients an update is made. A worker has one at most.
+A scheme gets one of these from the center. It knows how a worker enters and leaves, and how many gradients make an update. A
+worker has one at most.
 """
 
 from common import tf
@@ -58,7 +58,7 @@ class Together:
 
     N is the number of workers less `backup_workers` (Chen et al. 2016). Exactly once: a gradient counts if there was no update
     since this worker's last `wait`, before it pulled, and it has given none for this update yet. All that happens to it, on all
-    ps tasks, is one indivisible action, under the lock of the center. Whoever is the N-th makes the update.
+    ps tasks, is one indivisible action, under the lock of the center. The N-th makes the update.
 
     Args:
       center: the `common.center.GlobalParameters`.

@@ -437,7 +437,7 @@ class Interruption(tf.train.SessionRunHook):
 
     def _hear(self, number):
         if number == signal.SIGHUP and self.requested:
-            return  # the shell and the system may both send it: nobody is impatient
+            return  # the shell and the system may both send it: that is no second request
         if not self._is_training or self.requested:
             signals.exit_at_once(130)
         self.requested = True

@@ -52,7 +52,7 @@ CHECKPOINT_SECS = 1
 MORE_SECS = 1.0
 METRICS_SECS = 0.5  # from one line of metrics to the next
 # Every eleventh round has 4 ps and 16 workers, so that each scheme has its turn. They take longer to start, and again. The
-# gradients of sixteen workers that wait for nobody, or not for long, are too stale for the usual learning rate.
+# gradients of sixteen workers that do not wait, or not for long, are too stale for the usual learning rate.
 LARGE_EVERY, LARGE_TASKS, LARGE_SLOWER = 11, (4, 16), 4
 LARGE_RATES = {"HogWild": 0.02, "Semi-Synchronous-SGD": 0.02}
 

@@ -1,6 +1,6 @@
 """A task of the cluster in test_dynamic_sgd.py: the real update rule, but every gradient is one, so all can be accounted for.
 
-Reads who it is from TF_CONFIG. A worker makes CALLS × ROUNDS updates and prints, as JSON: `steps`, of each update the step at
+Reads its place from TF_CONFIG. A worker makes CALLS × ROUNDS updates and prints, as JSON: `steps`, of each update the step at
 its pull and the one after it; `seen`, of the last pull of each call the step and x̃; at last `end`, x̃ when all had ended.
 """
 

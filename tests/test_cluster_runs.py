@@ -140,7 +140,7 @@ def test_each_task_started_on_its_own(run_dir):
 
 
 def test_port_that_is_taken(run_dir):
-    """A line for who started the tasks by hand, from the ps and from the worker."""
+    """The ps and the worker each print a line for the user who started them by hand."""
     with socket.create_server(("", 0)) as one, socket.create_server(("", 0)) as other:
         ports = [taken.getsockname()[1] for taken in (one, other)]
         hosts = [f"--{job}_hosts=localhost:{port}" for job, port in zip(("ps", "worker"), ports, strict=True)]

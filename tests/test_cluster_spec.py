@@ -203,7 +203,7 @@ def test_task_that_is_not_the_one_of_its_tf_config(user_error, job, index):
 
 
 def test_an_address_of_two_tasks(user_error):
-    """Seen by each task at once, not only by who cannot listen there."""
+    """Seen by each task at once, not only by the one that cannot listen there."""
     for ps, workers, master in (
         ("a:1", "b:2,b:2", None),
         ("a:1", "b:2,a:1", None),

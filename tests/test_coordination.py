@@ -1,4 +1,4 @@
-"""Clocks against the same in Python; and who waits, waits, and is woken."""
+"""Clocks against the same in Python; a worker that has to wait waits, and is woken."""
 
 import math
 import random

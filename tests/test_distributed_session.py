@@ -392,7 +392,7 @@ def test_checkpoint_to_load_does_not_fit(graph, checkpoint, user_error, model, t
 
 
 def environment(**values):
-    """That of a process which learns from `values` alone who it is."""
+    """That of a process which learns its place from `values` alone."""
     return {**{name: value for name, value in os.environ.items() if name not in WHO_AM_I}, **values}
 
 

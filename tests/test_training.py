@@ -107,7 +107,7 @@ def test_long_run_in_lockstep(rounds_of, flags, steps):
 
 @pytest.mark.parametrize(("index", "has_a_part"), [(0, True), (1, False)])
 def test_in_lockstep_the_ps_has_a_part_in_one_workers_calls(built, clock, graph, index, has_a_part):
-    """Calls with collectives have the same step id on all workers: who cleans up after its own would end that of the others."""
+    """Calls with collectives have one step id on all workers: one that cleans up after its own would end the others'."""
     next_call = built(worker(index), 2000, scheme=ALL_REDUCE)[-1]
     for present in (0, 0, 0, 1999):
         [rounds] = next_call(present)
