@@ -10,6 +10,17 @@ import sys
 from typing import Any
 
 
+def _check_system():
+    """Raises a `UserError` on a system that is not Linux, before anything half works there."""
+    if sys.platform != "linux":
+        from common.flags import UserError
+
+        raise UserError(
+            f"this is {sys.platform}, which lacks what the tasks take from Linux (prctl, /proc, namespaces); run it under WSL2 "
+            'or in a container, see README.md, "Where it runs"'
+        )
+
+
 def _private_caches():
     """Lets Keras and Matplotlib have a folder that is this process's, and goes with it, where the home is not writable. Keras
     would take /tmp/.keras, which anybody may have made before, with what they like in it.
@@ -37,6 +48,7 @@ def _remove(folder, owner):
         shutil.rmtree(folder, ignore_errors=True)
 
 
+_check_system()
 _private_caches()
 
 

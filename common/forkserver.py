@@ -222,7 +222,7 @@ def _signal(pid, number):
 
 
 def _kill_group(pid):
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # the second is of macOS, for a group of zombies
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 
 

@@ -63,7 +63,7 @@ def check_input(script, arguments, settings):
 
 
 def _kill_session(process):
-    with contextlib.suppress(ProcessLookupError, PermissionError):
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 

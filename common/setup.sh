@@ -21,6 +21,10 @@ set -u
 say() { printf '%s\n' "$*" >&2; }
 die() { say "cannot set up: $*"; exit 1; }
 
+[[ $OSTYPE == linux* ]] ||
+    die "this is $OSTYPE, which lacks what the tasks take from Linux (prctl, /proc, namespaces); run it under WSL2 or in a" \
+        "container, see README.md, \"Where it runs\""
+
 root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P) || exit 1
 venv=$root/.venv
 stamp=$venv/setup-stamp       # written last: how .venv came to be, and what it was made from
@@ -185,8 +189,8 @@ python='' no_python=''
 find_python
 [[ -n $python || -x $venv/bin/python ]] || die "$no_python"
 
-# Two first runs at the same time: the lock goes with the open file, so Python can take it for this shell (macOS has no
-# `flock` command), and the system drops it when this shell and its children are gone, however they ended.
+# Two first runs at the same time: the lock goes with the open file, so Python can take it for this shell, and the
+# system drops it when this shell and its children are gone, however they ended.
 failure=$( { : >>"$lock"; } 2>&1) || explain "opening $lock" "$failure"
 exec 9>>"$lock"
 "${python:-$venv/bin/python}" -I -c '

@@ -781,7 +781,6 @@ say(f"children {os.getppid()} {child(False)} {child(True)} {os.getpid()}")
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="has no orphans that one can adopt")
 @pytest.mark.parametrize("end", ["sys.exit(7)", "os._exit(0)", "os.abort()", "signal.pause()", "stop", "kill"])
 def test_children_end_with_their_task(folder, command, end):
     """Whether it ends by itself, or is killed, or the run ends; those of another task live on until then."""
@@ -809,7 +808,6 @@ def test_children_end_with_their_task(folder, command, end):
     assert wait_until_gone(pids + others) == []
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="has no orphans that one can adopt")
 def test_children_end_with_the_launcher(command, folder):
     _, *program = command(LEAVE_CHILDREN + "signal.pause()")
     program = [sys.executable, "-m", "common.run", "--num_workers=1", f"--log_dir={folder / 'run'}", *program]
@@ -985,7 +983,6 @@ def test_signal_that_is_ignored_from_the_start_interrupts_no_run(run, folder, nu
         signal.signal(number, before)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="a process does not hear there of its parent's end")
 @pytest.mark.parametrize("isolation", ["--isolation", "--noisolation"])
 def test_tasks_end_with_their_launcher(command, folder, isolation):
     _, *program = command("say(f'{os.getpid()} {os.getppid()}'); signal.pause()")

@@ -21,8 +21,6 @@ from runs import HOGWILD, SECONDS, finish, is_training, listening_ports, process
 from common import isolation
 from common.forkserver import ForkServer
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has network namespaces")
-
 LOOK = """
 import os, socket, sys
 print(os.readlink("/proc/self/ns/net"))

@@ -158,7 +158,6 @@ def test_file_in_the_place_of_a_folder_of_the_run(prepare, user_error, tmp_path,
         prepare(tmp_path)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="has no /proc")
 def test_folder_that_takes_no_files(prepare, user_error):
     with user_error("--run_dir=/proc/run cannot be written: "):
         prepare("/proc/run")

@@ -39,7 +39,7 @@ def test_whoever_knows_the_address_of_a_server_reads_and_writes_files_and_parame
         (there / "serve.py").write_text(serve.replace("127.0.0.1:2222", f"127.0.0.1:{port}"))
         (here / "look.py").write_text(block("python", "import sys  # look.py"))
         # Linux has more addresses of its own than the one that the server was told; it listens on them all the same
-        address = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
+        address = "127.0.0.2"
         environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "TF_GRPC_REUSE_PORT": "true", "no_proxy": address}
         server = stack.enter_context(
             subprocess.Popen(

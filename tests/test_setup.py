@@ -18,7 +18,7 @@ import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 
-# All that setup.sh may call besides Python: part of Debian's base, and of macOS
+# All that setup.sh may call besides Python: part of Debian's base
 TOOLS = ["bash", "cat", "dirname", "find", "grep", "head", "ls", "mv", "rmdir", "sed", "tail", "tee"]
 
 # As `python3` on PATH: pretends to be $PRETEND_VERSION ("3, 8"), or to lack what $PRETEND_WITHOUT names, and makes
@@ -172,6 +172,23 @@ def clone(tmp_path: Path) -> Clone:
 def test_first_run_sets_up_and_goes_on_to_train(clone: Clone) -> None:
     assert clone.runs("--steps=3", "two words") == ["setting up .venv (once; takes a minute or two)"]
     assert clone.calls() == ["venv", "pip"]
+
+
+def test_another_system_is_refused(clone: Clone) -> None:
+    for system in ("darwin23", "msys"):
+        assert f"this is {system}, which lacks what the tasks take from Linux" in clone.fails(OSTYPE=system)
+    assert clone.calls() == []
+
+
+def test_another_system_is_refused_without_setup_sh() -> None:
+    """By a script that is started by hand, in the same words."""
+    program = "import sys; sys.platform, sys.argv = 'darwin', ['hogwild.py']; import common"
+    ended = subprocess.run([sys.executable, "-c", program], cwd=CHECKOUT, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == (
+        "hogwild.py: this is darwin, which lacks what the tasks take from Linux (prctl, /proc, namespaces); run it under WSL2 "
+        'or in a container, see README.md, "Where it runs"\n'
+    )
 
 
 def test_second_run_only_compares(clone: Clone) -> None:
