@@ -1,6 +1,6 @@
 """AEAMSGD: elastic averaging with Nesterov's momentum (Zhang, Choromanska, LeCun 2015, https://arxiv.org/abs/1412.6651)."""
 
-from common.flags import define_number
+from common.flags import UserError, define_number
 from common.main import main
 
 
@@ -23,6 +23,16 @@ def aeamsgd(center, local, hp):
     yield center.add(e) + local.add(-e)  # x̃ ← x̃ + e;  x ← x − e
 
 
+def check(settings):
+    """Raises a `UserError` if the force would throw a worker past the center."""
+    if settings.beta > settings.num_workers:
+        raise UserError(
+            f"--beta must be at most the number of workers, {settings.num_workers}, not {settings.beta:g}: a worker would be "
+            "thrown past the center"
+        )
+
+
 if __name__ == "__main__":
+    define_number("beta", 0.9, "elastic force of all workers together; of each it is beta / --num_workers", least=0)
     define_number("momentum", 0.99, "δ of the local steps", least=0, below=1)
-    main(aeamsgd, epochs=60, batch_size=32, learning_rate=0.001, window=10, beta=0.9)
+    main(aeamsgd, epochs=60, batch_size=32, learning_rate=0.001, window=10, check=check)

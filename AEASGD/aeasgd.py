@@ -1,5 +1,6 @@
 """AEASGD: asynchronous elastic averaging SGD (Zhang, Choromanska, LeCun 2015, https://arxiv.org/abs/1412.6651)."""
 
+from common.flags import UserError, define_number
 from common.main import main
 
 
@@ -19,5 +20,15 @@ def aeasgd(center, local, hp):
     yield center.add(e) + local.add(-e)  # x̃ ← x̃ + e;  x ← x − e
 
 
+def check(settings):
+    """Raises a `UserError` if the force would throw a worker past the center."""
+    if settings.beta > settings.num_workers:
+        raise UserError(
+            f"--beta must be at most the number of workers, {settings.num_workers}, not {settings.beta:g}: a worker would be "
+            "thrown past the center"
+        )
+
+
 if __name__ == "__main__":
-    main(aeasgd, epochs=60, batch_size=32, learning_rate=0.1, window=10, beta=0.9, local_optimizer="sgd")
+    define_number("beta", 0.9, "elastic force of all workers together; of each it is beta / --num_workers", least=0)
+    main(aeasgd, epochs=60, batch_size=32, learning_rate=0.1, window=10, local_optimizer="sgd", check=check)

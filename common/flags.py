@@ -17,6 +17,9 @@ ABSL_READS = {"flagfile", "undefok"}  # flags that absl reads before all others,
 SECONDS = threading.TIMEOUT_MAX  # the longest that anybody can wait, 292 years
 LOCAL_OPTIMIZERS = ("sgd", "momentum", "adagrad", "adam")  # see LocalParameters.optimizer
 
+# Data and models that come with this project and fit each other: nothing about them is to be found out before a run
+KNOWN = {"data": ("digits", "linear"), "model": ("linear", "mlp")}
+
 
 class UserError(Exception):
     """What the user asked for cannot be done. Its text is one line: what was wrong, what was expected, what to do.
@@ -156,8 +159,7 @@ def define_alias(name, original):
 def define(defaults):
     """Defines the flags that every scheme has. `defaults` are a scheme's own, by flag name.
 
-    Some have a further flag only if they give a default for it: `local_optimizer`, if a scheme leaves open what its local
-    steps are made with, and `beta` of elastic averaging.
+    Those of the local optimizer are there only if a scheme gives a default for `local_optimizer`; so is `validation`.
 
     Returns the `flags.FlagValues` that hold them and those that the scheme's script defined before.
     """
@@ -179,8 +181,6 @@ def define(defaults):
     define_number("learning_rate", own("learning_rate"), "step size", above=0)
     # A loop of the graph counts them, in 32 bits.
     define_integer("window", own("window", 1), "local steps from one exchange with the ps to the next", least=1, most=INT32)
-    if "beta" in defaults:
-        define_number("beta", own("beta"), "elastic force of all workers together; of each it is beta / --num_workers", least=0)
     if "local_optimizer" in defaults:
         flags.DEFINE_enum("local_optimizer", own("local_optimizer"), LOCAL_OPTIMIZERS, "optimizer of a worker's local steps")
         otherwise = "" if own("local_learning_rate") else " (default: --learning_rate)"

@@ -12,7 +12,7 @@ import time
 
 from common import progress, words
 from common.deaths import NOTHING, killed_by, last_error, of_memory
-from common.flags import UserError
+from common.flags import KNOWN, UserError
 
 CHECK_SECONDS = 5  # after which the user is told that the input is being looked at
 
@@ -27,7 +27,7 @@ def check_input(script, arguments, settings):
       UserError: if they cannot be trained, or do not come within `--hang_secs`.
     """
     is_small = settings.num_workers <= 100 and settings.batch_size * settings.window <= 2**20
-    if settings.data in ("digits", "linear") and settings.model in ("mlp", "linear") and is_small:
+    if is_small and all(getattr(settings, flag) in names for flag, names in KNOWN.items()):
         return {}
     with contextlib.ExitStack() as stack:
         heard, said = os.pipe()

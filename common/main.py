@@ -156,11 +156,6 @@ def _run(scheme, train, pace, without, check, evaluate, script, arguments, defau
         settings = settings.but(num_ps=num_ps, num_workers=num_workers)
     elif settings.gpus is not None and not settings.check:
         settings = devices.with_gpus(settings, flags.present(values, "num_workers"))
-    if "beta" in defaults and settings.beta > settings.num_workers:
-        raise UserError(
-            f"--beta must be at most the number of workers, {settings.num_workers}, not {settings.beta:g}: a worker would be "
-            "thrown past the center"
-        )
     if len(settings.delays or []) > settings.num_workers:
         raise UserError(f"--delays names {len(settings.delays)} workers, but there are {settings.num_workers}")
     if (settings.steps or 0) * settings.window * settings.batch_size > flags.INT64:

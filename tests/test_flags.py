@@ -111,11 +111,11 @@ def test_another_name_of_a_flag(parse, user_error):
 
 
 def test_flags_that_only_some_schemes_have(parse, user_error):
-    settings = parse("--local_optimizer=adam", local_optimizer="sgd", beta=0.9)
-    assert (settings.local_optimizer, settings.local_learning_rate, settings.beta) == ("adam", None, 0.9)
+    settings = parse("--local_optimizer=adam", local_optimizer="sgd")
+    assert (settings.local_optimizer, settings.local_learning_rate) == ("adam", None)
     with user_error("--local_optimizer=lion", "<sgd|momentum|adagrad|adam>"):
         parse("--local_optimizer=lion", local_optimizer="sgd")
-    for flag in "local_optimizer", "local_learning_rate", "local_momentum", "beta":
+    for flag in "local_optimizer", "local_learning_rate", "local_momentum":
         with user_error(f"unknown flag --{flag}"):
             parse(f"--{flag}=1")
 
