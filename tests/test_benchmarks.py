@@ -47,6 +47,9 @@ def test_unequal_work_is_refused(changes):
     assert "not the same work" in str(error.value) and "DC-ASGD" in str(error.value)
 
 
+NO_CONTESTANTS = "common", "tests", "benchmarks", "Write-Your-Own-Scheme"  # the last is a page on how to begin
+
+
 def test_every_scheme_takes_part():
     """A scheme is a folder with a script that calls `main` with a function of the center, the local parameters and hp."""
     import run
@@ -55,7 +58,7 @@ def test_every_scheme_takes_part():
     schemes = {
         str(path.relative_to(ROOT))
         for path in ROOT.glob("*/*.py")
-        if "(center, local, hp):" in path.read_text() and path.parent.name not in ("common", "tests", "benchmarks")
+        if "(center, local, hp):" in path.read_text() and path.parent.name not in NO_CONTESTANTS
     }
     assert len(schemes) > 10
     assert schemes <= {script.split(" ")[0] for script, _ in run.CONTESTANTS.values()}

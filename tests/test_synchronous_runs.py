@@ -39,6 +39,7 @@ def updates_of_each(run_dir):
         ("Synchronous-SGD-different-learning-rates", []),
         ("SAGN", []),
         ("DiLoCo", []),
+        ("Write-Your-Own-Scheme", []),
         ("Semi-Synchronous-SGD", []),
     ],
 )

@@ -28,7 +28,7 @@ class Meeting(Problem):
         self.given = {}  # by worker, of the present update
         self.clocks = [0] * WORKERS
         self.dropped = []
-        self.m, self.v, self.steps = np.zeros(4), np.zeros(4), 0  # of Adam, or of Nesterov
+        self.m, self.v, self.steps = np.zeros(4), np.zeros(4), 0  # of Adam, or of a momentum
 
     def contribute(self, worker, known, vector, needed, apply):
         """Adds a vector to the update; the last one that is needed makes it, x̃ ← x̃ + apply(vectors)."""
@@ -116,6 +116,26 @@ def diloco(p, i):
         yield
 
 
+def slowmo(p, i):
+    known, hp, gamma = 0, p.hp, p.hp.learning_rate
+
+    def slow_step(all):
+        p.v = hp.slow_momentum * p.v + (p.center - np.mean(all, axis=0)) / gamma
+        return -hp.slow_learning_rate * gamma * p.v
+
+    while True:
+        x = p.center
+        yield
+        yield  # the start is x̃, until all have come back
+        for _ in range(hp.window):
+            x = x - gamma * p.gradient(i, x)
+        yield
+        p.contribute(i, known, x, WORKERS, slow_step)
+        yield lambda: i not in p.given
+        known = p.version
+        yield
+
+
 def semi_synchronous(p, i):
     while True:
         yield lambda: p.clocks[i] - min(p.clocks) <= p.hp.staleness
@@ -152,6 +172,7 @@ TOGETHER = {
     ),
     "SAGN": Scheme("SAGN", "sagn", sagn),
     "DiLoCo": Scheme("DiLoCo", "diloco", diloco, {"momentum": 0.5, "weight_decay": 0.3, "local_learning_rate": 0.1}),
+    "SlowMo": Scheme("Write-Your-Own-Scheme", "slowmo", slowmo, {"slow_momentum": 0.5, "slow_learning_rate": 0.8}),
     "Semi-Synchronous-SGD": SSP,
     "no bound": SSP._replace(hp={"staleness": float("inf"), "issync": False}),
     "in step": SSP._replace(hp={"staleness": 0, "issync": False}),
