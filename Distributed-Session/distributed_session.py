@@ -8,8 +8,10 @@ TASK_INDEX PS_HOSTS WORKER_HOSTS` and maybe `MASTER_HOST`). If it says nothing, 
 
 import sys
 
+from sharding import array_dataset
+
 from common import DistributedSession, TaskSpec, TaskSpecDef, tf
-from common.data import array_dataset, digits
+from common.data import digits
 
 
 def dense(name, x, units):

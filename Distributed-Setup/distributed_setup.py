@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common import data, ending, models, tf
+from common.batches import Batches
 from common.flags import UserError
 from common.main import main
 from common.steps import Rounds
@@ -81,7 +82,7 @@ def build(task, model, dataset, settings):
         step = tf.train.get_or_create_global_step()
     with tf.device(task.device):
         # The samples stay with the worker; a batch is drawn in the graph.
-        batches = data.Batches(dataset.x_train, dataset.y_train, settings.batch_size, settings.seed)
+        batches = Batches(dataset.x_train, dataset.y_train, settings.batch_size, settings.seed)
         local_feeds.update(batches.init_feed_dict)
         state = [local_variable(f"state_{i}", value, local_feeds) for i, value in enumerate(model.initial_state)]
 

@@ -27,6 +27,7 @@ from absl import flags
 from hogwild import hogwild
 
 from common import data, limits, models, tf
+from common.batches import Batches
 from common.center import GlobalParameters
 from common.flags import UserError, define_integer
 from common.local import LocalParameters
@@ -147,7 +148,7 @@ class Worker:
 
         self._index, self._center = index, center
         x, y = data.shard(dataset, index, settings.num_threads)
-        batches = data.Batches(x, y, settings.batch_size, settings.seed + index, name=f"batches_{index}")
+        batches = Batches(x, y, settings.batch_size, settings.seed + index, name=f"batches_{index}")
         self.local = LocalParameters(center, model, batches, f"worker_{index}", index, settings.num_threads)
         _, self._next_call = build_calls(hogwild, center, self.local, settings, len(dataset.x_train))
         self.log = MetricsLog(settings.run_dir, index, last)

@@ -12,6 +12,7 @@ import types
 from pathlib import Path
 
 from common import data, devices, models, tf
+from common.batches import Batches
 from common.center import GlobalParameters
 from common.flags import UserError, define_integer
 from common.local import LocalParameters
@@ -43,7 +44,7 @@ class Towers:
     Args:
       center: the `GlobalParameters`.
       built: a `common.models.Model` for each tower.
-      batches: for each tower a function of its name that gives its `common.data.Batches`.
+      batches: for each tower a function of its name that gives its `common.batches.Batches`.
       names: of the devices, one for each.
     """
 
@@ -157,7 +158,7 @@ def train(task, settings):
 
         def batches_of(i):
             x, y = data.shard(dataset, i, n)
-            return lambda name: data.Batches(x, y, settings.batch_size, settings.seed + i, name)
+            return lambda name: Batches(x, y, settings.batch_size, settings.seed + i, name)
 
         towers = Towers(center, built, [batches_of(i) for i in range(n)], names)
         last, next_call = build_calls(multiple_gpus, center, towers, whole, len(dataset.x_train))

@@ -28,6 +28,7 @@ import compare
 import numpy as np
 
 from common import data, isolation, launch, models
+from common.batches import Batches
 from common.cluster import TaskSpecDef
 from common.ending import serve
 
@@ -123,7 +124,7 @@ def measure_as_worker(size, ps_hosts, worker_hosts):
     with tf.Graph().as_default():
         center = GlobalParameters(model.initial_parameters, 1, task.device_fn())
         with tf.device(task.device):
-            local = LocalParameters(center, model, data.Batches(digits.x_train, digits.y_train, 32, 0))
+            local = LocalParameters(center, model, Batches(digits.x_train, digits.y_train, 32, 0))
             pull = local.pull(center).operations
             push = center.push(tf.train.GradientDescentOptimizer(1e-6), local.gradient).operations
             steps: dict[str, list] = {"pull": pull, "push": push}

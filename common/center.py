@@ -10,7 +10,7 @@ from common import tf
 from common.coordination import Lock
 from common.exact import Exact
 from common.flags import UserError
-from common.messages import gradient_of, parts_of, tensors_of
+from common.messages import AtUpdate, gradient_of, parts_of, tensors_of
 from common.steps import Optimizers, Step, before_read, before_write
 from common.together import Pace, Ring, Together
 
@@ -98,27 +98,28 @@ class GlobalParameters:
         Args:
           optimizer: a `tf.train.Optimizer` that works element by element.
           message: what is sent, see `common.messages.parts_of`; the gradient `[size]`, most simply.
-          at_ps: function of a part of the message that has arrived; returns this piece of the gradient, float32.
+          at_ps: function of a part of the message that has arrived and a `common.messages.AtUpdate`; returns this piece of the
+            gradient, float32. No lock keeps others out meanwhile.
         """
         optimizer = self.optimizers.use(optimizer)
 
-        def apply(piece, part):
-            return optimizer.apply_gradients([(gradient_of(part, at_ps), piece)])
+        def apply(i, piece, part):
+            return optimizer.apply_gradients([(gradient_of(part, at_ps, AtUpdate(self, i)), piece)])
 
         return self._update(message, apply)
 
     def add(self, difference):
         """x̃ ← x̃ + difference on the ps, a tensor `[size]`; counts one update. One message to each ps; indivisible as a push."""
-        return self._update(difference, lambda piece, part: piece.assign_add(part, read_value=False))
+        return self._update(difference, lambda i, piece, part: piece.assign_add(part, read_value=False))
 
     def _update(self, message, apply):
-        """Calls `apply(piece, part)` for each piece of x̃ and what has arrived there of a message; counts one update."""
+        """Calls `apply(i, piece, part)` for each piece i of x̃ and what has arrived there of a message; counts one update."""
         parts, applied = parts_of(message, self.sizes), []
         with tf.control_dependencies(None):  # what went before on the worker reaches the ps with its part
-            for piece, part in zip(self.pieces, parts, strict=True):
+            for i, (piece, part) in enumerate(zip(self.pieces, parts, strict=True)):
                 # On that ps the learning rate, too, or it would be a message.
                 with tf.device(piece.device), tf.control_dependencies(before_write(piece.device)):
-                    applied.append(apply(piece, part))
+                    applied.append(apply(i, piece, part))
             count, updated = self.count([op for op in applied if op.device == self.step.device])
         sent = [tensor.op for part in parts for tensor in tensors_of(part)]
         return Step((*sent, *applied, count), updated=updated)

@@ -1,21 +1,10 @@
 """Pull and push as indivisible actions over all ps tasks: the ps know, at the update, what came since this worker's pull."""
 
-from typing import Any, NamedTuple
-
 from common import tf
-from common.data import local_variable
+from common.batches import local_variable
 from common.flags import UserError
-from common.messages import arrived, gradient_of, parts_of, tensors_of
+from common.messages import AtUpdate, arrived, gradient_of, parts_of, tensors_of
 from common.steps import Step, before_read
-
-
-class AtUpdate(NamedTuple):
-    """What `Exact.push` finds on a ps, at the moment of the update, for one piece of x̃."""
-
-    value: Any  # this piece of x̃, a tensor `[size of the piece]`
-    pulled: Any  # the same as this worker has pulled it, if the pull is remembered by "value"
-    staleness: Any  # float32 scalar: updates by others since this worker's pull, if that is remembered by "step"
-    slot: Any  # function of a name: this piece of a further global vector, a variable, see `GlobalParameters.slot`
 
 
 class Exact:
@@ -27,7 +16,12 @@ class Exact:
       center: the `common.center.GlobalParameters`.
       local: this worker's `common.local.LocalParameters`.
       remember: "step", the number of updates in it, or "value", x̃ itself.
+
+    Attributes:
+      needs_pull: whether a round has to read x̃ before it changes it.
     """
+
+    needs_pull = True
 
     def __init__(self, center, local, remember):
         if remember not in ("step", "value"):
@@ -69,8 +63,8 @@ class Exact:
         Args:
           optimizer: a `tf.train.Optimizer` that works element by element.
           message: what is sent, see `common.messages.parts_of`; the gradient `[size]`, most simply.
-          at_ps: function of a part of the message that has arrived and an `AtUpdate`, which works where x̃ is and at the moment
-            of the update; returns the gradient that the optimizer gets, float32.
+          at_ps: function of a part of the message that has arrived and a `common.messages.AtUpdate`, which works where x̃ is and
+            at the moment of the update; returns the gradient that the optimizer gets, float32.
         """
         center = self._center
         optimizer = center.optimizers.use(optimizer)
@@ -90,8 +84,8 @@ class Exact:
                 for i, (piece, part) in enumerate(zip(center.pieces, here, strict=True)):
                     with tf.device(piece.device):
                         pulled = self._pieces[i].read_value() if self._pieces else None
-                        found = AtUpdate(piece.read_value(), pulled, staleness, lambda name, i=i: center.slot(name)[i])
-                        done.append(optimizer.apply_gradients([(gradient_of(part, at_ps, found), piece)]))
+                        gradient = gradient_of(part, at_ps, AtUpdate(center, i, pulled, staleness))
+                        done.append(optimizer.apply_gradients([(gradient, piece)]))
                 count, updated = center.count([] if staleness is None else [staleness.op])
                 done.append(count)
         return Step((*sent, *done), updated=updated, done=((self, "push"),))

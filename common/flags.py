@@ -9,8 +9,6 @@ import threading
 
 from absl import flags
 
-from common.settings import Settings
-
 INT32, INT64 = 2**31 - 1, 2**63 - 1  # the graph's counters
 FLOAT32, LEAST_FLOAT32 = (2 - 2**-23) * 2.0**127, 2.0**-149  # the graph's numbers: the largest, and the smallest but 0
 ABSL_READS = {"flagfile", "undefok"}  # flags that absl reads before all others, whether they are defined or not
@@ -26,6 +24,27 @@ class UserError(Exception):
 
     No caller has to catch it: a program that it ends prints that line, and no stack trace, and exits with status 2.
     """
+
+
+class Settings:
+    """What a run is to do, all flags and what follows from them: a namespace that nothing changes; `but` makes another."""
+
+    def __init__(self, **values):
+        self.__dict__.update(values)
+
+    def __getattr__(self, name):
+        raise _NoFlag(f"there is no flag --{name}; a scheme's script defines its own, as common.flags.define_number does")
+
+    def __setattr__(self, name, value):
+        raise AttributeError(f"settings do not change: make others with but({name}=...)")
+
+    def but(self, **changes):
+        """Returns these settings with some changes."""
+        return Settings(**{**vars(self), **changes})
+
+
+class _NoFlag(UserError, AttributeError):
+    """An attribute that settings do not have."""
 
 
 # What a process hears that writes to a disk that is full, read-only, failing or another user's

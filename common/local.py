@@ -4,7 +4,8 @@ import time
 from typing import Any
 
 from common import tf
-from common.data import local_variable
+from common.batches import local_variable
+from common.flags import UserError
 from common.steps import Optimizers, Step
 
 
@@ -16,7 +17,7 @@ class LocalParameters:
     Args:
       center: the `common.center.GlobalParameters`.
       model: a `common.models.Model`.
-      batches: gives the next samples, see `common.data.Batches`.
+      batches: gives the next samples, see `common.batches.Batches`.
       name: variable scope; different for each worker, since the ps know what they remember of it by this name.
       index, num_workers: which worker of how many this is.
       delay: seconds that each call of `train` takes longer, to see what a slow worker does.
@@ -77,7 +78,13 @@ class LocalParameters:
         return Step((self.value.assign_add(difference, read_value=False),))
 
     def assign(self, vector, value):
-        """vector ← value, a tensor `[size]`, of a vector of this worker's own."""
+        """vector ← value, a tensor `[size]`, of a vector of this worker's own.
+
+        Raises:
+          UserError: if it is none.
+        """
+        if not hasattr(vector, "assign"):
+            raise UserError(f"local.assign changes a vector that local.vector(name) has returned, not {vector!r:.60}")
         return Step((vector.assign(value, read_value=False),))
 
     def train(self, window, optimizer, at=None, accumulate=False):

@@ -19,13 +19,16 @@ def parts_of(message, sizes):
         return list(zip(*(parts_of(each, sizes) for each in message), strict=True))
     if isinstance(message, tf.IndexedSlices):
         return _slices(message, sizes)
-    message = tf.convert_to_tensor(message)
-    if message.shape.rank == 0:
+    try:
+        message, what = tf.convert_to_tensor(message), None
+    except (TypeError, ValueError):
+        what = type(message).__name__
+    if what is None and message.shape.rank == 0:
         return [tf.identity(message) for _ in sizes]
-    if not message.shape.is_compatible_with([sum(sizes)]):
+    if what or not message.shape.is_compatible_with([sum(sizes)]):
         raise UserError(
             f"a message is a vector [{sum(sizes)}], as the parameters are, tf.IndexedSlices of one, a scalar, or a tuple of "
-            f"these, not {message.shape}"
+            f"these, not {what or message.shape}"
         )
     return tf.split(message, sizes) if len(sizes) > 1 else [tf.identity(message)]
 
@@ -34,8 +37,10 @@ def _slices(message, sizes):
     if len(sizes) == 1:
         return [tf.IndexedSlices(tf.identity(message.values), tf.identity(message.indices))]
     parts, start = [], 0
-    for size in sizes:
-        own = (message.indices >= start) & (message.indices < start + size)
+    for i, size in enumerate(sizes):
+        # An index that is in no piece goes to the first or the last, where TensorFlow finds it wrong.
+        own = (message.indices >= start) | (i == 0)
+        own &= (message.indices < start + size) | (i == len(sizes) - 1)
         values, indices = tf.boolean_mask(message.values, own), tf.boolean_mask(message.indices, own) - start
         parts.append(tf.IndexedSlices(values, indices))
         start += size
@@ -52,15 +57,66 @@ def arrived(part):
     return tf.nest.map_structure(tf.identity, part, expand_composites=True)
 
 
-def gradient_of(part, at_ps, *more):
-    """Returns the gradient that a ps makes of the part that has arrived: `at_ps(part, *more)`, or the part itself.
+class AtUpdate:
+    """What a function that runs on a ps finds there, at the moment of the update, for one piece of x̃.
+
+    Args:
+      center: the `common.center.GlobalParameters`.
+      i: number of the piece.
+      pulled, staleness: see below.
+
+    Attributes:
+      size: of the piece.
+      value: this piece of x̃, a tensor `[size of the piece]`.
+      pulled: the same as this worker has pulled it; with `center.exact(local, "value")`.
+      staleness: float32 scalar, updates by others since this worker's pull; with `center.exact(local, "step")`.
+
+    Raises:
+      UserError: when one is asked for that is not there.
+    """
+
+    def __init__(self, center, i, pulled=None, staleness=None):
+        self._center, self._i, self._pulled, self._staleness = center, i, pulled, staleness
+
+    @property
+    def size(self):
+        return self._center.sizes[self._i]
+
+    def slot(self, name):
+        """Returns this piece of a further global vector, a variable, see `GlobalParameters.slot`."""
+        return self._center.slot(name)[self._i]
+
+    @property
+    def value(self):
+        return self._center.pieces[self._i].read_value()
+
+    @property
+    def pulled(self):
+        return self._only(self._pulled, "pulled", "value")
+
+    @property
+    def staleness(self):
+        return self._only(self._staleness, "staleness", "step")
+
+    def _only(self, value, name, remember):
+        if value is None:
+            raise UserError(f'at_update.{name} is known to the push of `center.exact(local, "{remember}")` alone')
+        return value
+
+
+def gradient_of(part, at_ps, at_update, name="at_ps"):
+    """Returns the gradient that a ps makes of the part that has arrived: `at_ps(part, at_update)`, or the part itself.
 
     Raises:
       UserError: if that is none.
     """
-    gradient = at_ps(part, *more) if at_ps else part
+    gradient = at_ps(part, at_update) if at_ps else part
+    if hasattr(gradient, "read_value"):  # as what `slot.assign(...)` returns
+        gradient = gradient.read_value()
+    by = f"what `{name}` returns is" if at_ps else "without `at_ps`, a message is"
     if not isinstance(gradient, (tf.Tensor, tf.IndexedSlices)) or gradient.dtype != tf.float32:
         what = f"of {gradient.dtype.name}" if isinstance(gradient, (tf.Tensor, tf.IndexedSlices)) else type(gradient).__name__
-        by = "what `at_ps` returns is" if at_ps else "without `at_ps`, a message is"
         raise UserError(f"{by} the gradient that the optimizer gets: expected float32 values, not {what}")
+    if isinstance(gradient, tf.Tensor) and not gradient.shape.is_compatible_with([at_update.size]):
+        raise UserError(f"{by} the gradient of a piece of x̃: expected shape [{at_update.size}], not {gradient.shape}")
     return gradient

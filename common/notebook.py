@@ -34,7 +34,7 @@ class Message(NamedTuple):
     receiver: str
     name: str  # of the operation that it comes from
     shape: tuple | None  # None: no tensor, only the word that the operation is done
-    size: int  # bytes, 0 if it is not known before it is sent
+    size: int | None  # bytes; None if it is not known before it is sent
 
 
 def messages(session, fetches):
@@ -53,12 +53,13 @@ def messages(session, fetches):
         if sender == receiver:
             continue
         name = send["tensor_name"].s.decode().split("_", 2)[2]  # edge_12_NAME
-        outputs = []
+        shape, size = None, 0
         if node.input[0].partition(":")[0] == name:  # else an empty tensor is sent, as the word that this operation is done
+            size = None
             with contextlib.suppress(KeyError):  # of an operation that was made when the graph was optimized
-                outputs = session.graph.get_operation_by_name(name).outputs
-        shape = tuple(outputs[0].shape) if outputs else None
-        size = outputs[0].dtype.size * (outputs[0].shape.num_elements() or 0) if outputs else 0
+                output = session.graph.get_operation_by_name(name).outputs[0]
+                shape, count = tuple(output.shape), output.shape.num_elements()
+                size = None if count is None else output.dtype.size * count
         found.append(Message(sender, receiver, name, shape, size))
     return found
 

@@ -31,7 +31,7 @@ class Replay:
       scheme: generator function, see `common.steps`.
       hp: the hyperparameters that it asks for, as a namespace.
       model: a `common.models.Model`.
-      make_batches: function of a worker's index that returns its batches, see `common.data.Batches`.
+      make_batches: function of a worker's index that returns its batches, see `common.batches.Batches`.
       num_workers: how many.
       num_ps: pieces of the global parameters.
 

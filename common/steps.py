@@ -41,6 +41,10 @@ class Step:
     may_go_on: Any = None
     done: tuple = ()
 
+    def __post_init__(self):
+        if (round := _round.get()) is not None:
+            round.made.append(self)
+
     def __add__(self, other):
         if not isinstance(other, Step):
             return NotImplemented
@@ -73,12 +77,13 @@ class Rounds(NamedTuple):
 
 
 class _Round:
-    """The round that is being built: what its next step comes after, and which optimizers it has used."""
+    """The round that is being built: what its next step comes after, which optimizers it has used, and all steps made in it."""
 
     def __init__(self, here, there, blocking):
         self.operations = here + there
         self.blocking = blocking
         self.optimizers: dict[int, list[Any]] = {}
+        self.made: list[Step] = []
 
 
 _round: contextvars.ContextVar[_Round | None] = contextvars.ContextVar("_round", default=None)
@@ -177,9 +182,9 @@ def build_steps(scheme, center, local, hp):
     Raises:
       UserError: if the round is none, see `build_rounds`.
     """
-    with _building(_Round([], [], [])):
+    with _building(_Round([], [], [])) as round:
         steps = [_checked(step) for step in scheme(center, local, hp)]
-    _check_round(scheme, steps)
+    _check_round(scheme, steps, round.made)
     return steps
 
 
@@ -274,7 +279,7 @@ class _Chain:
         round = _Round(self.here, self.there, [])
         for i in range(rounds):
             made = _variables()
-            round.optimizers, steps, generator = {}, [], scheme(center, local, hp)
+            round.optimizers, round.made, steps, generator = {}, [], [], scheme(center, local, hp)
             while True:
                 with _building(round), tf.control_dependencies(self.here):
                     step = next(generator, None)
@@ -282,7 +287,7 @@ class _Chain:
                     break
                 steps.append(_checked(step))
                 self._add(step, round)
-            _check_round(scheme, steps)
+            _check_round(scheme, steps, round.made)
             if i > 0 and (new := _variables() - made):
                 raise UserError(
                     f"{scheme.__name__} makes a new variable in every round, {sorted(new)[0]}: use local.vector or "
@@ -333,26 +338,32 @@ def _checked(step):
     return step
 
 
-def _check_round(scheme, steps):
-    """Raises a `UserError` if these are no steps of a round."""
+def _check_round(scheme, steps, made):
+    """Raises a `UserError` if these are no steps of a round, or one of those that were made is not among them."""
     name = getattr(scheme, "__name__", "the scheme")
     if not any(step.losses for step in steps):
         raise UserError(f"{name} does not train: a round needs a `yield local.train(...)`")
     if not any(step.updated is not None for step in steps):
         raise UserError(f"{name} never changes the global parameters: a round needs a `yield center.push(...)`, or the like")
-    knows = False
-    for step in steps:
-        knows = knows or step.pulled is not None
-        if step.updated is not None and step.step_before is None and not knows:
-            raise UserError(
-                f"{name} changes the global parameters before it has read them: a round needs a `yield local.pull(center)`, or "
-                "`local.compare(center)`, before that"
-            )
-    if len({step.step_before is None for step in steps if step.updated is not None}) > 1:
-        raise UserError(f"{name} both pushes alone and takes part in updates of several workers: a round does one of these")
+    yielded = {id(operation) for step in steps for operation in step.operations}
+    for step in made:
+        if not all(id(operation) in yielded for operation in step.operations):
+            kinds = {"trains": step.losses, "waits": step.may_go_on, "reads x̃": step.pulled, "changes x̃": step.updated}
+            kind = next((kind for kind, value in kinds.items() if value is not None and value != ()), "changes a vector")
+            raise UserError(f"{name} makes a step that {kind} and does not yield it: it would never run")
     done: dict[int, tuple[Any, list[str]]] = {}
     for step in steps:
         for thing, word in step.done:
             done.setdefault(id(thing), (thing, []))[1].append(word)
     for thing, words in done.values():
         thing.check_round(name, words)
+    knows = False
+    for step in steps:
+        knows = knows or step.pulled is not None
+        if step.updated is not None and not knows and all(thing.needs_pull for thing, _ in step.done):
+            raise UserError(
+                f"{name} changes the global parameters before it has read them: a round needs a `yield local.pull(center)`, or "
+                "`local.compare(center)`, before that"
+            )
+    if len({step.step_before is None for step in steps if step.updated is not None}) > 1:
+        raise UserError(f"{name} both pushes alone and takes part in updates of several workers: a round does one of these")

@@ -5,10 +5,10 @@ worker has one at most.
 """
 
 from common import tf
+from common.batches import local_variable
 from common.coordination import FINISHED, Clocks
-from common.data import local_variable
 from common.flags import UserError
-from common.messages import arrived, gradient_of, parts_of, tensors_of
+from common.messages import AtUpdate, arrived, gradient_of, parts_of, tensors_of
 from common.steps import Step, before_all, before_read
 
 
@@ -25,9 +25,10 @@ class Pace:
       enter, leave, release: operations for the begin of a session; for when this worker has finished, and others need not wait
         for it; for when it is to stop, and need not wait itself.
       vote: None, as a worker stops by itself.
+      needs_pull: whether a round has to read x̃ before it changes it.
     """
 
-    gradients_per_update, vote = 1, None
+    gradients_per_update, vote, needs_pull = 1, None, True
 
     def __init__(self, center, local, staleness):
         self._center, self._index = center, local.index
@@ -68,10 +69,10 @@ class Together:
 
     Attributes:
       gradients_per_update: N.
-      enter, leave, release, vote: as of `Pace`; it is over when one of the workers leaves.
+      enter, leave, release, vote, needs_pull: as of `Pace`; it is over when one of the workers leaves.
     """
 
-    vote = None
+    vote, needs_pull = None, True
 
     def __init__(self, center, local, backup_workers=0, mean=True):
         self._center, self._index = center, local.index
@@ -91,18 +92,21 @@ class Together:
         Args:
           optimizer: a `tf.train.Optimizer` that works element by element.
           message: what is sent to the ps tasks, see `common.messages.parts_of`; a gradient `[size]`, most simply.
-          at_ps: function of a part of the message that has arrived; returns this piece of this worker's gradient, float32.
-          of_all: function of a piece of the mean (or sum); returns what the optimizer gets instead.
+          at_ps: function of a part of the message that has arrived and a `common.messages.AtUpdate`; returns this piece of this
+            worker's gradient, float32.
+          of_all: function of a piece of the mean (or sum) and an `AtUpdate`; returns what the optimizer gets instead.
         """
         center, clocks, index = self._center, self._clocks, self._index
         parts, gradients = parts_of(message, center.sizes), []
+        found = [AtUpdate(center, i) for i in range(len(center.pieces))]
         sent = [tensor.op for part in parts for tensor in tensors_of(part)]
         with tf.control_dependencies(None):  # what went before reaches the ps with its part
-            for piece, part in zip(center.pieces, parts, strict=True):
+            for piece, part, at_update in zip(center.pieces, parts, found, strict=True):
                 with tf.device(piece.device):
-                    gradients.append(tf.convert_to_tensor(gradient_of(arrived(part), at_ps)))
-
-            # Slots cannot be made under a condition. This is never run.
+                    gradients.append(tf.convert_to_tensor(gradient_of(arrived(part), at_ps, at_update)))
+                    # Slots cannot be made under a condition. This is never run, nor is the optimizer's.
+                    if of_all:
+                        gradient_of(gradients[-1], of_all, at_update, "of_all")
             optimizer = center.optimizers.use(
                 optimizer, lambda own: own.apply_gradients(list(zip(gradients, center.pieces, strict=True)))
             )
@@ -118,7 +122,11 @@ class Together:
                 added = [total.add(part, counts) for total, part in zip(self._sums, gradients, strict=True)]
 
                 def apply():
-                    taken = [total.take(of_all) for total in self._sums]
+                    taken = [total.take() for total in self._sums]
+                    if of_all:
+                        for i, (piece, at_update) in enumerate(zip(center.pieces, found, strict=True)):
+                            with tf.device(piece.device):
+                                taken[i] = gradient_of(taken[i], of_all, at_update, "of_all")
                     return optimizer.apply_gradients(list(zip(taken, center.pieces, strict=True)))
 
                 with tf.control_dependencies([step_before, *added]):
@@ -171,9 +179,10 @@ class Ring:
       gradients_per_update: the number of workers.
       enter, leave, release: as of `Pace`; there is nothing to do.
       vote: this worker is to stop, and all others together with it after the call, in which it has to take part.
+      needs_pull: as of `Pace`; x is as new as x̃.
     """
 
-    enter, leave, release = (), (), ()
+    enter, leave, release, needs_pull = (), (), (), False
 
     def __init__(self, center, local):
         self._center, self._local, self._num_means = center, local, 0
@@ -245,11 +254,10 @@ class _Total:
             step = tf.where(counts, tf.constant(tf.int64.max, tf.int64), tf.constant(-1, tf.int64))
             return tf.raw_ops.ResourceAccumulatorApplyGradient(handle=self._handle, local_step=step, gradient=gradient)
 
-    def take(self, of_all=None):
+    def take(self):
         """Returns the mean or the sum, of one gradient at least, and empties it."""
         with tf.device(self._device):
-            taken = tf.raw_ops.ResourceAccumulatorTakeGradient(handle=self._handle, num_required=1, dtype=tf.float32)
-            return of_all(taken) if of_all else taken
+            return tf.raw_ops.ResourceAccumulatorTakeGradient(handle=self._handle, num_required=1, dtype=tf.float32)
 
     def clear(self):
         """The operation that empties it."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common import data, ending, models, plots, signals, tf
+from common.batches import Batches, local_variable
 from common.center import GlobalParameters
 from common.checkpoints import Keeper
 from common.flags import UserError
@@ -51,7 +52,7 @@ def train(scheme, task, settings):
     with tf.Graph().as_default():
         center = GlobalParameters(model.initial_parameters, task.num_ps if task else 1, task and task.device_fn())
         with tf.device(task and task.device):
-            batches = data.Batches(x, y, settings.batch_size, settings.seed + index)
+            batches = Batches(x, y, settings.batch_size, settings.seed + index)
             kept = center.keep(model.initial_state)
             local = LocalParameters(
                 *(center, model, batches, f"worker_{index}", index, num_workers, delay_of(settings.delays, index)),
@@ -415,7 +416,7 @@ def fed_test_set(dataset):
         value = getattr(dataset, name)
         feed = tf.placeholder(value.dtype, value.shape)
         feeds[feed] = value
-        variables.append(data.local_variable(name, feed))
+        variables.append(local_variable(name, feed))
     return *variables, feeds
 
 

@@ -134,7 +134,7 @@ def hogwild(load_scheme):
 
 
 class KnownBatches:
-    """Stands in for `common.data.Batches`: the batches come in the order in which they are given, then again.
+    """Stands in for `common.batches.Batches`: the batches come in the order in which they are given, then again.
 
     Args:
       x, y: arrays `[count, batch_size, ...]`.

@@ -16,6 +16,7 @@ import pytest
 from runs import ROOT, SECONDS, finish, processes, read_until, result_of, start
 
 from common import cluster, data, models, tf
+from common.batches import Batches
 from common.center import GlobalParameters
 from common.checkpoints import Keeper
 from common.hooks import EarlyStoppingHook
@@ -265,7 +266,7 @@ def cnn(tmp_path, images):
 def test_values_of_a_checkpoint_are_those_of_the_chief(script, tmp_path, cnn, graph, images, initialized, hogwild):
     """Also moving means."""
     center = GlobalParameters(cnn.initial_parameters, 1)
-    batches = data.Batches(images.x_train, images.y_train, 9, seed=0)
+    batches = Batches(images.x_train, images.y_train, 9, seed=0)
     kept = center.keep(cnn.initial_state)
     local = LocalParameters(center, cnn, batches, "worker_0", kept=kept)
     rounds = build_rounds(hogwild, center, local, types.SimpleNamespace(window=1, learning_rate=0.1), 5)

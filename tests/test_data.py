@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from common import data, tf
-from common.data import Batches
+from common.batches import Batches
 
 
 def test_digits():

@@ -110,6 +110,13 @@ def test_another_name_of_a_flag(parse, user_error):
         parse("--n_push=3")
 
 
+def test_flag_that_is_not_there(parse, user_error):
+    """A scheme that asks for a flag which its script does not define."""
+    with user_error("there is no flag --beta; a scheme's script defines its own"):
+        print(parse().beta)
+    assert getattr(parse(), "beta", 1) == 1
+
+
 def test_flags_that_only_some_schemes_have(parse, user_error):
     settings = parse("--local_optimizer=adam", local_optimizer="sgd")
     assert (settings.local_optimizer, settings.local_learning_rate) == ("adam", None)

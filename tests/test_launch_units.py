@@ -14,9 +14,8 @@ from runs import SECONDS, wait_until_gone
 
 from common import deaths, devices, input_check, launch, tf
 from common.cluster import TaskSpecDef
-from common.flags import UserError
+from common.flags import Settings, UserError
 from common.forkserver import EARLY, ForkServer
-from common.settings import Settings
 from common.words import PROGRESS
 
 SERVING = PROGRESS + '[1, "serving", true, null]'

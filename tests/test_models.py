@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from common import data, models, tf
+from common.batches import Batches
 from common.center import GlobalParameters
 from common.local import LocalParameters
 from common.steps import build_rounds
@@ -270,7 +271,7 @@ def test_layers_of_many_kinds(initialized, hogwild, hyperparameters, layers, win
     expected = keras.losses.SparseCategoricalCrossentropy(from_logits=True)(dataset.y_train, logits) + sum(keras_model.losses)
     with tf.Graph().as_default():
         center = GlobalParameters(model.initial_parameters)
-        local = LocalParameters(center, model, data.Batches(dataset.x_train, dataset.y_train, len(dataset.x_train), 0))
+        local = LocalParameters(center, model, Batches(dataset.x_train, dataset.y_train, len(dataset.x_train), 0))
         rounds = build_rounds(hogwild, center, local, hyperparameters(window=window, learning_rate=1e-9))
         session = initialized(center, local)
         np.testing.assert_allclose(session.run(rounds).loss, expected, rtol=1e-4)

@@ -173,6 +173,7 @@ import mirrored_strategy
 import multiple_gpus
 
 from common import data, devices, models, tf
+from common.batches import Batches
 from common.center import GlobalParameters
 from common.steps import build_rounds
 
@@ -182,7 +183,7 @@ built = [models.build("mlp", dataset) for _ in names]
 found = {"names": names, "matmuls": [], "soft": None}
 with tf.Graph().as_default():
     center = GlobalParameters(built[0].initial_parameters, device_fn=names[0])
-    batches = [lambda name: data.Batches(dataset.x_train, dataset.y_train, 4, 0, name)] * 2
+    batches = [lambda name: Batches(dataset.x_train, dataset.y_train, 4, 0, name)] * 2
     towers = multiple_gpus.Towers(center, built, batches, names)
     hp = mirrored_strategy.types.SimpleNamespace(learning_rate=0.1)
     rounds = build_rounds(multiple_gpus.multiple_gpus, center, towers, hp)

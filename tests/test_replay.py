@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from common import data, models, tf
+from common.batches import Batches
 from common.replay import Replay
 
 
@@ -25,7 +26,7 @@ def make(regression):
     def make(num_workers=2):
         def make_batches(i):
             x, y = data.shard(regression, i, num_workers)
-            return data.Batches(x, y, 4, seed=i, name=f"batches_{i}")
+            return Batches(x, y, 4, seed=i, name=f"batches_{i}")
 
         hp = types.SimpleNamespace(learning_rate=0.01)
         replay = Replay(hogwild_like, hp, models.build("linear", regression), make_batches, num_workers)

@@ -1,12 +1,17 @@
-"""common/data.py: the datasets of workers. All together see every sample once an epoch, each in orders of its own."""
+"""Distributed-Session/sharding.py: the datasets of workers. Together they see every sample once an epoch."""
 
 import itertools
 import random
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from common import data, tf
+from common import tf
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "Distributed-Session"))
+import sharding  # noqa: E402
 
 
 def drawn(dataset, batches=None):
@@ -47,7 +52,7 @@ def test_all_workers_together_see_every_sample_once_an_epoch(num_samples, num_wo
     samples = np.arange(num_samples) + 100
 
     def make(worker, epochs):
-        return data.array_dataset(samples, 4, num_workers, worker, epochs)
+        return sharding.array_dataset(samples, 4, num_workers, worker, epochs)
 
     for workers in epochs_of(make, even(num_samples, num_workers), 4, epochs=3):
         assert each_once(workers, samples)
@@ -67,7 +72,7 @@ def test_shuffled_first_with_different_seeds_they_do_not():
 
 def test_a_new_order_each_epoch():
     first, second, third = (
-        epoch[0] for epoch in epochs_of(lambda _, n: data.array_dataset(np.arange(50), 8, epochs=n), [50], 8, 3)
+        epoch[0] for epoch in epochs_of(lambda _, n: sharding.array_dataset(np.arange(50), 8, epochs=n), [50], 8, 3)
     )
     assert sorted(first) == sorted(second) == sorted(third)
     assert len({tuple(first), tuple(second), tuple(third), tuple(range(50))}) == 4
@@ -75,40 +80,40 @@ def test_a_new_order_each_epoch():
 
 def test_the_whole_shard_is_shuffled():
     """No buffer: the first samples of sorted data come from all over it."""
-    samples = drawn(data.array_dataset(np.arange(1000), 50), batches=1)
+    samples = drawn(sharding.array_dataset(np.arange(1000), 50), batches=1)
     assert min(samples) < 200 and max(samples) > 800
 
 
 def test_workers_have_orders_of_their_own():
-    orders = [[k // 3 for k in drawn(data.array_dataset(np.arange(60), 20, 3, worker, epochs=1))] for worker in range(3)]
+    orders = [[k // 3 for k in drawn(sharding.array_dataset(np.arange(60), 20, 3, worker, epochs=1))] for worker in range(3)]
     assert sorted(orders[0]) == sorted(orders[1]) == sorted(orders[2]) == list(range(20))
     assert len(set(map(tuple, orders))) == 3
 
 
 def test_equal_seeds_give_equal_orders():
     def order(seed):
-        return drawn(data.array_dataset(np.arange(60), 20, 2, 1, epochs=2, seed=seed))
+        return drawn(sharding.array_dataset(np.arange(60), 20, 2, 1, epochs=2, seed=seed))
 
     assert order(seed=7) == order(seed=7) != order(seed=8)
     assert sorted(order(seed=2**31)) == sorted(order(seed=7))
 
 
 def test_batches_have_samples_of_one_epoch():
-    sizes = [len(batch) for batch in data.array_dataset(np.arange(19), 4, 2, 0, epochs=2)]
+    sizes = [len(batch) for batch in sharding.array_dataset(np.arange(19), 4, 2, 0, epochs=2)]
     assert sizes == [4, 4, 2, 4, 4, 2]
-    assert len(list(data.array_dataset(np.arange(3), 100, epochs=1))) == 1
+    assert len(list(sharding.array_dataset(np.arange(3), 100, epochs=1))) == 1
 
 
 @pytest.mark.parametrize("epochs,batches", [(1, 5), (2, 10), (None, 500)])
 def test_it_ends_after_its_epochs_or_never(epochs, batches):
-    dataset = data.array_dataset(np.arange(10), 2, epochs=epochs)
+    dataset = sharding.array_dataset(np.arange(10), 2, epochs=epochs)
     assert len(list(itertools.islice(dataset, 500))) == batches
 
 
 def test_arrays_of_a_tuple_stay_together():
     x = np.random.default_rng(0).normal(size=[23, 2, 3]).astype(np.float32)
     y = x.sum(axis=(1, 2)).astype(np.float64)
-    dataset = data.array_dataset((x, y), 4, 2, 1, epochs=1)
+    dataset = sharding.array_dataset((x, y), 4, 2, 1, epochs=1)
     assert [tuple(spec.shape) for spec in dataset.element_spec] == [(None, 2, 3), (None,)]
     assert [spec.dtype for spec in dataset.element_spec] == [tf.float32, tf.float64]
     batches = [(x.numpy(), y.numpy()) for x, y in dataset]
@@ -118,13 +123,13 @@ def test_arrays_of_a_tuple_stay_together():
 
 
 def test_of_text():
-    assert [batch.numpy().tolist() for batch in data.array_dataset(np.array(["a", "bc"]), 1, 2, 1, epochs=1)] == [[b"bc"]]
+    assert [batch.numpy().tolist() for batch in sharding.array_dataset(np.array(["a", "bc"]), 1, 2, 1, epochs=1)] == [[b"bc"]]
 
 
 def test_of_a_file_that_is_not_in_memory(tmp_path):
     np.save(tmp_path / "x.npy", np.arange(30).reshape(10, 3))
     x = np.load(tmp_path / "x.npy", mmap_mode="r")
-    rows = [row.tolist() for batch in data.array_dataset(x, 4, epochs=1) for row in batch.numpy()]
+    rows = [row.tolist() for batch in sharding.array_dataset(x, 4, epochs=1) for row in batch.numpy()]
     assert sorted(rows) == np.arange(30).reshape(10, 3).tolist()
 
 
@@ -132,7 +137,7 @@ def test_of_a_file_that_is_not_in_memory(tmp_path):
 def test_in_a_graph(graph, make_iterator):
     seen = []
     iterators = [
-        getattr(tf.data, make_iterator)(data.array_dataset(np.arange(13), 4, 2, worker, epochs=2)) for worker in range(2)
+        getattr(tf.data, make_iterator)(sharding.array_dataset(np.arange(13), 4, 2, worker, epochs=2)) for worker in range(2)
     ]
     batches = [iterator.get_next() for iterator in iterators]
     with tf.Session() as session:
@@ -147,14 +152,14 @@ def test_in_a_graph(graph, make_iterator):
 
 
 def test_samples_are_no_part_of_the_graph(graph):
-    tf.data.make_one_shot_iterator(data.array_dataset(np.zeros([1000, 1000]), 4)).get_next()
+    tf.data.make_one_shot_iterator(sharding.array_dataset(np.zeros([1000, 1000]), 4)).get_next()
     assert graph.as_graph_def().ByteSize() < 100_000
 
 
 def test_in_a_session_on_the_server_of_a_worker(graph, servers):
     task, server = servers(1)
     with tf.device(task.device):
-        batch = tf.data.make_one_shot_iterator(data.array_dataset(np.arange(8), 8)).get_next()
+        batch = tf.data.make_one_shot_iterator(sharding.array_dataset(np.arange(8), 8)).get_next()
     with tf.Session(server.target, config=task.config()) as session:
         assert sorted(session.run(batch)) == list(range(8))
 
@@ -173,12 +178,12 @@ def write(tmp_path):
 
 
 def numbers(files, batch_size, num_workers=1, shard_index=0, **more):
-    """`data.line_dataset` of what `write` has written."""
+    """`sharding.line_dataset` of what `write` has written."""
 
     def parse(line):
         return tf.strings.to_number(line, tf.int64)
 
-    return data.line_dataset(files, parse, batch_size, num_workers, shard_index, header_lines=1, **more)
+    return sharding.line_dataset(files, parse, batch_size, num_workers, shard_index, header_lines=1, **more)
 
 
 LENGTHS = [
@@ -250,7 +255,7 @@ def test_lines_go_on_for_ever(write):
 
 def test_one_file_and_a_parser_of_several_columns(tmp_path):
     (tmp_path / "a.csv").write_text("1.5,2\n2.5,4\n")
-    dataset = data.line_dataset(tmp_path / "a.csv", lambda line: tf.decode_csv(line, [[0.0], [0]]), 2, epochs=1)
+    dataset = sharding.line_dataset(tmp_path / "a.csv", lambda line: tf.decode_csv(line, [[0.0], [0]]), 2, epochs=1)
     (batch,) = list(dataset)
     assert sorted(zip(*(column.numpy().tolist() for column in batch))) == [(1.5, 2), (2.5, 4)]
 
@@ -277,19 +282,19 @@ BAD = [
 def test_numbers_out_of_range(arguments, message, user_error, write):
     arguments = {"batch_size": 4, **arguments}
     with user_error(message):
-        data.array_dataset(np.arange(10), **arguments)
+        sharding.array_dataset(np.arange(10), **arguments)
     with user_error(message):
         numbers(write(4, 4), **arguments)
 
 
 def test_arrays_that_cannot_be_sharded(user_error):
     with user_error("same number of samples, not 10, 9"):
-        data.array_dataset((np.arange(10), np.arange(9)), 4)
+        sharding.array_dataset((np.arange(10), np.arange(9)), 4)
     with user_error("2 samples are too few for 3 workers"):
-        data.array_dataset(np.arange(2), 4, 3, 0)
+        sharding.array_dataset(np.arange(2), 4, 3, 0)
     for arrays in (), 5, (np.arange(3), 5):
         with user_error("arrays must be an array of samples"):
-            data.array_dataset(arrays, 4)
+            sharding.array_dataset(arrays, 4)
 
 
 def test_files_that_are_not_there(user_error, write, tmp_path):

@@ -202,6 +202,51 @@ def no_pull(center, local, hp):
     yield center.push(sgd(), local.gradient)
 
 
+def together_without_pull(center, local, hp):
+    others = center.together(local)
+    yield local.train(1, None)
+    yield others.push(sgd(), local.gradient)
+    yield others.wait()
+
+
+def forgotten_yield(center, local, hp):
+    yield local.pull(center)
+    yield local.train(1, None)
+    yield center.push(sgd(), local.gradient)
+    local.pull(center)
+
+
+def another_worker_s_vector(center, local, hp):
+    yield local.pull(center)
+    yield local.train(1, None)
+    yield local.assign(center.slot("mean"), local.gradient)
+
+
+def whole_numbers_of_all(center, local, hp):
+    others = center.together(local)
+    yield local.pull(center)
+    yield local.train(1, None)
+    yield others.push(sgd(), local.gradient, of_all=lambda g, at_update: tf.cast(g, tf.int8))
+
+
+def a_number_at_the_ps(center, local, hp):
+    yield local.pull(center)
+    yield local.train(1, None)
+    yield center.push(sgd(), local.gradient, lambda g, at_update: tf.reduce_max(g))
+
+
+def list_of_messages(center, local, hp):
+    yield local.pull(center)
+    yield local.train(1, None)
+    yield center.push(sgd(), [local.gradient + 0, tf.constant(1.0)])
+
+
+def staleness_without_exact(center, local, hp):
+    yield local.pull(center)
+    yield local.train(1, None)
+    yield center.push(sgd(), local.gradient, lambda g, at_update: g / at_update.staleness)
+
+
 def no_push(center, local, hp):
     yield local.pull(center)
     yield local.train(1, None)
@@ -250,6 +295,13 @@ WRONG = {
     push_after_push_together: "push_after_push_together both pushes alone and takes part in updates of several workers",
     two_memories: "always the same, not both: center.exact(local, 'step') and center.exact(local, 'value')",
     exact_push_alone: "exact_push_alone: with center.exact, a round begins with its `pull()`; it has push",
+    together_without_pull: "together_without_pull changes the global parameters before it has read them",
+    forgotten_yield: "forgotten_yield makes a step that reads x̃ and does not yield it: it would never run",
+    another_worker_s_vector: "local.assign changes a vector that local.vector(name) has returned, not [",
+    whole_numbers_of_all: "what `of_all` returns is the gradient that the optimizer gets: expected float32 values, not of int8",
+    a_number_at_the_ps: "what `at_ps` returns is the gradient of a piece of x̃: expected shape [4], not ()",
+    list_of_messages: "tf.IndexedSlices of one, a scalar, or a tuple of these, not list",
+    staleness_without_exact: 'at_update.staleness is known to the push of `center.exact(local, "step")` alone',
     no_pull: "no_pull changes the global parameters before it has read them",
     no_push: "no_push never changes the global parameters",
     no_training: "no_training does not train",
@@ -294,12 +346,15 @@ def test_messages_of_other_kinds(after, num_ps):
         return after(scheme, 1, num_ps)[0].tolist()
 
     with tf.Graph().as_default():
-        assert of(lambda g: tf.cast(3 * g, tf.int8), lambda part: tf.cast(part, tf.float32)) == [-3.0] * SIZE
+        assert of(lambda g: tf.cast(3 * g, tf.int8), lambda part, at_update: tf.cast(part, tf.float32)) == [-3.0] * SIZE
     with tf.Graph().as_default():
         some = of(lambda g: tf.IndexedSlices(tf.constant([5.0, 7.0]), tf.constant([0, 3], tf.int64)))
         assert some == [-5.0, 0.0, 0.0, -7.0]
+    for wrong in -1, SIZE:  # in no piece
+        with tf.Graph().as_default(), pytest.raises(tf.errors.InvalidArgumentError):
+            of(lambda g: tf.IndexedSlices(tf.constant([5.0, 7.0]), tf.constant([0, wrong], tf.int64)))  # noqa: B023
     with tf.Graph().as_default():
-        scaled = of(lambda g: (tf.cast(g, tf.int8), tf.constant(0.5)), lambda part: tf.cast(part[0], tf.float32) * part[1])
+        scaled = of(lambda g: (tf.cast(g, tf.int8), tf.constant(0.5)), lambda part, _: tf.cast(part[0], tf.float32) * part[1])
         assert scaled == [-0.5] * SIZE
 
 
@@ -313,7 +368,7 @@ def test_votes(graph, initialized):
         yield local.pull(center)
         yield local.train(1, None)
         votes = tf.constant(signs[local.index], tf.int8)
-        yield others.push(sgd(), votes, at_ps=lambda part: tf.cast(part, tf.float32), of_all=tf.sign)
+        yield others.push(sgd(), votes, at_ps=lambda part, _: tf.cast(part, tf.float32), of_all=lambda mean, _: tf.sign(mean))
         yield others.wait()
 
     steps = [build_steps(scheme, center, worker, None) for worker in workers]
@@ -324,6 +379,32 @@ def test_votes(graph, initialized):
         for step in steps[i][:3]:
             session.run(step.operations)
     np.testing.assert_array_equal(session.run(center.read()[0]), [-1, 1, 1, 1])
+
+
+@pytest.mark.parametrize("num_ps", [1, 2])
+def test_a_slot_of_the_ps(after, num_ps):
+    """Momentum by a slot of one's own, which each ps has a piece of: on arrival, and of all."""
+
+    def momentum(g, at_update):
+        u = at_update.slot("u")
+        return u.assign(0.5 * u + g)
+
+    def alone(center, local, hp):
+        yield local.pull(center)
+        yield local.train(1, None)
+        yield center.push(sgd(), tf.constant([1.0, 2.0, 3.0, 4.0]), momentum)
+
+    def meeting(center, local, hp):
+        others = center.together(local)
+        yield local.pull(center)
+        yield local.train(1, None)
+        yield others.push(sgd(), tf.constant([1.0, 2.0, 3.0, 4.0]), of_all=momentum)
+        yield others.wait()
+
+    for scheme in alone, meeting:
+        with tf.Graph().as_default():
+            moved = -(1 + 1.5 + 1.75)
+            assert after(scheme, 3, num_ps)[0].tolist() == [moved, 2 * moved, 3 * moved, 4 * moved]
 
 
 def test_pace_without_a_bound(after):

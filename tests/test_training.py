@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from common import data, models, tf, training
+from common.batches import Batches
 from common.center import GlobalParameters
 from common.cluster import TaskSpecDef
 from common.local import LocalParameters
@@ -42,7 +43,7 @@ def built(problem, graph, load_scheme):
         dataset, model = problem
         center = GlobalParameters(model.initial_parameters, 1, task and task.device_fn())
         with tf.device(task and task.device):
-            batches = data.Batches(dataset.x_train, dataset.y_train, 32, 0)
+            batches = Batches(dataset.x_train, dataset.y_train, 32, 0)
             index, num_workers = (task.shard_index, task.num_workers) if task else (0, 1)
             local = LocalParameters(center, model, batches, index=index, num_workers=num_workers)
             pace = "ring" if scheme == ALL_REDUCE else "own"
