@@ -44,7 +44,9 @@ TOGETHER = "Synchronous-SGD", "DiLoCo"  # schemes whose updates are of all worke
 # that is at the very end, they are in the final parameters. So the best of the last three evaluations counts here.
 BEGINS_AGAIN = ("DOWNPOUR",)
 HANG_SECS = 4
-SECONDS = 300  # within which a run has to end, whatever happened to it
+# A run hangs if no worker reports anything for so long; a run of sixteen workers on a busy machine may take its time.
+SILENT_SECONDS = 150
+SECONDS = 1500  # within which a run has to end all the same, whatever happened to it
 ACCURACY = 0.95
 FAULTS_UNTIL = 10  # seconds after the tasks were started
 CHECKPOINT_SECS = 1
@@ -109,7 +111,7 @@ class Round:
                     process = self._kill_launcher(process, at)
                 else:
                     self._signal(at, kind, whom)
-            status = process.wait(SECONDS)
+            status = self._wait_for_end(process)
         except subprocess.TimeoutExpired:
             status = "hung"
             process.kill()
@@ -149,6 +151,22 @@ class Round:
                 break
         return time.monotonic()
 
+    def _wait_for_end(self, process):
+        """Returns the exit status, or raises `TimeoutExpired` if the run hangs."""
+        end, reported = time.monotonic() + SECONDS, 0
+        while True:
+            silent_until = min(end, time.monotonic() + SILENT_SECONDS)
+            while time.monotonic() < silent_until and reported == (newest := self._reported()):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return process.wait(1)
+            if reported == newest:
+                raise subprocess.TimeoutExpired(process.args, SECONDS)
+            reported = newest
+
+    def _reported(self):
+        """How many bytes of metrics the workers have written."""
+        return sum(path.stat().st_size for path in self.folder.glob("metrics/*.jsonl"))
+
     def _signal(self, at, kind, whom):
         for pid in processes(self.folder, f"--job_name={whom[0]}", f"--task_index={whom[1]}"):
             with contextlib.suppress(ProcessLookupError):
@@ -172,7 +190,7 @@ class Round:
     def problems(self, status):
         """Yields what is wrong with the run, the first is the worst: each a line."""
         if status == "hung":
-            yield f"hung: it had not ended after {SECONDS} s"
+            yield f"hung: no worker reported anything for {SILENT_SECONDS} s, or it had not ended after {SECONDS} s"
         if status != 0:
             last = Path(f"{self.folder}.out").read_text(errors="replace").splitlines()[-1:]
             yield f"exit status {status}: {' '.join(last)}"
