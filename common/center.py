@@ -1,7 +1,6 @@
 """x̃, the global parameters of a model on the ps: read, push, add, and what lies beside them.
 
-They are one flat vector: one message a ps and direction instead of one a variable, and any elementwise optimizer works on it as
-it stands.
+They are one flat vector: one message per ps and direction, not one per variable, and any elementwise optimizer works on it.
 """
 
 from typing import Any
@@ -78,7 +77,7 @@ class GlobalParameters:
         return kept
 
     def read(self):
-        """Returns the present x̃ as one tensor `[size]`, and the global step, read on its ps just before. One message a ps."""
+        """Returns the present x̃ as one tensor `[size]`, and the global step, read on its ps just before. One message per ps."""
         # On its ps, as without a device the value would go to the worker and back.
         with tf.device(self.step.device), tf.control_dependencies(None), tf.control_dependencies(before_read(self.step.device)):
             step = self.step.read_value()

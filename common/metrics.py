@@ -18,7 +18,7 @@ from common.steps import Rounds
 
 
 class MetricsLog:
-    """Where a worker writes what it measures: `metrics/worker-N.jsonl`, one JSON object a line, and TensorBoard events.
+    """Where a worker writes what it measures: `metrics/worker-N.jsonl`, one JSON object per line, and TensorBoard events.
 
     Lines can be written from any thread and are whole whenever somebody reads the file. If somebody deletes it, or its folder,
     both are made again.

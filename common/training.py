@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-import types
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from common import data, ending, models, plots, signals, tf
 from common.batches import Batches, local_variable
 from common.center import GlobalParameters
 from common.checkpoints import Keeper
-from common.flags import UserError
+from common.flags import Settings, UserError
 from common.hooks import EarlyStoppingHook, MeetingHook, WarmStartHook
 from common.local import LocalParameters
 from common.metrics import EvaluationHook, MetricsHook, MetricsLog
@@ -110,7 +109,7 @@ LONG_CALL_SECS = 0.25
 
 
 def build_calls(scheme, center, local, settings, num_samples):
-    """Builds some rounds for one call, and one round; for a long run also a loop whose length adapts to 0.25 s a call.
+    """Builds some rounds for one call, and one round; for a long run also a loop whose length adapts to 0.25 s per call.
 
     Returns:
       The global step to stop at, and a function that chooses the rounds, see `Plan.next_call`.
@@ -127,7 +126,7 @@ def build_calls(scheme, center, local, settings, num_samples):
 
     def build(rounds):
         if in_ring:  # a round may be a loop of so many steps, if it asks for that
-            built = build_rounds(scheme, center, local, types.SimpleNamespace(**{**vars(settings), "steps_per_call": rounds}))
+            built = build_rounds(scheme, center, local, Settings(**{**vars(settings), "steps_per_call": rounds}))
             if int(built.steps.shape[0]) == rounds * updates:
                 return built
         return build_rounds(scheme, center, local, settings, rounds)
@@ -153,7 +152,7 @@ def build_calls(scheme, center, local, settings, num_samples):
                 factor = 2 * factor if taken < LONG_CALL_SECS / 2 else max(1, factor // 2) if taken > LONG_CALL_SECS else factor
             if present + factor * size <= last:
                 return loop_call, {times: factor}
-        # Towards the end one round a call, so that the last step is overshot as little as can be without a lock.
+        # Towards the end one round per call, so that the last step is overshot as little as can be without a lock.
         return (many if present + size <= last else one,)
 
     return last, next_call

@@ -199,7 +199,7 @@ ORDERS = [in_turn, at_once, shuffled]
 
 
 class Walk(NamedTuple):
-    """What came of it: x̃, the contributions to updates, those that were dropped, and who did which step."""
+    """What came of it: x̃, the contributions to updates, those that were dropped, and which worker did which step."""
 
     center: np.ndarray
     log: list
@@ -245,7 +245,7 @@ def written_again(scheme, order, start, batches, window=3):
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("scheme", TOGETHER.values(), ids=TOGETHER)
 def test_exact(model, walk, batches, scheme, order, window, num_ps):
-    """x̃, who contributed to which update, what was dropped, and who had to wait when."""
+    """x̃, which worker contributed to which update, what was dropped, and which worker had to wait when."""
     ours = walk(scheme, order(), window, num_ps)
     expected = written_again(scheme, order(), model.initial_parameters, batches, window)
     assert len(expected.log) >= 50
