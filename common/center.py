@@ -10,7 +10,7 @@ from common.coordination import Lock
 from common.exact import Exact
 from common.flags import UserError
 from common.messages import AtUpdate, gradient_of, parts_of, tensors_of
-from common.steps import Optimizers, Step, before_read, before_write
+from common.steps import Optimizers, Step, before_read, before_write, check_pieces
 from common.together import Pace, Ring, Together
 
 
@@ -105,7 +105,9 @@ class GlobalParameters:
         def apply(i, piece, part):
             return optimizer.apply_gradients([(gradient_of(part, at_ps, AtUpdate(self, i)), piece)])
 
-        return self._update(message, apply)
+        step = self._update(message, apply)
+        check_pieces(optimizer, self.pieces)
+        return step
 
     def add(self, difference):
         """x̃ ← x̃ + difference on the ps, a tensor `[size]`; counts one update. One message to each ps; indivisible as a push."""
@@ -163,7 +165,7 @@ class GlobalParameters:
         if (known, before) != (kind, arguments):
             calls = (f"center.{k.__name__.lower()}(local{''.join(f', {a!r}' for a in args)})"
                      for k, args in ((known, before), (kind, arguments)))  # fmt: skip
-            raise UserError("a scheme can have one of these, always the same, not both: " + " and ".join(calls))
+            raise UserError("a scheme uses one of these, with the same arguments everywhere, not both: " + " and ".join(calls))
         return thing
 
 

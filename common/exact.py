@@ -4,11 +4,11 @@ from common import tf
 from common.batches import local_variable
 from common.flags import UserError
 from common.messages import AtUpdate, arrived, gradient_of, parts_of, tensors_of
-from common.steps import Step, before_read
+from common.steps import Step, before_read, check_pieces
 
 
 class Exact:
-    """Pulls and pushes of a worker that nothing comes between on any ps: a lock on ps 0 keeps out every other such.
+    """Each pull or push holds a lock on ps 0, so that no other one of this kind runs on any ps meanwhile.
 
     The ps tasks remember the worker's last pull, in variables of its session.
 
@@ -16,12 +16,7 @@ class Exact:
       center: the `common.center.GlobalParameters`.
       local: this worker's `common.local.LocalParameters`.
       remember: "step", the number of updates in it, or "value", x̃ itself.
-
-    Attributes:
-      needs_pull: whether a round has to read x̃ before it changes it.
     """
-
-    needs_pull = True
 
     def __init__(self, center, local, remember):
         if remember not in ("step", "value"):
@@ -86,11 +81,13 @@ class Exact:
                         pulled = self._pieces[i].read_value() if self._pieces else None
                         gradient = gradient_of(part, at_ps, AtUpdate(center, i, pulled, staleness))
                         done.append(optimizer.apply_gradients([(gradient, piece)]))
+                check_pieces(optimizer, center.pieces)
                 count, updated = center.count([] if staleness is None else [staleness.op])
                 done.append(count)
         return Step((*sent, *done), updated=updated, done=((self, "push"),))
 
     def check_round(self, name, words):
         """Raises a `UserError` if a push comes before its pull."""
+        words = [word for word in words if word in ("pull", "push")]
         if words[0] != "pull":
             raise UserError(f"{name}: with center.exact, a round begins with its `pull()`; it has {', '.join(words)}")

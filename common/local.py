@@ -61,6 +61,8 @@ class LocalParameters:
     @property
     def difference(self):
         """x − x̃ as `compare` found it, a variable `[size]`."""
+        if "difference" not in self._vectors:
+            raise UserError("local.difference is what `local.compare(center)` finds: yield that before")
         return self.vector("difference")
 
     def pull(self, center):
@@ -71,7 +73,7 @@ class LocalParameters:
     def compare(self, center):
         """d ← x − x̃, which is in `difference` afterwards. One message from each ps."""
         value, step = center.read()
-        return Step((self.difference.assign(self.value - value, read_value=False),), pulled=step)
+        return Step((self.vector("difference").assign(self.value - value, read_value=False),), pulled=step)
 
     def add(self, difference):
         """x ← x + difference, a tensor `[size]`."""

@@ -67,7 +67,7 @@ def _stale_launcher():
     is_of_program = is_of_parent and len(given) == 1 and os.getppid() != 1
     if not given or is_of_fork_server or is_of_program:
         return None
-    return f"{', '.join(given)} in the environment is what a launcher gives its tasks, but this is none: unset it"
+    return f"{', '.join(given)} in the environment, but no launcher has started this process: unset it"
 
 
 def _log_to(path):

@@ -5,7 +5,7 @@ from common.flags import UserError
 
 
 def parts_of(message, sizes):
-    """Returns what of a message is for each piece of x̃, a list: parts of the same form.
+    """Cuts a message: returns a list with one part of the same form per piece of x̃.
 
     Args:
       message: a tensor `[size]`, of which each piece gets its part; `tf.IndexedSlices` of such a vector, of which each piece
@@ -38,7 +38,7 @@ def _slices(message, sizes):
         return [tf.IndexedSlices(tf.identity(message.values), tf.identity(message.indices))]
     parts, start = [], 0
     for i, size in enumerate(sizes):
-        # An index that is in no piece goes to the first or the last, where TensorFlow finds it wrong.
+        # An index that is in no piece goes to the first or the last, where TensorFlow raises an error for it.
         own = (message.indices >= start) | (i == 0)
         own &= (message.indices < start + size) | (i == len(sizes) - 1)
         values, indices = tf.boolean_mask(message.values, own), tf.boolean_mask(message.indices, own) - start
@@ -100,7 +100,7 @@ class AtUpdate:
 
     def _only(self, value, name, remember):
         if value is None:
-            raise UserError(f'at_update.{name} is known to the push of `center.exact(local, "{remember}")` alone')
+            raise UserError(f'only the push of `center.exact(local, "{remember}")` knows at_update.{name}')
         return value
 
 

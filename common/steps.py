@@ -29,7 +29,7 @@ class Step:
       step_before: the newest update that the worker knew of before its own. None: the one that it pulled, and its own since.
       training_ended: whether another worker has ended the training; None if the step does not ask.
       may_go_on: whether this step would end at once; None if it never waits.
-      done: a tuple of (object, word): what the step does with something that has rules of its own, see `check_round`.
+      done: pairs (object, word), as (pace, "tick"). The object's `check_round` gets the words of a round.
     """
 
     operations: tuple = ()
@@ -48,6 +48,8 @@ class Step:
     def __add__(self, other):
         if not isinstance(other, Step):
             return NotImplemented
+        if self.may_go_on is not None or other.may_go_on is not None:
+            raise UserError("a step that waits is done alone: yield it before or after the other, not added to it")
         both = {}
         for field in dataclasses.fields(self):
             one, another = getattr(self, field.name), getattr(other, field.name)
@@ -60,7 +62,7 @@ class Step:
         return Step(**both)
 
     def fetches(self):
-        """Returns what there is of the step, {name: what to fetch in a session}; `loss` is the mean of the losses."""
+        """Returns the fields that are not None, as {name: what to fetch in a session}; `loss` is the mean of the losses."""
         found = {name: getattr(self, name) for name in ("operations", "pulled", "updated", "step_before", "may_go_on")}
         if self.losses:
             found["loss"] = tf.add_n(self.losses) / len(self.losses) if len(self.losses) > 1 else self.losses[0]
@@ -77,7 +79,7 @@ class Rounds(NamedTuple):
 
 
 class _Round:
-    """The round that is being built: what its next step comes after, which optimizers it has used, and all steps made in it."""
+    """The round that is being built: what its next step comes after, which optimizers it has used, which steps are made."""
 
     def __init__(self, here, there, blocking):
         self.operations = here + there
@@ -99,7 +101,7 @@ def _building(round):
 
 
 def before_read(device):
-    """Returns the operations that a read on a device comes after: earlier ones there or on a worker, and all that block.
+    """Returns the operations that must end before a read on this device: earlier ones there or on a worker, and all that block.
 
     Not those on another ps: that would be a message between ps tasks, for an order that no scheme needs. A step that waits for
     other workers blocks: reads on every ps run after it, though it waits on one.
@@ -130,8 +132,8 @@ def is_on_ps(operation):
 class Optimizers:
     """The optimizers that change one vector. A scheme makes them in every round anew; their slots are made once.
 
-    The first, second, ... optimizer that a round uses has the slots of the first, second, ... of every round before; whatever
-    else it has, a learning rate that is a tensor, say, is its own.
+    The first, second, ... optimizer that a round uses has the slots of the first, second, ... of every round before. Its other
+    attributes are its own, a learning rate that is a tensor, for example.
     """
 
     def __init__(self):
@@ -144,14 +146,14 @@ class Optimizers:
         return {optimizer.get_name() for optimizer in [*self._in_rounds, *(own for _, own in self._by_hand)]}
 
     def use(self, optimizer, prepare=lambda optimizer: None):
-        """Returns a copy of an optimizer which has its slots, for this vector, if a round before has made them.
+        """Returns a copy of the optimizer. It has the slots that an earlier round made for this vector at the same place.
 
         Args:
           optimizer: a `tf.train.Optimizer`.
-          prepare: function of the copy that makes the slots, where they cannot be made when they are needed.
+          prepare: function of the copy, called once to make slots in advance; under a condition they cannot be made.
 
         Raises:
-          UserError: if the round before used one of another kind here, or it is none.
+          UserError: if it is no optimizer, not of the class that earlier rounds used here, or equal to another with slots.
         """
         if not isinstance(optimizer, tf.train.Optimizer):
             raise UserError(f"expected an optimizer of tf.train, as tf.train.AdamOptimizer(0.001), not {optimizer!r}")
@@ -160,6 +162,11 @@ class Optimizers:
         for known, own in used:
             if known is optimizer:
                 return own
+            if own._slots and _numbers(known) == _numbers(optimizer):
+                raise UserError(
+                    f"a round uses two equal optimizers with slots, {type(optimizer).__qualname__}: make one before the first "
+                    "step, and use it each time"
+                )
         own, place = copy.copy(optimizer), len(used)
         used.append((optimizer, own))
         if round is not None and place < len(self._in_rounds):
@@ -176,15 +183,32 @@ class Optimizers:
         return own
 
 
+def _numbers(optimizer):
+    """What distinguishes an optimizer from others of its class."""
+    values = {name: value for name, value in vars(optimizer).items() if not isinstance(value, dict)}
+    return type(optimizer), {name: v if isinstance(v, (int, float, str)) else id(v) for name, v in values.items()}
+
+
+def check_pieces(optimizer, pieces):
+    """Raises a `UserError` if an optimizer has changed several pieces, one by one, with numbers that they have in common."""
+    if len(pieces) > 1 and optimizer._non_slot_dict:
+        raise UserError(
+            f"{type(optimizer).__qualname__} keeps numbers for all parameters together, as Adam's powers of β: this push "
+            "cannot use it on several ps; choose --num_ps=1, another optimizer, or center.together"
+        )
+
+
 def build_steps(scheme, center, local, hp):
     """Returns the `Step`s of one round, each to be run on its own.
 
     Raises:
-      UserError: if the round is none, see `build_rounds`.
+      UserError: if the round breaks a rule, see `build_rounds`.
     """
+    steps, generator = [], scheme(center, local, hp)
     with _building(_Round([], [], [])) as round:
-        steps = [_checked(step) for step in scheme(center, local, hp)]
-    _check_round(scheme, steps, round.made)
+        while (step := _next_step(scheme, generator, round)) is not None:
+            steps.append(step)
+    _check_round(scheme, steps)
     return steps
 
 
@@ -211,14 +235,14 @@ def repeat_rounds(scheme, center, local, hp, rounds, times):
     messages more. The loop ends early when another worker has ended the training.
 
     At the end the ps waits for a message that the worker has all it needs. Else both end at about the same time, and TensorFlow
-    (2.20 and 2.21) keeps a kilobyte for ever whenever a call is cleaned up before the worker's last thread has let go of it
-    (`LocalRendezvous::StartAbort`): one call in ten or twenty, and with that message one in a hundred.
+    (2.20 and 2.21) leaks a kilobyte whenever a call is cleaned up before the worker's last thread has let go of it
+    (`LocalRendezvous::StartAbort`): in 5 to 10 % of the calls, and with that message in 1 %.
 
     Args:
       times: int32 scalar on the worker.
     """
     devices = sorted({piece.device for piece in [*center.pieces, center.step]})
-    tokens = []  # that the rounds have ended: on each ps one of its own, as they send each other no messages
+    tokens = []  # one per ps: the rounds so far have ended there; ps tasks send each other no messages
     for device in devices:
         with tf.device(device):
             tokens.append(tf.constant(0))
@@ -236,7 +260,7 @@ def repeat_rounds(scheme, center, local, hp, rounds, times):
         with tf.control_dependencies(chain.here):
             here = tf.identity(here)
         for i, device in enumerate(devices):
-            with tf.device(device), tf.control_dependencies([op for op in chain.there if op.device == device]):
+            with tf.device(device), tf.control_dependencies(chain.ended_on(device)):
                 there[i] = tf.identity(there[i])
         with tf.device(center.step.device):
             steps = tf.concat([steps, more], axis=0)
@@ -269,6 +293,7 @@ class _Chain:
         self.here, self.there = here, there
         self.training_ended: Any = None
         self._losses: list[Any] = []
+        self._blocking: list[Any] = []
         self._updates: list[Any] = []
         self._pulled: Any = None
         self._last: Any = None
@@ -276,21 +301,21 @@ class _Chain:
 
     def add(self, scheme, center, local, hp, rounds):
         """Adds so many rounds."""
-        round = _Round(self.here, self.there, [])
+        round = _Round(self.here, self.there, self._blocking)
         for i in range(rounds):
             made = _variables()
-            round.optimizers, round.made, steps, generator = {}, [], [], scheme(center, local, hp)
+            round.optimizers, steps, generator = {}, [], scheme(center, local, hp)
             while True:
                 with _building(round), tf.control_dependencies(self.here):
-                    step = next(generator, None)
+                    step = _next_step(scheme, generator, round)
                 if step is None:
                     break
-                steps.append(_checked(step))
+                steps.append(step)
                 self._add(step, round)
-            _check_round(scheme, steps, round.made)
+            _check_round(scheme, steps)
             if i > 0 and (new := _variables() - made):
                 raise UserError(
-                    f"{scheme.__name__} makes a new variable in every round, {sorted(new)[0]}: use local.vector or "
+                    f"{_name(scheme)} makes a new variable in every round, {sorted(new)[0]}: use local.vector or "
                     "center.slot, or an optimizer of tf.train, which keep theirs"
                 )
 
@@ -314,6 +339,10 @@ class _Chain:
         if step.may_go_on is not None:
             round.blocking += step.operations
 
+    def ended_on(self, device):
+        """Returns the operations that must end before the next round begins on a ps: those there, and all that block."""
+        return [op for op in self.there if op.device == device or op in self._blocking]
+
     def loss(self):
         """Returns the mean loss."""
         return tf.add_n(self._losses) / float(len(self._losses))
@@ -332,35 +361,48 @@ def _variables():
     return {variable.op.name for variable in [*tf.global_variables(), *tf.local_variables()]}
 
 
-def _checked(step):
-    if not isinstance(step, Step):
+def _name(scheme):
+    return getattr(scheme, "__name__", "the scheme")
+
+
+def _next_step(scheme, generator, round):
+    """Returns the next step of a round, None at its end. It consists of all that was made since the step before.
+
+    Else an operation would not run, run twice, or not come after the step before.
+    """
+    round.made = []
+    step = next(generator, None) if hasattr(generator, "__next__") else generator
+    if step is not None and not isinstance(step, Step):
         raise UserError(f"a scheme yields steps, as `local.pull(center)` returns one, not {type(step).__name__}")
+    yielded = {id(operation) for operation in step.operations} if step else set()
+    for other in round.made:
+        if not {id(operation) for operation in other.operations} <= yielded:
+            kinds = {"trains": other.losses, "waits": other.may_go_on, "reads x̃": other.pulled, "changes x̃": other.updated}
+            kind = next((kind for kind, value in kinds.items() if value is not None and value != ()), "changes a vector")
+            raise UserError(f"{_name(scheme)} makes a step that {kind} and does not yield it: write `yield` before it")
+    if not yielded <= {id(operation) for other in round.made for operation in other.operations}:
+        raise UserError(f"{_name(scheme)} yields a step that it has made before the step before: make each in its own `yield`")
     return step
 
 
-def _check_round(scheme, steps, made):
-    """Raises a `UserError` if these are no steps of a round, or one of those that were made is not among them."""
-    name = getattr(scheme, "__name__", "the scheme")
+def _check_round(scheme, steps):
+    """Raises a `UserError` if these steps make no valid round."""
+    name = _name(scheme)
     if not any(step.losses for step in steps):
         raise UserError(f"{name} does not train: a round needs a `yield local.train(...)`")
     if not any(step.updated is not None for step in steps):
         raise UserError(f"{name} never changes the global parameters: a round needs a `yield center.push(...)`, or the like")
-    yielded = {id(operation) for step in steps for operation in step.operations}
-    for step in made:
-        if not all(id(operation) in yielded for operation in step.operations):
-            kinds = {"trains": step.losses, "waits": step.may_go_on, "reads x̃": step.pulled, "changes x̃": step.updated}
-            kind = next((kind for kind, value in kinds.items() if value is not None and value != ()), "changes a vector")
-            raise UserError(f"{name} makes a step that {kind} and does not yield it: it would never run")
-    done: dict[int, tuple[Any, list[str]]] = {}
-    for step in steps:
-        for thing, word in step.done:
-            done.setdefault(id(thing), (thing, []))[1].append(word)
-    for thing, words in done.values():
+    things = {id(thing): thing for step in steps for thing, _ in step.done}
+    for thing in things.values():
+        words = []
+        for step in steps:
+            words += [word for other, word in step.done if other is thing]
+            words += ["read"] * (step.pulled is not None) + ["change"] * (step.updated is not None)
         thing.check_round(name, words)
     knows = False
     for step in steps:
         knows = knows or step.pulled is not None
-        if step.updated is not None and not knows and all(thing.needs_pull for thing, _ in step.done):
+        if step.updated is not None and not knows and (step.done or step.step_before is None):  # not what a ring publishes
             raise UserError(
                 f"{name} changes the global parameters before it has read them: a round needs a `yield local.pull(center)`, or "
                 "`local.compare(center)`, before that"

@@ -4,6 +4,8 @@ A scheme gets one of these from the center. It knows how a worker enters and lea
 worker has one at most.
 """
 
+import re
+
 from common import tf
 from common.batches import local_variable
 from common.coordination import FINISHED, Clocks
@@ -22,13 +24,12 @@ class Pace:
 
     Attributes:
       gradients_per_update: of how many workers.
-      enter, leave, release: operations for the begin of a session; for when this worker has finished, and others need not wait
-        for it; for when it is to stop, and need not wait itself.
+      enter, leave, release: operations. `enter` runs when a session begins; `leave` when this worker has finished, so that the
+        others stop waiting for it; `release` when it is to stop, so that it no longer waits itself.
       vote: None, as a worker stops by itself.
-      needs_pull: whether a round has to read x̃ before it changes it.
     """
 
-    gradients_per_update, vote, needs_pull = 1, None, True
+    gradients_per_update, vote = 1, None
 
     def __init__(self, center, local, staleness):
         self._center, self._index = center, local.index
@@ -40,7 +41,7 @@ class Pace:
             )
 
     def wait(self):
-        """Ends when this worker is at most `staleness` ticks ahead of the slowest; it then reads what is newer than that."""
+        """Ends when this worker is at most `staleness` ticks ahead of the slowest. A read after it misses no older update."""
         return _wait(self, self._center, self._clocks, self._index)
 
     def tick(self):
@@ -49,9 +50,13 @@ class Pace:
             return Step(tuple(self._clocks.tick(self._index, before_all())), done=((self, "tick"),))
 
     def check_round(self, name, words):
-        """Raises a `UserError` unless a round ticks once, and waits."""
-        if words.count("tick") != 1 or "wait" not in words:
-            raise UserError(f"{name}: with center.pace, a round needs a `wait()` and one `tick()`; it has {', '.join(words)}")
+        """Raises a `UserError` unless a round waits before it reads, and ticks once, after all that it changes."""
+        in_order = [word for word in dict.fromkeys(words) if word in ("wait", "read")] != ["read", "wait"]
+        if words.count("tick") != 1 or "wait" not in words or not in_order or "change" in words[words.index("tick") :]:
+            raise UserError(
+                f"{name}: with center.pace, a round needs a `wait()`, then reads and changes x̃, and then one `tick()`; it has "
+                + ", ".join(words)
+            )
 
 
 class Together:
@@ -69,16 +74,16 @@ class Together:
 
     Attributes:
       gradients_per_update: N.
-      enter, leave, release, vote, needs_pull: as of `Pace`; it is over when one of the workers leaves.
+      enter, leave, release, vote: as of `Pace`; it is over when one of the workers leaves.
     """
 
-    vote, needs_pull = None, True
+    vote = None
 
     def __init__(self, center, local, backup_workers=0, mean=True):
         self._center, self._index = center, local.index
         self.gradients_per_update = local.num_workers - backup_workers
         if self.gradients_per_update < 1:
-            raise UserError(f"of {local.num_workers} workers, {backup_workers} cannot be backup workers: nobody would be left")
+            raise UserError(f"{backup_workers} backup workers of {local.num_workers} leave no worker: expected fewer")
         with tf.control_dependencies(None):
             self._clocks = Clocks(local.num_workers, center.lock, 0, self.gradients_per_update)
             reduction = "MEAN" if mean else "SUM"
@@ -93,7 +98,8 @@ class Together:
           optimizer: a `tf.train.Optimizer` that works element by element.
           message: what is sent to the ps tasks, see `common.messages.parts_of`; a gradient `[size]`, most simply.
           at_ps: function of a part of the message that has arrived and a `common.messages.AtUpdate`; returns this piece of this
-            worker's gradient, float32.
+            worker's gradient, float32. It runs before the lock is taken, for gradients that come too late, too: slots are for
+            `of_all`.
           of_all: function of a piece of the mean (or sum) and an `AtUpdate`; returns what the optimizer gets instead.
         """
         center, clocks, index = self._center, self._clocks, self._index
@@ -103,7 +109,10 @@ class Together:
         with tf.control_dependencies(None):  # what went before reaches the ps with its part
             for piece, part, at_update in zip(center.pieces, parts, found, strict=True):
                 with tf.device(piece.device):
-                    gradients.append(tf.convert_to_tensor(gradient_of(arrived(part), at_ps, at_update)))
+                    gradient = gradient_of(arrived(part), at_ps, at_update)
+                    if isinstance(gradient, tf.IndexedSlices):
+                        gradient = tf.math.unsorted_segment_sum(gradient.values, gradient.indices, at_update.size)
+                    gradients.append(gradient)
                     # Slots cannot be made under a condition. This is never run, nor is the optimizer's.
                     if of_all:
                         gradient_of(gradients[-1], of_all, at_update, "of_all")
@@ -139,14 +148,16 @@ class Together:
         return Step(operations, updated=updated, step_before=step_before, training_ended=ended, done=((self, "push"),))
 
     def wait(self):
-        """Ends when the update is made that this worker's gradient was for, with it or, if it came too late, without it."""
+        """Ends when the update is made for which this worker computed a gradient, whether that counted or came too late."""
         return _wait(self, self._center, self._clocks, self._index)
 
     def check_round(self, name, words):
-        """Raises a `UserError` unless each push is followed by a wait."""
-        if words != ["push", "wait"] * (len(words) // 2) or not words:
+        """Raises a `UserError` unless x̃ is read before each push, and each push is followed by a wait."""
+        words = [word for word in words if word != "change"]
+        if not re.fullmatch("((read )+push wait )+(read )*", "".join(f"{word} " for word in words)):
             raise UserError(
-                f"{name}: with center.together, a round needs a `push(...)` and then a `wait()`; it has {', '.join(words)}"
+                f"{name}: with center.together, a round reads x̃, then needs a `push(...)` and a `wait()`; it has "
+                + ", ".join(words)
             )
 
     def _enter(self, local):
@@ -179,10 +190,9 @@ class Ring:
       gradients_per_update: the number of workers.
       enter, leave, release: as of `Pace`; there is nothing to do.
       vote: this worker is to stop, and all others together with it after the call, in which it has to take part.
-      needs_pull: as of `Pace`; x is as new as x̃.
     """
 
-    enter, leave, release, needs_pull = (), (), (), False
+    enter, leave, release = (), (), ()
 
     def __init__(self, center, local):
         self._center, self._local, self._num_means = center, local, 0
@@ -223,11 +233,7 @@ class Ring:
                     operations.append(piece.assign(part, read_value=False))
             with tf.device(center.step.device):
                 operations.append(center.step.assign(newest, read_value=False))
-        done = ((self, "publish"),)
-        return Step(tuple(operations), updated=step_before + 1, step_before=step_before, training_ended=ended, done=done)
-
-    def check_round(self, name, words):
-        """Any number of times."""
+        return Step(tuple(operations), updated=step_before + 1, step_before=step_before, training_ended=ended)
 
 
 def _wait(owner, center, clocks, index):

@@ -295,7 +295,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
                 rendezvous.wait(session, report)
                 outcome = Outcome(0)
                 break
-            if warm_start:  # or those would never come that still wait
+            if warm_start:  # else workers that wait at the gate would wait for ever
                 session.run_step_fn(lambda step_context: warm_start.close(step_context.session))
             doing("waiting until the other workers have ended", waits=True)
             reports = rendezvous.gather(session, report) if task else [report]

@@ -11,7 +11,7 @@ VARIABLES = ("LAUNCHER_PID", "LAUNCHER_KEY", "LAUNCHER_WORDS")
 
 LAST = "\f"  # begins what a task says with `say_last`
 PROGRESS = "\v"  # begins what it says of its progress
-# What tasks do that runs functions of the user's, which the launcher may have called before; see `Progress.what`.
+# What a task does while it runs the user's functions; the check of the input may have timed these before.
 LOADING, BUILDING = "loading the data", "building the model"
 CHECKED = "ending the check"
 
@@ -19,8 +19,8 @@ CHECKED = "ending the check"
 class Progress(NamedTuple):
     """What a task tells of its progress."""
 
-    number: int  # of what it is doing, each time anew
-    what: str  # that is, as in "while loading the data"
+    number: int  # counts the calls of `doing`
+    what: str  # what the task does, as in "while loading the data"
     waits: bool  # whether it may be waiting for other tasks
     longest: float | None  # seconds that this took at most, if it has done the same again and again; None for the first time
 

@@ -161,7 +161,7 @@ def test_a_parent_that_is_no_launcher(tmp_path, more):
     assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (2, "", [])
     given = ", ".join(f"{name}={environ[name]}" for name in ("LAUNCHER_PID", *more))
     assert done.stderr == (
-        f"hogwild.py: {given} in the environment is what a launcher gives its tasks, but this is none: unset it\n"
+        f"hogwild.py: {given} in the environment, but no launcher has started this process: unset it\n"
     )
 
 

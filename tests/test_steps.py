@@ -222,6 +222,55 @@ def another_worker_s_vector(center, local, hp):
     yield local.assign(center.slot("mean"), local.gradient)
 
 
+def tick_before_push(center, local, hp):
+    pace = center.pace(local, 10)
+    yield pace.wait()
+    yield local.pull(center)
+    yield pace.tick()
+    yield local.train(1, None)
+    yield center.push(sgd(), local.gradient)
+
+
+def wait_after_pull(center, local, hp):
+    pace = center.pace(local, 10)
+    yield local.pull(center)
+    yield pace.wait()
+    yield local.train(1, None)
+    yield center.push(sgd(), local.gradient)
+    yield pace.tick()
+
+
+def waits_and_reads(center, local, hp):
+    yield center.pace(local, 10).wait() + local.pull(center)
+
+
+def made_too_early(center, local, hp):
+    pull, push = local.pull(center), center.push(sgd(), local.gradient)
+    yield pull
+    yield local.train(1, None)
+    yield push
+
+
+def yielded_twice(center, local, hp):
+    yield (pull := local.pull(center))
+    yield local.train(1, None)
+    yield center.push(sgd(), local.gradient)
+    yield pull
+
+
+def difference_without_compare(center, local, hp):
+    yield local.pull(center)
+    yield local.train(1, None)
+    yield center.add(0.5 * local.difference)
+
+
+def an_optimizer_each_time(center, local, hp):
+    for _ in range(2):
+        yield local.pull(center)
+        yield local.train(1, None)
+        yield center.push(tf.train.AdagradOptimizer(0.1), local.gradient)
+
+
 def whole_numbers_of_all(center, local, hp):
     others = center.together(local)
     yield local.pull(center)
@@ -288,20 +337,27 @@ def no_worker_left(center, local, hp):
 
 
 WRONG = {
-    without_wait: "without_wait: with center.together, a round needs a `push(...)` and then a `wait()`; it has push",
-    without_tick: "without_tick: with center.pace, a round needs a `wait()` and one `tick()`; it has wait",
-    two_paces: "always the same, not both: center.pace(local, 10) and center.pace(local, 0)",
-    pace_and_quorum: "always the same, not both: center.pace(local, 0) and center.together(local, 1, True)",
+    without_wait: "with center.together, a round reads x̃, then needs a `push(...)` and a `wait()`; it has read, push",
+    without_tick: "a round needs a `wait()`, then reads and changes x̃, and then one `tick()`; it has wait, read, change",
+    tick_before_push: "it has wait, read, tick, change",
+    wait_after_pull: "it has read, wait, change, tick",
+    waits_and_reads: "a step that waits is done alone",
+    made_too_early: "made_too_early makes a step that changes x̃ and does not yield it: write `yield` before it",
+    yielded_twice: "yielded_twice yields a step that it has made before the step before",
+    difference_without_compare: "local.difference is what `local.compare(center)` finds",
+    an_optimizer_each_time: "a round uses two equal optimizers with slots, AdagradOptimizer",
+    two_paces: "with the same arguments everywhere, not both: center.pace(local, 10) and center.pace(local, 0)",
+    pace_and_quorum: "with the same arguments everywhere, not both: center.pace(local, 0) and center.together(local, 1, True)",
     push_after_push_together: "push_after_push_together both pushes alone and takes part in updates of several workers",
-    two_memories: "always the same, not both: center.exact(local, 'step') and center.exact(local, 'value')",
+    two_memories: "with the same arguments everywhere, not both: center.exact(local, 'step') and center.exact(local, 'value')",
     exact_push_alone: "exact_push_alone: with center.exact, a round begins with its `pull()`; it has push",
-    together_without_pull: "together_without_pull changes the global parameters before it has read them",
-    forgotten_yield: "forgotten_yield makes a step that reads x̃ and does not yield it: it would never run",
+    together_without_pull: "with center.together, a round reads x̃, then needs a `push(...)` and a `wait()`; it has push, wait",
+    forgotten_yield: "forgotten_yield makes a step that reads x̃ and does not yield it: write `yield` before it",
     another_worker_s_vector: "local.assign changes a vector that local.vector(name) has returned, not [",
     whole_numbers_of_all: "what `of_all` returns is the gradient that the optimizer gets: expected float32 values, not of int8",
     a_number_at_the_ps: "what `at_ps` returns is the gradient of a piece of x̃: expected shape [4], not ()",
     list_of_messages: "tf.IndexedSlices of one, a scalar, or a tuple of these, not list",
-    staleness_without_exact: 'at_update.staleness is known to the push of `center.exact(local, "step")` alone',
+    staleness_without_exact: 'only the push of `center.exact(local, "step")` knows at_update.staleness',
     no_pull: "no_pull changes the global parameters before it has read them",
     no_push: "no_push never changes the global parameters",
     no_training: "no_training does not train",
@@ -310,7 +366,7 @@ WRONG = {
     whole_numbers: "without `at_ps`, a message is the gradient that the optimizer gets: expected float32 values, not of int8",
     no_optimizer: "expected an optimizer of tf.train, as tf.train.AdamOptimizer(0.001), not 0.1",
     two_reads_at_once: "two steps that both have `pulled` cannot be one",
-    no_worker_left: "of 2 workers, 2 cannot be backup workers",
+    no_worker_left: "2 backup workers of 2 leave no worker",
 }
 
 
@@ -379,6 +435,37 @@ def test_votes(graph, initialized):
         for step in steps[i][:3]:
             session.run(step.operations)
     np.testing.assert_array_equal(session.run(center.read()[0]), [-1, 1, 1, 1])
+
+
+@pytest.mark.parametrize("num_ps", [1, 2])
+def test_some_elements_of_all(after, num_ps):
+    """Elements that several workers send are added where they meet."""
+
+    def scheme(center, local, hp):
+        others = center.together(local)
+        yield local.pull(center)
+        yield local.train(1, None)
+        yield others.push(sgd(), tf.IndexedSlices(tf.constant([5.0, 7.0]), tf.constant([0, 3], tf.int64)))
+        yield others.wait()
+
+    assert after(scheme, 2, num_ps)[0].tolist() == [-10.0, 0.0, 0.0, -14.0]
+
+
+@pytest.mark.parametrize("push", ["push", "exact"])
+def test_numbers_of_all_pieces_are_refused_on_several_ps(after, user_error, push):
+    """Adam's powers of β would be multiplied once for each piece."""
+
+    def scheme(center, local, hp):
+        exact = center.exact(local, "step") if push == "exact" else None
+        yield exact.pull() if exact else local.pull(center)
+        yield local.train(1, None)
+        adam = tf.train.AdamOptimizer(0.1)
+        yield exact.push(adam, local.gradient, lambda g, _: g) if exact else center.push(adam, local.gradient)
+
+    with user_error("AdamOptimizer keeps numbers for all parameters together", "choose --num_ps=1"):
+        after(scheme, 1, 2)
+    with tf.Graph().as_default():
+        assert after(scheme, 3, 1)[0].tolist() == pytest.approx([-0.3] * SIZE, rel=1e-4)
 
 
 @pytest.mark.parametrize("num_ps", [1, 2])
