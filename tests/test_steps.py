@@ -8,8 +8,9 @@ import pytest
 
 from common import tf
 from common.center import GlobalParameters
+from common.cluster import TaskSpecDef
 from common.local import LocalParameters
-from common.steps import Step, build_rounds, build_steps, repeat_rounds
+from common.steps import Step, _Chain, build_rounds, build_steps, repeat_rounds
 
 SIZE = 4
 
@@ -449,6 +450,17 @@ def test_some_elements_of_all(after, num_ps):
         yield others.wait()
 
     assert after(scheme, 2, num_ps)[0].tolist() == [-10.0, 0.0, 0.0, -14.0]
+
+
+def test_a_loop_keeps_the_order_of_a_wait_and_a_read(graph):
+    """The wait is on one ps; the next round of a loop reads on the other one only after it, too."""
+    task = TaskSpecDef("worker", 0, ps_hosts=["a:1", "b:1"], worker_hosts=["c:1"])
+    center, chain = GlobalParameters(np.zeros(SIZE, np.float32), 2, task.device_fn()), _Chain([], [])
+    with tf.device(task.device):
+        chain.add(together, center, Ones(center), None, 1)
+    one, other = (chain.ended_on(piece.device) for piece in center.pieces)
+    waits = [operation for operation in one if operation in other]
+    assert waits and {operation.device for operation in waits} == {center.step.device}
 
 
 @pytest.mark.parametrize("push", ["push", "exact"])
