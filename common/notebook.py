@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from common import cluster, isolation, launch, tf
 
@@ -53,8 +53,9 @@ def messages(session, fetches):
         if sender == receiver:
             continue
         name = send["tensor_name"].s.decode().split("_", 2)[2]  # edge_12_NAME
-        shape, size = None, 0
-        if node.input[0].partition(":")[0] == name:  # else an empty tensor is sent, as the word that this operation is done
+        shape: Any = None
+        size: Any = 0  # an empty tensor is sent, as the word that this operation is done
+        if node.input[0].partition(":")[0] == name:
             size = None
             with contextlib.suppress(KeyError):  # of an operation that was made when the graph was optimized
                 output = session.graph.get_operation_by_name(name).outputs[0]
