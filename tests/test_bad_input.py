@@ -160,9 +160,7 @@ def test_a_parent_that_is_no_launcher(tmp_path, more):
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (2, "", [])
     given = ", ".join(f"{name}={environ[name]}" for name in ("LAUNCHER_PID", *more))
-    assert done.stderr == (
-        f"hogwild.py: {given} in the environment, but no launcher has started this process: unset it\n"
-    )
+    assert done.stderr == (f"hogwild.py: {given} in the environment, but no launcher has started this process: unset it\n")
 
 
 LONG = "x" * 300
