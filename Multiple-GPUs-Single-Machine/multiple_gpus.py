@@ -8,7 +8,6 @@ Without a GPU the towers are on logical devices of the CPU: the same graph, to l
 
 import functools
 import json
-import types
 from pathlib import Path
 
 from common import data, devices, models, tf
@@ -119,7 +118,7 @@ def begin(settings, is_keras=False):
     data.check_batch(dataset.x_train, dataset.y_train, settings.batch_size, num_workers=count)
     names, line = devices.logical_devices(count)
     print(line, flush=True)
-    return names, dataset, types.SimpleNamespace(**{**vars(settings), "batch_size": count * settings.batch_size})
+    return names, dataset, settings.but(batch_size=count * settings.batch_size)
 
 
 def end(settings, names):

@@ -63,7 +63,7 @@ class Step:
 
     def fetches(self):
         """Returns the fields that are not None, as {name: what to fetch in a session}; `loss` is the mean of the losses."""
-        found = {name: getattr(self, name) for name in ("operations", "pulled", "updated", "step_before", "may_go_on")}
+        found = {name: getattr(self, name) for name in ("operations", "pulled", "updated", "step_before")}
         if self.losses:
             found["loss"] = tf.add_n(self.losses) / len(self.losses) if len(self.losses) > 1 else self.losses[0]
         return {name: value for name, value in found.items() if value is not None}

@@ -44,9 +44,8 @@ TOGETHER = "Synchronous-SGD", "DiLoCo"  # schemes whose updates are of all worke
 # that is at the very end, they are in the final parameters. So the best of the last three evaluations counts here.
 BEGINS_AGAIN = ("DOWNPOUR",)
 HANG_SECS = 4
-# A run hangs if no worker reports anything for so long; a run of sixteen workers on a busy machine may take its time.
-SILENT_SECONDS = 150
-SECONDS = 1500  # within which a run has to end all the same, whatever happened to it
+SECONDS = 300  # within which a run has to end, whatever happened to it; a large one may take `LARGE_SLOWER` times as long
+SILENT_SECONDS = 150  # within which some worker has to report something
 ACCURACY = 0.95
 FAULTS_UNTIL = 10  # seconds after the tasks were started
 CHECKPOINT_SECS = 1
@@ -153,7 +152,7 @@ class Round:
 
     def _wait_for_end(self, process):
         """Returns the exit status, or raises `TimeoutExpired` if the run hangs."""
-        end, reported = time.monotonic() + SECONDS, 0
+        end, reported = time.monotonic() + SECONDS * self._slower, 0
         while True:
             silent_until = min(end, time.monotonic() + SILENT_SECONDS)
             while time.monotonic() < silent_until and reported == (newest := self._reported()):
@@ -190,7 +189,7 @@ class Round:
     def problems(self, status):
         """Yields what is wrong with the run, the first is the worst: each a line."""
         if status == "hung":
-            yield f"hung: no worker reported anything for {SILENT_SECONDS} s, or it had not ended after {SECONDS} s"
+            yield f"hung: no report of any worker for {SILENT_SECONDS} s, or no end within {SECONDS * self._slower} s"
         if status != 0:
             last = Path(f"{self.folder}.out").read_text(errors="replace").splitlines()[-1:]
             yield f"exit status {status}: {' '.join(last)}"

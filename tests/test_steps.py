@@ -217,7 +217,7 @@ def forgotten_yield(center, local, hp):
     local.pull(center)
 
 
-def another_worker_s_vector(center, local, hp):
+def a_slot_is_no_vector(center, local, hp):
     yield local.pull(center)
     yield local.train(1, None)
     yield local.assign(center.slot("mean"), local.gradient)
@@ -354,7 +354,7 @@ WRONG = {
     exact_push_alone: "exact_push_alone: with center.exact, a round begins with its `pull()`; it has push",
     together_without_pull: "with center.together, a round reads x̃, then needs a `push(...)` and a `wait()`; it has push, wait",
     forgotten_yield: "forgotten_yield makes a step that reads x̃ and does not yield it: write `yield` before it",
-    another_worker_s_vector: "local.assign changes a vector that local.vector(name) has returned, not [",
+    a_slot_is_no_vector: "local.assign changes a vector that local.vector(name) has returned, not [",
     whole_numbers_of_all: "what `of_all` returns is the gradient that the optimizer gets: expected float32 values, not of int8",
     a_number_at_the_ps: "what `at_ps` returns is the gradient of a piece of x̃: expected shape [4], not ()",
     list_of_messages: "tf.IndexedSlices of one, a scalar, or a tuple of these, not list",
