@@ -5,6 +5,7 @@ import fcntl
 import math
 import os
 import re
+import shutil
 import stat
 import threading
 import time
@@ -122,7 +123,9 @@ def _name_and_slice(variable):
 def write_checkpoint(folder, step, names, slices, values):
     """Writes `model.ckpt-STEP` into a folder, lists it as the newest there, and removes what is older than the newest few.
 
-    Several processes may do so at a time. To be called where eager execution is on.
+    One of the same step that is there stays until the new one is whole, and listed as `model.ckpt-0STEP`; then that takes its
+    name. So whoever dies meanwhile leaves one of the two. Several processes may write at a time. To be called where eager
+    execution is on.
 
     Args:
       names, slices: of the values, as `tf.raw_ops.SaveV2` takes them.
@@ -131,23 +134,41 @@ def write_checkpoint(folder, step, names, slices, values):
     Raises:
       TrainingFailed: if it cannot be written.
     """
-    path = os.path.join(folder, f"model.ckpt-{step}")
     with writing_into(folder):
         turn = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fcntl.flock(turn, fcntl.LOCK_EX)
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(f"{path}.index")  # or it might be read with the new data
+            known = [os.path.basename(path) for path in checkpoints_in(folder)]
+            new, again = f"model.ckpt-{step}", f"model.ckpt-0{step}"
+            others = [name for name in known if name not in (new, again)]
+            first = again if new in known else new
+            _remove(folder, first)  # an index that is left might be read with the new data
+            path = os.path.join(folder, first)
             tf.raw_ops.SaveV2(prefix=path, tensor_names=names, shape_and_slices=slices, tensors=values)
-            paths = [*(known for known in checkpoints_in(folder) if known != path), path]
-            listed = [os.path.basename(known) for known in paths[-KEPT:]]  # so that the folder can be moved
-            tf.train.update_checkpoint_state(os.path.abspath(folder), listed[-1], listed)
-            for old in paths[:-KEPT]:
-                for name in _files_of(old):
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(name)
+            _list(folder, [*others, first])
+            if first == again:
+                _remove(folder, new)
+                for source, target in zip(_files_of(path), _files_of(os.path.join(folder, new))):
+                    try:
+                        os.link(source, target)
+                    except OSError:  # this file system has no second names
+                        shutil.copyfile(source, target)
+                _list(folder, [*others, new])
+            for name in (*others[: 1 - KEPT], again):
+                _remove(folder, name)
         finally:
             os.close(turn)  # which gives the lock back, as the end of the process does
+
+
+def _list(folder, names):
+    """Lists the last few of these checkpoints as those of the folder; without the folder's name, so that it can be moved."""
+    tf.train.update_checkpoint_state(os.path.abspath(folder), names[-1], names[-KEPT:])
+
+
+def _remove(folder, name):
+    for path in _files_of(os.path.join(folder, name)):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
 
 
 # When a worker saves, as a share of --checkpoint_secs since the last time: the chief first, another one if that did not.

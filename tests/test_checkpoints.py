@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from runs import SECONDS
 
-from common import session, tf
+from common import checkpoints, session, tf
 from common.center import GlobalParameters
 from common.checkpoints import Keeper, checkpoints_in
 from common.flags import TrainingFailed
@@ -105,6 +105,52 @@ def test_only_the_newest_five_are_kept(chief):
         *("checkpoint", "folder-id"),
         *(f"model.ckpt-{step}.{kind}" for step in range(3, 8) for kind in ("index", "data-00000-of-00001")),
     }
+
+
+@pytest.mark.parametrize("where", ["raw_ops.SaveV2", "os.link", "update_checkpoint_state", "_remove"])
+def test_whoever_dies_while_a_step_is_saved_again_leaves_a_checkpoint_of_it(chief, monkeypatch, where):
+    opened, calls = chief.begin(), [0]
+    opened.run(chief.update)
+    chief.keeper.save(opened)
+    owner, name = {
+        "raw_ops.SaveV2": (tf.raw_ops, "SaveV2"),
+        "os.link": (checkpoints.os, "link"),
+        "update_checkpoint_state": (tf.train, "update_checkpoint_state"),
+        "_remove": (checkpoints, "_remove"),
+    }[where]
+    does, deaths = getattr(owner, name), 0
+    for last in range(4):  # it dies at its first, second, ... call
+
+        def die(*arguments, last=last, **more):
+            calls[0] += 1
+            if calls[0] > last:
+                raise SystemExit
+            return does(*arguments, **more)
+
+        calls[0] = 0
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, die)
+            try:
+                chief.keeper.save(opened)
+            except SystemExit:
+                deaths += 1
+        assert list(saved(chief.folder).values()) == [(0, [0] * SIZE), (1, [1] * SIZE)]
+    assert deaths
+    chief.keeper.save(opened)
+    assert {path.name for path in chief.folder.glob("*.index")} == {"model.ckpt-0.index", "model.ckpt-1.index"}
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_step_that_is_saved_again_keeps_its_name(chief, monkeypatch, has_links):
+    if not has_links:
+        monkeypatch.setattr(checkpoints.os, "link", lambda *_: exec("raise OSError"))
+    opened = chief.begin()
+    for _ in range(3):
+        chief.keeper.save(opened)
+        assert {path.name for path in chief.folder.iterdir()} == {
+            *("checkpoint", "folder-id", "model.ckpt-0.index", "model.ckpt-0.data-00000-of-00001")
+        }
+        assert saved(chief.folder) == {0: (0, [0] * SIZE)}
 
 
 def test_a_checkpoint_is_there_before_any_worker_may_begin(chief):
