@@ -18,8 +18,6 @@ import re
 import sys
 from pathlib import Path
 
-import numpy as np
-
 from common import data, models, tf
 from common.flags import UserError
 from common.main import main
@@ -61,22 +59,22 @@ class Evaluator:
         with tf.Graph().as_default():
             self._parameters = tf.placeholder(tf.float32, [model.size])
             self._state = [tf.placeholder(value.dtype, value.shape) for value in model.initial_state]
-            self._fetches, feeds = [], {}
+            self._fetches = []
+            feeds: dict = {}
             for name, of in ("validation", validation), ("test", dataset):
                 with tf.variable_scope(name):
-                    x, y, fed = fed_test_set(of)
-                feeds.update(fed)
-                self._fetches.append(model.evaluate(self._parameters, self._state, x, y))
+                    samples = fed_test_set(of, feeds)
+                self._fetches.append(model.evaluate(self._parameters, self._state, *samples))
             self._session = tf.Session()
             self._session.run(tf.local_variables_initializer(), feeds)
 
     def _evaluate(self, fetches, values):
         parameters, state = values
-        loss, accuracy = self._session.run(fetches, {self._parameters: parameters, **dict(zip(self._state, state))})
-        return float(loss), None if np.isnan(accuracy) else float(accuracy)
+        results = self._session.run(fetches, {self._parameters: parameters, **dict(zip(self._state, state))})
+        return {name: float(value) for name, value in results.items()}
 
     def validate(self, values):
-        """Returns (loss, accuracy) on the held-out samples; accuracy is None for regression.
+        """Returns loss and metrics on the held-out samples, {name: number}.
 
         Args:
           values: parameters `[size]` and state of the model, as `values_in` returns them.
@@ -191,14 +189,14 @@ def evaluate(task, settings):
     dataset = data.load(settings.data, settings.seed)
     training, validation = data.hold_out(dataset, settings.validation, settings.seed)
     doing(BUILDING)
-    model = models.build(settings.model, training, settings.seed)
+    model = models.build(settings.model, training, settings.seed, settings.loss)
     doing("building the graph")
     run_dir = Path(settings.run_dir)
     evaluator, best = Evaluator(model, validation, dataset), Best(run_dir / "best")
     with tf.Graph().as_default():  # TensorBoard's writer of TensorFlow 1 refuses to begin outside a graph
         # The tags are those of the workers, so that TensorBoard draws both in one chart.
         tags = {"validation_loss": "loss", "validation_accuracy": "test_accuracy"}
-        log = MetricsLog(run_dir, "evaluator", last_step(settings, len(training.x_train)), tags)
+        log = MetricsLog(run_dir, "evaluator", last_step(settings, training.num_samples), tags)
     without_improvement = 0
     doing("waiting for checkpoints and evaluating them", waits=True)
     for checkpoint in new_checkpoints(str(run_dir / "checkpoints"), (run_dir / ENDED).exists):
@@ -209,14 +207,15 @@ def evaluate(task, settings):
             if tf.train.checkpoint_exists(checkpoint):
                 raise
             continue  # it was so old that the chief has just removed it: there is a newer one
-        loss, accuracy = evaluator.validate(values)
-        log.write(step, validation_loss=loss, validation_accuracy=accuracy)
+        results = evaluator.validate(values)
+        loss, notes = results["loss"], {f"validation_{name}": value for name, value in results.items()}
+        log.write(step, **notes)
         is_better = loss < best.loss
         if is_better:
-            best.keep(copy, global_step=step, validation_loss=loss, validation_accuracy=accuracy)
+            best.keep(copy, global_step=step, **notes)
         without_improvement = 0 if is_better else without_improvement + 1
-        accuracy_text = "" if accuracy is None else f", accuracy {accuracy:.3f}"
-        print(f"step {step:,}: validation loss {loss:.4f}{accuracy_text}{', the best' if is_better else ''}", flush=True)
+        metrics = "".join(f", {name} {value:.3f}" for name, value in results.items() if name != "loss")
+        print(f"step {step:,}: validation loss {loss:.4f}{metrics}{', the best' if is_better else ''}", flush=True)
         if without_improvement == settings.patience:
             print(f"no improvement in {settings.patience} evaluations: training may stop", flush=True)
             (run_dir / STOP).touch()
@@ -225,7 +224,7 @@ def evaluate(task, settings):
     if best.checkpoint:  # none if no loss was finite
         values, _ = values_in(best.checkpoint, model)
         model.save(*values, run_dir / "best" / "model.keras")
-        best.note(**dict(zip(("test_loss", "test_accuracy"), evaluator.test(values))))
+        best.note(**{f"test_{name}": value for name, value in evaluator.test(values).items()})
     plots.draw_curve(run_dir)
     (run_dir / ENDED).unlink(missing_ok=True)  # or a run that resumes from here would count as ended
     return 0

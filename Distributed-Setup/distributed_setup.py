@@ -29,8 +29,7 @@ class Training(NamedTuple):
     step: Any  # the global step, on the ps
     one: Rounds  # to fetch for one step of SGD
     values: Any  # float32 [size]: all weights, one after the other
-    test_loss: Any
-    test_accuracy: Any
+    evaluation: dict  # loss and metrics on the test set, by name
     clock: Any  # seconds, by the clock of ps 0
     trained: Any  # a `common.checkpoints.Trained`: seconds and samples of all runs, which checkpoints hold, too
     init_feed_dict: dict  # initial values of global variables
@@ -100,11 +99,11 @@ def build(task, model, dataset, settings):
         values = tf.concat([tf.reshape(w.read_value(), [-1]) for w in weights], axis=0)
         x_test = local_variable("x_test", dataset.x_test, local_feeds)
         y_test = local_variable("y_test", dataset.y_test, local_feeds)
-        test_loss, test_accuracy = model.evaluate(values, [v.read_value() for v in state], x_test, y_test)
+        evaluation = model.evaluate(values, [v.read_value() for v in state], x_test, y_test)
     with tf.device(step.device):
         clock = tf.timestamp()
     trained = Trained(step, settings.batch_size)
-    return Training(weights, state, step, one, values, test_loss, test_accuracy, clock, trained, global_feeds, local_feeds)
+    return Training(weights, state, step, one, values, evaluation, clock, trained, global_feeds, local_feeds)
 
 
 def train(task, settings):
@@ -124,16 +123,16 @@ def train(task, settings):
 
     interruption = Interruption()
     server = task.create_server()  # from here on this process and the ps can talk
-    dataset = data.load(settings.data, settings.seed)
-    model = models.build(settings.model, dataset, settings.seed)
-    last = last_step(settings, len(dataset.x_train))
+    dataset = data.plain(data.load(settings.data, settings.seed), settings.scheme)
+    model = models.build(settings.model, dataset, settings.seed, settings.loss)
+    last = last_step(settings, dataset.num_samples)
     with tf.Graph().as_default():
         training = build(task, model, dataset, settings)
         log = MetricsLog(settings.run_dir, 0, last)
         checkpoints, trained = str(Path(settings.run_dir, "checkpoints")), training.trained
         # What is to happen besides training is a hook: the session calls it before and after every `run`.
         metrics = MetricsHook(log, settings.batch_size)
-        evaluation = EvaluationHook(log, training.step, training.test_loss, training.test_accuracy)
+        evaluation = EvaluationHook(log, training.step, training.evaluation)
         scaffold = tf.train.Scaffold(
             init_feed_dict=training.init_feed_dict,
             local_init_op=tf.local_variables_initializer(),

@@ -33,13 +33,13 @@ def train(task, settings):
 
     interruption = Interruption()
     server = task.create_server()  # from here on this process and the ps can talk
-    dataset = data.load(settings.data, settings.seed)
-    model = models.build(settings.model, dataset, settings.seed)
-    last = last_step(settings, len(dataset.x_train))
+    dataset = data.plain(data.load(settings.data, settings.seed), settings.scheme)
+    model = models.build(settings.model, dataset, settings.seed, settings.loss)
+    last = last_step(settings, dataset.num_samples)
     with tf.Graph().as_default():
         training = build(task, model, dataset, settings)
         log = MetricsLog(settings.run_dir, 0, last)
-        evaluation = EvaluationHook(log, training.step, training.test_loss, training.test_accuracy)
+        evaluation = EvaluationHook(log, training.step, training.evaluation)
         # Supervisor itself has no way to feed local variables. The manager that it would make has one.
         manager = tf.train.SessionManager(
             local_init_op=tf.local_variables_initializer(),

@@ -55,18 +55,28 @@ def train(task, settings):
     from common.checkpoints import Keeper
     from common.metrics import EvaluationHook
     from common.session import Saver, monitored_session
-    from common.training import Interruption, fed_test_set, last_step, samples_per_update, updates_before, write_result
+    from common.training import (
+        Interruption,
+        check_model,
+        fed_test_set,
+        last_step,
+        samples_per_update,
+        updates_before,
+        write_result,
+    )
 
     interruption = Interruption()
     dataset = data.load(settings.data, settings.seed)
-    if len(dataset.x_train) < settings.num_threads:
+    if dataset.num_samples < settings.num_threads:
         raise UserError(
-            f"{len(dataset.x_train)} training samples are too few for {settings.num_threads} threads: --num_threads or the "
+            f"{dataset.num_samples} training samples are too few for {settings.num_threads} threads: --num_threads or the "
             "data must change"
         )
-    last = last_step(settings, len(dataset.x_train))
+    last = last_step(settings, dataset.num_samples)
     # Of the initial values only the first one's count; the seed of Dropout is to differ.
-    built = [models.build(settings.model, dataset, settings.seed + i) for i in range(settings.num_threads)]
+    built = [models.build(settings.model, dataset, settings.seed + i, settings.loss) for i in range(settings.num_threads)]
+
+    check_model(settings, built[0])
 
     with tf.Graph().as_default():
         with tf.variable_scope("", custom_getter=None if settings.locked else lock_free):
@@ -75,11 +85,10 @@ def train(task, settings):
         chief = workers[0]
         parameters, step = center.read()
         final = parameters, [v.read_value() for v in chief.local.state]
-        x_test, y_test, local_init_feed_dict = fed_test_set(dataset)
         # What begins as a copy of a reference variable asks for its initial value, too, in case it has none yet.
-        local_init_feed_dict.update(center.init_feed_dict)
-        loss, accuracy = built[0].evaluate(*final, x_test, y_test)
-        evaluation = EvaluationHook(chief.log, step, loss, accuracy, settings.evaluation_secs)
+        local_init_feed_dict = dict(center.init_feed_dict)
+        evaluated = built[0].evaluate(*final, *fed_test_set(dataset, local_init_feed_dict))
+        evaluation = EvaluationHook(chief.log, step, evaluated, settings.evaluation_secs)
         for worker in workers:
             local_init_feed_dict.update(worker.local.init_feed_dict)
         scaffold = tf.train.Scaffold(
@@ -147,10 +156,11 @@ class Worker:
         from common.training import build_calls
 
         self._index, self._center = index, center
-        x, y = data.shard(dataset, index, settings.num_threads)
-        batches = Batches(x, y, settings.batch_size, settings.seed + index, name=f"batches_{index}")
+        x, y, *weights = data.shard(dataset, index, settings.num_threads)
+        name = f"batches_{index}"
+        batches = Batches(x, y, settings.batch_size, settings.seed + index, name, weights[0] if weights else None)
         self.local = LocalParameters(center, model, batches, f"worker_{index}", index, settings.num_threads)
-        _, self._next_call = build_calls(hogwild, center, self.local, settings, len(dataset.x_train))
+        _, self._next_call = build_calls(hogwild, center, self.local, settings, dataset.num_samples)
         self.log = MetricsLog(settings.run_dir, index, last)
         self._metrics = MetricsHook(self.log, settings.batch_size * settings.window)
 

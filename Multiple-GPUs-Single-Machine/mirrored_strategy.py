@@ -30,16 +30,21 @@ class FirstReplica:
     """
 
     def __init__(self, model):
-        self._model, self._keras_model, self._evaluate = model, model.keras_model, tf.function(model.evaluate)
+        self._model, self._keras_model, self._session = model, model.keras_model, None
         # Not the variable: int() of one with several copies fails.
         self.optimizer = types.SimpleNamespace(iterations=self._keras_model.optimizer.iterations.numpy())
 
     def evaluate(self, x, y, **_):
-        """Returns loss and accuracy on these samples as `keras.Model.evaluate` does."""
+        """Returns loss and metrics on these samples as `keras.Model.evaluate` does; always on as many samples."""
         parameters = np.concatenate([v.numpy().ravel() for v in self._keras_model.trainable_variables])
         state = [v.numpy() for v in self._keras_model.non_trainable_variables]
-        loss, accuracy = self._evaluate(parameters, state, x, y)
-        return {"loss": float(loss), "accuracy": float(accuracy) if self._model.is_classification else None}
+        values = [parameters, *state, x, y]
+        if self._session is None:
+            with tf.Graph().as_default():  # outside of the strategy, in whose scope Keras divides losses by the replicas
+                self._feeds = parameters, *state, x, y = [tf.placeholder(value.dtype, value.shape) for value in values]
+                self._results, self._session = self._model.evaluate(parameters, state, x, y), tf.Session()
+        results = self._session.run(self._results, dict(zip(self._feeds, values)))
+        return {name: float(value) for name, value in results.items()}
 
     @property
     def stop_training(self):
@@ -71,13 +76,13 @@ def train(task, settings):
     interruption = Interruption()
     names, dataset, whole = begin(settings, is_keras=True)
     with tf.distribute.MirroredStrategy(names).scope():
-        built = models.build(settings.model, dataset, settings.seed)
+        built = models.build(settings.model, dataset, settings.seed, settings.loss)
         model = compiled(built, settings.learning_rate)
         checkpoint = checkpoint_of(model)
         checkpoints = tensorflow.train.CheckpointManager(checkpoint, Path(settings.run_dir, "checkpoints"), max_to_keep=1)
         if settings.resume:
             checkpoint.restore(checkpoints.latest_checkpoint)
-    last = last_step(whole, len(dataset.x_train))
+    last = last_step(whole, dataset.num_samples)
     with tf.Graph().as_default():  # TensorBoard's writer of TensorFlow 1 refuses to begin outside a graph
         log = MetricsLog(settings.run_dir, 0, last)
 

@@ -110,10 +110,11 @@ def begin(settings, is_keras=False):
             other = "run.sh" if is_keras else "run_mirrored_strategy.sh"
             raise UserError(f"the checkpoint in {settings.run_dir} is of the other script here: go on with it by bash {other}")
     dataset = data.load(settings.data, settings.seed)
+    dataset = data.plain(dataset, "MirroredStrategy here") if is_keras else dataset
     count = settings.num_towers or max(2, len(devices.gpus()))
-    if len(dataset.x_train) < count:
+    if dataset.num_samples < count:
         raise UserError(
-            f"{len(dataset.x_train)} training samples are too few for {count} towers: --num_towers or the data must change"
+            f"{dataset.num_samples} training samples are too few for {count} towers: --num_towers or the data must change"
         )
     data.check_batch(dataset.x_train, dataset.y_train, settings.batch_size, num_workers=count)
     names, line = devices.logical_devices(count)
@@ -142,13 +143,23 @@ def train(task, settings):
     # Imported only now, with tensorflow, which costs seconds: a bad flag is told at once.
     from common.checkpoints import Keeper
     from common.session import Saver, monitored_session
-    from common.training import Interruption, Plan, build_calls, fed_test_set, run_worker, samples_per_update, write_result
+    from common.training import (
+        Interruption,
+        Plan,
+        build_calls,
+        check_model,
+        fed_test_set,
+        run_worker,
+        samples_per_update,
+        write_result,
+    )
 
     interruption = Interruption()
     names, dataset, whole = begin(settings)
     n = len(names)
     # Of the initial values only the first one's count; the seed of Dropout is to differ.
-    built = [models.build(settings.model, dataset, settings.seed + i) for i in range(n)]
+    built = [models.build(settings.model, dataset, settings.seed + i, settings.loss) for i in range(n)]
+    check_model(settings, built[0])
 
     with tf.Graph().as_default():
         with tf.device("/CPU:0"):
@@ -156,20 +167,20 @@ def train(task, settings):
         center = GlobalParameters(built[0].initial_parameters, device_fn=names[0])
 
         def batches_of(i):
-            x, y = data.shard(dataset, i, n)
-            return lambda name: Batches(x, y, settings.batch_size, settings.seed + i, name)
+            x, y, *weights = data.shard(dataset, i, n)
+            return lambda name: Batches(x, y, settings.batch_size, settings.seed + i, name, weights[0] if weights else None)
 
         towers = Towers(center, built, [batches_of(i) for i in range(n)], names)
-        last, next_call = build_calls(multiple_gpus, center, towers, whole, len(dataset.x_train))
+        last, next_call = build_calls(multiple_gpus, center, towers, whole, dataset.num_samples)
         parameters, step = center.read()
         final = parameters, [v.read_value() for v in towers.state]
-        x_test, y_test, feed_dict = fed_test_set(dataset)
-        evaluation = step, *built[0].evaluate(*final, x_test, y_test)
+        feeds = dict(towers.init_feed_dict)
+        evaluation = step, built[0].evaluate(*final, *fed_test_set(dataset, feeds))
         scaffold = tf.train.Scaffold(
             saver=Saver(save_relative_paths=True),
             init_feed_dict=center.init_feed_dict,
             local_init_op=tf.local_variables_initializer(),
-            local_init_feed_dict={**towers.init_feed_dict, **feed_dict},
+            local_init_feed_dict=feeds,
         )
         checkpoints = Path(settings.run_dir, "checkpoints")
         keeper = Keeper(center, checkpoints, settings.checkpoint_secs, samples_per_update=samples_per_update(whole))

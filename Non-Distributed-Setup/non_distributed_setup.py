@@ -17,13 +17,12 @@ OF_CLUSTERS = (
 def compiled(model, learning_rate):
     """Returns the Keras model of a `common.models.Model`, ready for `fit`: plain SGD on the loss that all schemes use.
 
-    That is the mean cross-entropy of logits for class labels, and the mean squared error otherwise.
+    `common.models` has compiled it, if the user had not: with the mean cross-entropy of logits for class labels, and the mean
+    squared error otherwise.
     """
     import keras
 
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True) if model.is_classification else "mean_squared_error"
-    metrics = ["accuracy"] if model.is_classification else []
-    model.keras_model.compile(keras.optimizers.SGD(learning_rate), loss, metrics=metrics)
+    model.keras_model.optimizer = keras.optimizers.SGD(learning_rate)
     return model.keras_model
 
 
@@ -88,12 +87,11 @@ class Recorder:
         return self._samples_before + self.step * self._batch_size
 
     def evaluate(self):
-        """Evaluates on the test set, writes and returns (loss, accuracy or None)."""
-        x, y = self._dataset.x_test, self._dataset.y_test
-        result = self._model.evaluate(x, y, batch_size=500, verbose=0, return_dict=True)
-        self.log.write(self.step, test_loss=result["loss"], test_accuracy=result.get("accuracy"))
+        """Evaluates on the test set, writes and returns loss and metrics, {name: number}."""
+        results = self._model.evaluate(*self._dataset.test, batch_size=500, verbose=0, return_dict=True)
+        self.log.write(self.step, **{f"test_{name}": value for name, value in results.items()})
         self._evaluated = time.monotonic()
-        return result["loss"], result.get("accuracy")
+        return results
 
     def on_train_batch_end(self, batch, logs):
         """Counts a step; twice a second writes the loss and the speed since the last line."""
@@ -139,7 +137,7 @@ def fit(model, recorder, checkpoints, dataset, settings, interruption):
     recorder.evaluate()
     began = time.time()
     if first_step < recorder.last and not recorder.is_out_of_time():
-        steps_per_epoch = math.ceil(len(dataset.x_train) / settings.batch_size)
+        steps_per_epoch = math.ceil(dataset.num_samples / settings.batch_size)
         model.fit(
             batches(dataset.x_train, dataset.y_train, settings.batch_size, settings.seed),
             epochs=math.ceil((recorder.last - first_step) / steps_per_epoch),
@@ -154,12 +152,12 @@ def fit(model, recorder, checkpoints, dataset, settings, interruption):
     if interruption.requested:
         return 130
     interruption.training_ends()
-    loss, accuracy = recorder.evaluate()
+    evaluated = recorder.evaluate()
     recorder.log.close()
     model.save(Path(settings.run_dir, "model.keras"))
     # As `common.training.REPORT` has it; an update is never stale, or dropped, where nobody else makes any.
     report = [0, began, first_step, ended, recorder.updates * settings.batch_size, recorder.updates, 0, 0, 0]
-    write_result(settings, None, [report], recorder.step, loss, accuracy, samples=recorder.samples)
+    write_result(settings, None, [report], recorder.step, evaluated, samples=recorder.samples)
     return 0
 
 
@@ -180,14 +178,14 @@ def train(task, settings):
     from common.training import Interruption, last_step
 
     interruption = Interruption()
-    dataset = data.load(settings.data, settings.seed)
+    dataset = data.plain(data.load(settings.data, settings.seed), settings.scheme)
     data.check_batch(dataset.x_train, dataset.y_train, settings.batch_size)
-    model = compiled(models.build(settings.model, dataset, settings.seed), settings.learning_rate)
+    model = compiled(models.build(settings.model, dataset, settings.seed, settings.loss), settings.learning_rate)
     checkpoint = checkpoint_of(model)
     checkpoints = tensorflow.train.CheckpointManager(checkpoint, Path(settings.run_dir, "checkpoints"), max_to_keep=1)
     if settings.resume:
         checkpoint.restore(checkpoints.latest_checkpoint)
-    last = last_step(settings, len(dataset.x_train))
+    last = last_step(settings, dataset.num_samples)
     with tf.Graph().as_default():  # TensorBoard's writer of TensorFlow 1 refuses to begin outside a graph
         log = MetricsLog(settings.run_dir, 0, last)
 

@@ -95,7 +95,8 @@ def train(task, settings):
 
         logits = network(tf.constant(dataset.x_test))
         hits = tf.equal(tf.argmax(logits, axis=1, output_type=tf.int32), dataset.y_test)
-        evaluation = global_step, mean_loss(logits, dataset.y_test), tf.reduce_mean(tf.cast(hits, tf.float32))
+        accuracy = tf.reduce_mean(tf.cast(hits, tf.float32))
+        evaluation = global_step, {"loss": mean_loss(logits, dataset.y_test), "accuracy": accuracy}
         final = tf.trainable_variables()
         about: dict[str, Any] = {"waits": waits, "gradients_per_update": num_workers}
         plan = training.Plan(last, global_step, next_call, evaluation, final, tf.train.Scaffold(), **about)
@@ -128,4 +129,4 @@ def train(task, settings):
 
 if __name__ == "__main__":
     define_integer("num_tokens", -1, "tokens to begin with; -1: one for each worker", least=-1, most=2**20)
-    main(train=train, without=("window",), pace="together", epochs=60, batch_size=32, learning_rate=0.2)
+    main(train=train, without=("window", "loss"), pace="together", epochs=60, batch_size=32, learning_rate=0.2)

@@ -96,7 +96,8 @@ def train(task, settings):
 
         logits = network(tf.constant(dataset.x_test))
         hits = tf.equal(tf.argmax(logits, axis=1, output_type=tf.int32), dataset.y_test)
-        evaluation = global_step, mean_loss(logits, dataset.y_test), tf.reduce_mean(tf.cast(hits, tf.float32))
+        accuracy = tf.reduce_mean(tf.cast(hits, tf.float32))
+        evaluation = global_step, {"loss": mean_loss(logits, dataset.y_test), "accuracy": accuracy}
         last = training.last_step(settings, len(dataset.x_train))
         plan = training.Plan(last, global_step, next_call, evaluation, tf.trainable_variables(), tf.train.Scaffold())
         # The main loop is that of the schemes, and so is how it is measured; the session is the textbooks'.
@@ -135,4 +136,4 @@ def textbook_session(task, target, scaffold, checkpoint_dir, checkpoint_secs, ho
 
 
 if __name__ == "__main__":
-    main(train=train, without=("window",), epochs=60, batch_size=32, learning_rate=0.1)
+    main(train=train, without=("window", "loss"), epochs=60, batch_size=32, learning_rate=0.1)

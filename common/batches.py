@@ -1,9 +1,11 @@
 """Batches of one worker's samples, drawn inside the graph, and variables of a worker's own."""
 
+import itertools
+
 import numpy as np
 
 from common import tf
-from common.data import check_batch
+from common.data import arrays_in, check_batch, mapped
 
 
 class Batches:
@@ -14,26 +16,24 @@ class Batches:
     epoch sees every sample once; the order repeats itself after n epochs.
 
     Args:
-      x, y: arrays `[n, ...]`, `[n, ...]`.
+      x, y: arrays `[n, ...]`, or several in a tuple or dict.
       batch_size: samples per batch, any number; a batch may cross the end of an epoch.
       seed: of the order; equal seeds give equal orders.
       name: variable scope.
+      weights: of the samples, arrays `[n]`, or None.
     """
 
-    def __init__(self, x, y, batch_size, seed, name="batches"):
-        self.num_samples, self.batch_size = len(x), batch_size
+    def __init__(self, x, y, batch_size, seed, name="batches", weights=None):
+        self.num_samples, self.batch_size = len(arrays_in(x)[0]), batch_size
         self._check = lambda window: check_batch(x, y, batch_size, window)
-        self.init_feed_dict = {}
+        self.init_feed_dict: dict = {}
         with tf.variable_scope(name):
-            self._x, self._y = self._fed("x", x), self._fed("y", y)
+            parts = {"x": x, "y": y} if weights is None else {"x": x, "y": y, "weights": weights}
+            self._samples = tuple(fed(name, part, self.init_feed_dict) for name, part in parts.items())
             rng = np.random.default_rng(seed)
-            self._first, self._second = (self._fed(name, rng.permutation(len(x))) for name in ("first", "second"))
+            orders = {name: rng.permutation(self.num_samples) for name in ("first", "second")}
+            self._first, self._second = (fed(name, order, self.init_feed_dict) for name, order in orders.items())
             self._position = local_variable("position", tf.zeros([], tf.int64))
-
-    def _fed(self, name, value):
-        feed = tf.placeholder(value.dtype, value.shape)
-        self.init_feed_dict[feed] = value
-        return local_variable(name, feed)
 
     def next(self, window):
         """Returns the indices `[window, batch_size]` of the next samples.
@@ -49,8 +49,28 @@ class Batches:
         return tf.reshape(indices, [window, self.batch_size])
 
     def samples(self, indices):
-        """Returns the samples x `[batch_size, ...]` and labels y of `indices`."""
-        return tf.gather(self._x, indices), tf.gather(self._y, indices)
+        """Returns the samples x `[batch_size, ...]` and labels y of `indices`, and their weights, if they have some."""
+        return tf.nest.map_structure(lambda variable: tf.gather(variable, indices), self._samples)
+
+
+def fed(name, part, feeds):
+    """Returns an array, or several in a tuple or dict, as local variables, which are fed when they are initialized.
+
+    As constants they would be part of the graph, and travel with it.
+
+    Args:
+      name: of the variables.
+      part: the arrays.
+      feeds: a dict that gets what to feed.
+    """
+    names = itertools.chain([name], (f"{name}_{i}" for i in itertools.count(1)))
+
+    def variable(array):
+        feed = tf.placeholder(array.dtype, array.shape)
+        feeds[feed] = array
+        return local_variable(next(names), feed)
+
+    return mapped(variable, part)
 
 
 def local_variable(name, initial_value):

@@ -4,7 +4,7 @@ import gzip
 import importlib.util
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,20 +13,61 @@ from common.flags import UserError
 
 
 class Data(NamedTuple):
-    """A training and a test set. Labels are whole numbers (classes) or float32 (regression)."""
+    """A training and a test set: samples, labels, and the weights of the samples, or None if all count the same.
 
-    x_train: np.ndarray
-    y_train: np.ndarray
-    x_test: np.ndarray
-    y_test: np.ndarray
+    Each is an array `[n, ...]`, or arrays in a tuple or dict, as a model of several inputs or outputs takes and gives them.
+    Labels are int32 (classes) or float32.
+    """
+
+    x_train: Any
+    y_train: Any
+    x_test: Any
+    y_test: Any
+    w_train: Any = None
+    w_test: Any = None
+
+    @property
+    def train(self):
+        """(x, y) of the training set, or (x, y, weights)."""
+        return (self.x_train, self.y_train) if self.w_train is None else (self.x_train, self.y_train, self.w_train)
+
+    @property
+    def test(self):
+        """(x, y) of the test set, or (x, y, weights)."""
+        return (self.x_test, self.y_test) if self.w_test is None else (self.x_test, self.y_test, self.w_test)
+
+    @property
+    def num_samples(self):
+        """How many there are to train with."""
+        return len(arrays_in(self.x_train)[0])
 
     @property
     def is_classification(self):
-        return np.issubdtype(self.y_train.dtype, np.integer)
+        return isinstance(self.y_train, np.ndarray) and np.issubdtype(self.y_train.dtype, np.integer)
 
     @property
     def num_classes(self):
         return int(max(self.y_train.max(), self.y_test.max())) + 1
+
+
+def mapped(function, part):
+    """Returns what the function gives for each array of samples, labels or weights, in the same structure."""
+    if isinstance(part, dict):
+        return {key: mapped(function, value) for key, value in part.items()}
+    return tuple(mapped(function, value) for value in part) if isinstance(part, tuple) else function(part)
+
+
+def arrays_in(part):
+    """Returns the arrays of samples, labels or weights, which may be one, or several in a tuple or dict, as a list."""
+    return list(_named(part, "").values())
+
+
+def _named(part, name):
+    """Returns the same as {name: array}, as {"x_train['left']": array}."""
+    if isinstance(part, (dict, tuple)):
+        items = part.items() if isinstance(part, dict) else enumerate(part)
+        return {key: array for k, value in items for key, array in _named(value, f"{name}[{k!r}]").items()}
+    return {name: part}
 
 
 def load(spec, seed=0):
@@ -84,57 +125,105 @@ def mnist():
 
 
 def checked(arrays, spec):
-    """Returns `((x_train, y_train), (x_test, y_test))` as `Data` in the types that training uses, or raises `UserError`."""
+    """Returns what `--data=spec` gave as `Data` in the types that training uses, or raises `UserError`.
+
+    Args:
+      arrays: `((x_train, y_train), (x_test, y_test))`, each pair with weights of the samples as a third, if they have some.
+    """
+    parts: dict[str, Any] = {}
     try:
-        (x_train, y_train), (x_test, y_test) = arrays
-        parts = {"x_train": x_train, "y_train": y_train, "x_test": x_test, "y_test": y_test}
-        masked = [name for name, part in parts.items() if _is_masked(part)]
-        parts = {name: np.asarray(part) for name, part in parts.items()}
+        for half, given in zip(("train", "test"), arrays, strict=True):
+            x, y, *weights = given
+            for name, part in zip(("x", "y", "w"), (x, y, *weights), strict=False if len(weights) < 2 else True):
+                parts[f"{name}_{half}"] = _as_arrays(part, f"--data={spec}: {name}_{half}")
+    except UserError:
+        raise
     except Exception:  # whatever an object that is no array raises when it is to become one
-        raise UserError(f"--data={spec} must give ((x_train, y_train), (x_test, y_test)) as NumPy arrays") from None
-    for name, part in parts.items():
-        if name in masked:  # NumPy would forget the mask, and take what is under it
-            raise UserError(f"--data={spec}: {name} has masked values; fill them (.filled), or leave their samples out")
-        if part.dtype.kind not in "fiub":
-            raise UserError(f"--data={spec}: {name} holds {part.dtype}, expected numbers")
-        if part.ndim == 0 or len(part) == 0:
-            raise UserError(f"--data={spec}: {name} has no samples")
-        if part.size == 0:
-            raise UserError(f"--data={spec}: {name} has shape {part.shape}: its samples hold no numbers, expected some")
-        if part.dtype.kind == "f":
-            if not np.isfinite(part).all():
-                raise UserError(f"--data={spec}: {name} holds {np.sum(~np.isfinite(part))} values that are NaN or infinite")
-            with np.errstate(over="ignore"):
-                parts[name] = part.astype(np.float32)
-            if not np.isfinite(parts[name]).all():
-                raise UserError(f"--data={spec}: {name} holds {np.abs(part).max():.3g}, too large for float32; scale it")
-        elif part.dtype == bool or (name[0] == "x" and part.dtype == np.uint8):
-            parts[name] = part.astype(np.float32 if name[0] == "x" else np.int32)
+        expected = "((x_train, y_train), (x_test, y_test)) as NumPy arrays"
+        raise UserError(f"--data={spec} must give {expected}, and weights as a third of each, if samples have some") from None
+    parts = {name: _map_named(_in_types_of_training, part, f"--data={spec}: {name}") for name, part in parts.items()}
     for half in ("train", "test"):
-        x, y = parts[f"x_{half}"], parts[f"y_{half}"]
-        if len(x) != len(y):
-            raise UserError(f"--data={spec}: x_{half} has {len(x)} samples, y_{half} has {len(y)} labels")
-        if y.dtype.kind != "f":
-            if y.ndim == 2 and y.shape[1] == 1:
-                y = y[:, 0]
-            if y.ndim != 1:
+        arrays_of_half = {k: v for name in "xyw" for k, v in _named(parts.get(f"{name}_{half}", ()), f"{name}_{half}").items()}
+        (first, samples), *others = arrays_of_half.items()
+        for name, array in others:
+            if len(array) != len(samples):
+                what = {"x": "samples", "y": "labels", "w": "weights"}
+                hint = "; np.stack makes one array of a list of samples" if "[0]" in first + name else ""
                 raise UserError(
-                    f"--data={spec}: y_{half} has shape {y.shape}, expected class numbers of shape [n]; one-hot "
-                    f"labels become those by .argmax(axis=1)"
+                    f"--data={spec}: {first} has {len(samples)} samples, {name} has {len(array)} {what[name[0]]}{hint}"
                 )
-            if y.min() < 0:
-                raise UserError(f"--data={spec}: y_{half} holds the class {y.min()}, expected 0 or more")
-            if y.max() >= 2**31:
-                raise UserError(f"--data={spec}: y_{half} holds the class {y.max()}, expected less than 2,147,483,648")
-            parts[f"y_{half}"] = y.astype(np.int32)
-    for axis in "xy":
-        train, test = parts[f"{axis}_train"], parts[f"{axis}_test"]
-        if train.shape[1:] != test.shape[1:] or train.dtype != test.dtype:
-            raise UserError(
-                f"--data={spec}: {axis}_train holds {train.dtype} of shape {train.shape[1:]}, "
-                f"{axis}_test {test.dtype} of shape {test.shape[1:]}; expected the same"
-            )
+        y = parts[f"y_{half}"]
+        if isinstance(y, np.ndarray) and y.dtype == np.int32 and y.ndim == 2 and y.shape[1] == 1:
+            parts[f"y_{half}"] = y[:, 0]
+        if any((w < 0).any() for w in arrays_in(parts.get(f"w_{half}", ()))):
+            raise UserError(f"--data={spec}: w_{half} holds negative weights")
+    for axis in "xyw":
+        train, test = (_named(parts[name], axis) if (name := f"{axis}_{half}") in parts else None for half in ("train", "test"))
+        if train is None or test is None:  # of weights alone
+            continue
+        if train.keys() != test.keys():
+            names = " and ".join(f"{axis}_{half} {len(arrays)}" for half, arrays in (("train", train), ("test", test)))
+            raise UserError(f"--data={spec}: {names} arrays, of other names or numbers; expected the same in both")
+        for key, array in train.items():
+            other = test[key]
+            if array.shape[1:] != other.shape[1:] or array.dtype != other.dtype:
+                raise UserError(
+                    f"--data={spec}: {axis}_train{key[1:]} holds {array.dtype} of shape {array.shape[1:]}, "
+                    f"{axis}_test{key[1:]} {other.dtype} of shape {other.shape[1:]}; expected the same"
+                )
     return Data(**parts)
+
+
+def _as_arrays(part, name):
+    """Returns a part of the data as an array, or as arrays in tuples and dicts; a list of arrays is a tuple, as for `fit`."""
+    if _is_masked(part):  # NumPy would forget the mask, and take what is under it
+        raise UserError(f"{name} has masked values; fill them (.filled), or leave their samples out")
+    if isinstance(part, dict):
+        return {key: _as_arrays(value, f"{name}[{key!r}]") for key, value in part.items()}
+    if isinstance(part, tuple) or (isinstance(part, list) and part and all(hasattr(value, "shape") for value in part)):
+        if all(hasattr(value, "shape") and len(value.shape) > 0 for value in part) or any(isinstance(v, dict) for v in part):
+            return tuple(_as_arrays(value, f"{name}[{i}]") for i, value in enumerate(part))
+    return np.asarray(part)
+
+
+def _map_named(function, part, name):
+    if isinstance(part, (dict, tuple)):
+        items = part.items() if isinstance(part, dict) else enumerate(part)
+        found = {key: _map_named(function, value, f"{name}[{key!r}]") for key, value in items}
+        return found if isinstance(part, dict) else tuple(found.values())
+    return function(part, name)
+
+
+# Of so many numbers at a time it is looked whether they are finite: of all at once, that would be one more copy.
+CHUNK = 2**22
+
+
+def _in_types_of_training(array, name):
+    """Returns an array as int32 or float32, samples of bytes as they are, or raises `UserError`; copies what has to change."""
+    axis = name.rpartition(": ")[2][0]
+    if array.dtype.kind not in "fiub":
+        raise UserError(f"{name} holds {array.dtype}, expected numbers")
+    if array.ndim == 0 or len(array) == 0:
+        raise UserError(f"{name} has no samples")
+    if array.size == 0:
+        raise UserError(f"{name} has shape {array.shape}: its samples hold no numbers, expected some")
+    if array.dtype.kind == "f":
+        rows = max(1, CHUNK // (array.size // len(array)))
+        chunks = [array[start : start + rows] for start in range(0, len(array), rows)]
+        if not all(np.isfinite(chunk).all() for chunk in chunks):
+            raise UserError(
+                f"{name} holds {sum(np.sum(~np.isfinite(chunk)) for chunk in chunks)} values that are NaN or infinite"
+            )
+        if array.dtype != np.float32 and (most := max(np.abs(chunk).max() for chunk in chunks)) > np.finfo(np.float32).max:
+            raise UserError(f"{name} holds {most:.3g}, too large for float32; scale it")
+        return array.astype(np.float32, copy=False)
+    if axis == "w" or (axis == "x" and array.dtype == bool):
+        return array.astype(np.float32)
+    if axis == "y":
+        if array.max() >= 2**31 or array.min() < -(2**31):
+            raise UserError(f"{name} holds the class {array.max()}, expected less than 2,147,483,648")
+        return array.astype(np.int32, copy=False)
+    return array
 
 
 def _is_masked(part):
@@ -150,22 +239,41 @@ def hold_out(data, share, seed=0):
     Raises:
       UserError: if that leaves nothing to train with, or nothing to validate with.
     """
-    count = round(share * len(data.x_train))
-    if not 0 < count < len(data.x_train):
-        raise UserError(f"--validation={share} holds out {count} of {len(data.x_train)} samples: expected some, not all")
-    order = np.random.default_rng(seed).permutation(len(data.x_train))
+    n = data.num_samples
+    count = round(share * n)
+    if not 0 < count < n:
+        raise UserError(f"--validation={share} holds out {count} of {n} samples: expected some, not all")
+    order = np.random.default_rng(seed).permutation(n)
     held, kept = np.sort(order[:count]), np.sort(order[count:])
-    training = data._replace(x_train=data.x_train[kept], y_train=data.y_train[kept])
-    return training, training._replace(x_test=data.x_train[held], y_test=data.y_train[held])
+    training = data._replace(**dict(zip(("x_train", "y_train", "w_train"), _taken(data.train, kept), strict=False)))
+    return training, training._replace(**dict(zip(("x_test", "y_test", "w_test"), _taken(data.train, held), strict=False)))
+
+
+def _taken(samples, which):
+    return tuple(mapped(lambda array: array[which], part) for part in samples)
 
 
 def shard(data, index, count):
-    """Returns the training samples of worker `index` of `count`: every count-th, so that all get equal shares of any order."""
-    if len(data.x_train) < count:
+    """Returns the training samples of worker `index` of `count`: every count-th, so that all get equal shares of any order.
+
+    These are x and y, and the weights, if samples have some.
+    """
+    if data.num_samples < count:
         raise UserError(
-            f"{len(data.x_train)} training samples are too few for {count} workers: --num_workers or the data must change"
+            f"{data.num_samples} training samples are too few for {count} workers: --num_workers or the data must change"
         )
-    return data.x_train[index::count], data.y_train[index::count]
+    return _taken(data.train, slice(index, None, count))
+
+
+def plain(data, program):
+    """Returns the same data, if it is one array of samples, one of labels, and no weights: for a program that takes no others.
+
+    Raises:
+      UserError: if it is something else.
+    """
+    if len(arrays_in(data.train)) != 2:
+        raise UserError(f"{program} takes one array of samples, one of labels, and no weights")
+    return data
 
 
 def check_batch(x, y, batch_size, window=1, num_workers=1):
@@ -174,10 +282,10 @@ def check_batch(x, y, batch_size, window=1, num_workers=1):
     So neither sizes nor indices overflow 64 bits, with which TensorFlow would abort.
 
     Args:
-      x, y: arrays `[n, ...]` of samples and labels.
+      x, y: samples and labels, arrays `[n, ...]`, or several in a tuple or dict.
       num_workers: how many share this machine.
     """
-    bytes_of_one = x[:1].nbytes + y[:1].nbytes
+    bytes_of_one = sum(array[:1].nbytes for array in arrays_in((x, y)))
     # `Batches.next` has two vectors of indices at least, in 64 bits.
     need, has = num_workers * batch_size * (bytes_of_one + 16 * window), limits.memory()
     if need > has:

@@ -27,7 +27,7 @@ def check_input(script, arguments, settings):
       UserError: if they cannot be trained, or do not come within `--hang_secs`.
     """
     is_small = settings.num_workers <= 100 and settings.batch_size * settings.window <= 2**20
-    if is_small and all(getattr(settings, flag) in names for flag, names in KNOWN.items()):
+    if is_small and settings.loss is None and all(getattr(settings, flag) in names for flag, names in KNOWN.items()):
         return {}
     with contextlib.ExitStack() as stack:
         heard, said = os.pipe()

@@ -147,15 +147,10 @@ class LocalParameters:
         kinds = {"sgd": tf.train.GradientDescentOptimizer, "adagrad": tf.train.AdagradOptimizer, "adam": tf.train.AdamOptimizer}
         return kinds[hp.local_optimizer](rate)
 
-    def _loss_and_gradient(self, parameters, x, y):
-        variables = self.model.split(parameters)
-        loss, state = self.model.loss(variables, [v.read_value() for v in self.state], x, y)
-        gradients = [
-            tf.reshape(g, [-1]) if g is not None else tf.zeros([size])
-            for g, size in zip(tf.gradients(loss, variables), self.model.sizes, strict=True)
-        ]
+    def _loss_and_gradient(self, parameters, *samples):
+        loss, gradient, state = self.model.loss_and_gradient(parameters, [v.read_value() for v in self.state], *samples)
         with tf.control_dependencies([v.assign(s, read_value=False) for v, s in zip(self.state, state, strict=True)]):
-            return tf.identity(loss), tf.concat(gradients, axis=0)
+            return tf.identity(loss), tf.identity(gradient)
 
 
 def _make_local(next_creator, **arguments):

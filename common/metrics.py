@@ -193,11 +193,12 @@ class EvaluationHook(tf.train.SessionRunHook):
 
     Args:
       log: a `MetricsLog`.
-      step, loss, accuracy: scalar tensors; accuracy may be NaN (regression).
+      step: the global step, a scalar tensor.
+      results: loss and metrics, {name: scalar tensor}.
     """
 
-    def __init__(self, log, step, loss, accuracy, every_secs=1.0):
-        self._log, self._fetches, self._every_secs = log, [step, loss, accuracy], every_secs
+    def __init__(self, log, step, results, every_secs=1.0):
+        self._log, self._fetches, self._every_secs = log, (step, dict(results)), every_secs
         self._thread, self._ended = None, threading.Event()
 
     def after_create_session(self, session, coord):
@@ -224,11 +225,11 @@ class EvaluationHook(tf.train.SessionRunHook):
             is_first = False
 
     def evaluate(self, session):
-        """Evaluates once, writes and returns (global step, loss, accuracy or None)."""
-        step, loss, accuracy = session.run(self._fetches)
-        accuracy = None if np.isnan(accuracy) else float(accuracy)
-        self._log.write(step, test_loss=float(loss), test_accuracy=accuracy)
-        return int(step), float(loss), accuracy
+        """Evaluates once, writes and returns (global step, {name: number})."""
+        step, results = session.run(self._fetches)
+        results = {name: float(value) for name, value in results.items()}
+        self._log.write(step, **{f"test_{name}": value for name, value in results.items()})
+        return int(step), results
 
     def _stop(self):
         self._ended.set()

@@ -1,19 +1,27 @@
 """A Keras model as a pure function of one flat vector of parameters."""
 
+import contextlib
 import math
 import os
+import re
 
 import numpy as np
 
 from common import limits, tf
-from common.data import call_user_function, one_line
+from common.data import arrays_in, call_user_function, mapped, one_line
 from common.flags import UserError, check_backend
 
 
-def build(spec, data, seed=0):
+def build(spec, data, seed=0, loss=None):
     """Returns the `Model` that `--model=spec` names (linear, mlp, cnn or FILE.py:FUNCTION), with its initial values.
 
     To be called before a graph is entered: the values of Keras variables can only be read eagerly.
+
+    Args:
+      spec: as above.
+      data: a `common.data.Data`.
+      seed: of the initial values, where the model has no seeds of its own.
+      loss: `--loss`, a name of Keras's, for a model that has no loss of its own.
 
     Raises:
       UserError: if there is no such model or it does not fit `data`.
@@ -23,6 +31,7 @@ def build(spec, data, seed=0):
     check_backend(keras.backend.backend())
     keras.utils.set_random_seed(seed)
     if spec in BUILT_IN:
+        _check_arrays(spec, data)
         outputs = data.num_classes if data.is_classification else int(np.prod(data.y_train.shape[1:], dtype=int))
         shape = data.x_train.shape[1:]
         if spec == "cnn" and (len(shape) != 3 or min(shape[:2]) < 4):
@@ -38,8 +47,20 @@ def build(spec, data, seed=0):
         raise UserError(f"--model must be one of {', '.join(BUILT_IN)} or FILE.py:FUNCTION, not {spec!r}")
     if not isinstance(keras_model, keras.Model):
         raise UserError(f"--model={spec} must give a keras.Model, not {type(keras_model).__name__}")
-    _check(keras_model, spec, data)
-    return Model(keras_model, data.is_classification)
+    with named(spec):
+        return _checked(keras_model, data, loss, last_operation=(lambda: None) if spec in BUILT_IN else None)
+
+
+@contextlib.contextmanager
+def named(spec):
+    """What is wrong with a model is said of `--model=spec`, unless it is said of another flag."""
+    try:
+        yield
+    except UserError as error:
+        said = str(error)
+        if not said.startswith("--"):
+            said = f"--model={spec}" + (said.removeprefix("the model") if said.startswith("the model ") else f": {said}")
+        raise UserError(said) from error
 
 
 BUILT_IN = {
@@ -90,34 +111,110 @@ def _check_size(spec, data, count):
         )
 
 
-def _check(keras_model, spec, data):
-    """Calls the model on two samples, which also builds one that is not built yet."""
-    try:
-        outputs = keras_model(data.x_train[:2], training=False)
-        shape = tuple(outputs.shape[1:])
-    except Exception as error:
+def _check_arrays(spec, data):
+    """Raises a `UserError` if the samples or the labels are several arrays, with which the models of this module do nothing."""
+    for name, part in (("x_train", data.x_train), ("y_train", data.y_train)):
+        if not isinstance(part, np.ndarray):
+            raise UserError(f"--model={spec} takes one array of samples and one of labels; {name} is {len(arrays_in(part))}")
+    if data.is_classification and data.y_train.ndim > 1:
+        shape = list(data.y_train.shape[1:])
         raise UserError(
-            f"--model={spec} cannot be called on samples of shape {list(data.x_train.shape[1:])}: {one_line(error)}"
-        ) from error
-    if data.is_classification and (len(shape) != 1 or shape[0] < data.num_classes):
-        raise UserError(
-            f"--model={spec} gives outputs of shape {list(shape)}, but the labels are classes 0 to "
-            f"{data.num_classes - 1}: expected [{data.num_classes}] logits"
+            f"--model={spec} gives one class for a sample, but the labels have shape {shape}: one-hot labels become class "
+            "numbers by .argmax(axis=-1); for others bring a model of your own, --model=FILE.py:FUNCTION"
         )
-    if not data.is_classification and shape != data.y_train.shape[1:]:
-        raise UserError(
-            f"--model={spec} gives outputs of shape {list(shape)}, but the labels have shape {list(data.y_train.shape[1:])}"
-        )
+
+
+def _checked(keras_model, data, loss, last_operation=None):
+    """Returns the `Model`. Calls it on two samples, which also builds one that is not built yet; so do loss and metrics.
+
+    Args:
+      keras_model, data, loss: as in `build`.
+      last_operation: function that returns the type of the operation that the model ends with, where that is known.
+
+    Raises:
+      UserError: if it cannot be trained with these samples.
+    """
+    from common import objectives
+
+    x, y, *weights = (mapped(lambda array: array[:2], part) for part in data.train)
+    shapes = ", ".join(str(list(array.shape[1:])) for array in arrays_in(x))
+    with _as_user_error(f"the model cannot be called on samples of shape {shapes}"):
+        outputs = keras_model(mapped(as_input, x), **_training(keras_model, False))
     if not keras_model.trainable_variables:
-        raise UserError(f"--model={spec} has no trainable variables")
+        raise UserError("the model has no trainable variables")
     for v in [*keras_model.trainable_variables, *keras_model.non_trainable_variables]:
         values = v.numpy()
         if values.dtype.kind == "f" and not np.isfinite(values).all():
             count = np.sum(~np.isfinite(values))
-            raise UserError(f"--model={spec}: {v.path} begins with {count} values that are NaN or infinite")
+            raise UserError(f"{v.path} begins with {count} values that are NaN or infinite")
     others = {v.dtype for v in keras_model.trainable_variables} - {"float32"}
     if others:
-        raise UserError(f"--model={spec} has trainable variables of type {', '.join(sorted(others))}, expected float32")
+        raise UserError(f"the model has trainable variables of type {', '.join(sorted(others))}, expected float32")
+    _refuse_what_is_not_honoured(keras_model)
+    _make_constant(keras_model)
+    own_optimizer = type(keras_model.optimizer).__name__ if keras_model.compiled and keras_model.optimizer else None
+    last_operation = last_operation or (lambda: _last_operation(keras_model, x))
+    minimizes = objectives.choose(keras_model, outputs, last_operation, data, loss)
+    with _as_user_error(f"the loss, {minimizes}, does not fit the labels"):
+        keras_model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weights[0] if weights else None)
+    with _as_user_error("the metrics of the model do not fit the labels"):
+        keras_model.compute_metrics(x, y, outputs, *weights)
+    return Model(keras_model, own_optimizer=own_optimizer)
+
+
+def _refuse_what_is_not_honoured(keras_model):
+    """Raises a `UserError` for what `fit` would do with a model, and the update of a vector of parameters does not."""
+    import keras
+
+    for v in keras_model.trainable_variables:
+        if v.constraint is not None:
+            raise UserError(
+                f"{v.path} has the constraint {type(v.constraint).__name__}, which no update on the ps would keep: use a "
+                "regularizer, or apply it in the layer's call"
+            )
+    for name in ("train_step", "test_step"):
+        if getattr(type(keras_model), name) is not getattr(keras.Model, name):
+            raise UserError(
+                f"the model has a {name} of its own, which no worker calls: what it computes belongs in compute_loss"
+            )
+
+
+def _last_operation(keras_model, x):
+    """Returns the type of the operation of TensorFlow that the model ends with, as "Softmax", whatever converts it then."""
+    import tensorflow
+
+    with _as_user_error("the model cannot be a part of a graph"):
+        graph = tensorflow.function(lambda x: keras_model(x, **_training(keras_model, False))).get_concrete_function(
+            mapped(as_input, x)
+        )
+    outputs = tf.nest.flatten(graph.structured_outputs)
+    operation = graph.graph.outputs[0].op if outputs else None
+    while operation is not None and operation.type in ("Identity", "Cast", "Reshape", "Squeeze") and operation.inputs:
+        operation = operation.inputs[0].op
+    return operation.type if operation is not None else None
+
+
+def _training(keras_model, training):
+    """Returns the argument that tells the model whether it is trained, if it takes one; `fit` does the same."""
+    return {"training": training} if keras_model._call_has_training_arg else {}
+
+
+def as_input(array):
+    """Returns samples as models take them: bytes as float32."""
+    is_bytes = array.dtype in (np.uint8, tf.uint8)
+    return (array.astype(np.float32) if isinstance(array, np.ndarray) else tf.cast(array, tf.float32)) if is_bytes else array
+
+
+@contextlib.contextmanager
+def _as_user_error(what):
+    """What goes wrong in a user's model becomes one line: `what`, and why."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        why = re.search(r"\x1b\[1m(.*?)\x1b\[0m", str(error), re.DOTALL)  # what Keras puts around it says nothing
+        raise UserError(f"{what}: {one_line(type(error)(why[1])) if why else one_line(error)}") from error
 
 
 def _make_constant(keras_model):
@@ -133,56 +230,136 @@ def _make_constant(keras_model):
 
 
 class Model:
-    """What a worker needs of a Keras model: its initial values, and loss and outputs as functions of a flat vector.
+    """What a worker needs of a Keras model: its initial values, and loss and metrics as functions of a flat vector.
 
-    The loss is the cross-entropy of logits for class labels and the squared error otherwise, plus the model's own
-    (regularization). State is what is not trained: moving means, the seeds of Dropout.
+    The loss is the one that the model was compiled with, plus its own (regularization), as `fit` computes it. State is what is
+    not trained: moving means, the seeds of Dropout.
+
+    Args:
+      keras_model: compiled, and its metrics are built.
+      is_classification: of a model that is not compiled: whether its labels are classes, see `common.objectives.by_labels`.
+      own_optimizer: the name of the optimizer that the user compiled it with. No scheme uses it.
     """
 
-    def __init__(self, keras_model, is_classification):
-        self.keras_model, self.is_classification = keras_model, is_classification
+    def __init__(self, keras_model, is_classification=None, own_optimizer=None):
+        from common import objectives
+
         _make_constant(keras_model)
+        if is_classification is not None:
+            objectives.by_labels(keras_model, is_classification)
+            outputs = np.zeros([2, *keras_model.output_shape[1:]], np.float32)
+            keras_model.compute_metrics(None, outputs.argmax(axis=-1) if is_classification else outputs, outputs)
+        self.keras_model, self.minimizes, self.own_optimizer = keras_model, objectives.text(keras_model), own_optimizer
         self.shapes = [tuple(v.shape) for v in keras_model.trainable_variables]
         self.sizes = [int(np.prod(shape, dtype=int)) for shape in self.shapes]
         self.size = sum(self.sizes)
         self.initial_parameters = np.concatenate([v.numpy().ravel() for v in keras_model.trainable_variables])
         self.initial_state = [v.numpy() for v in keras_model.non_trainable_variables]
+        for metric in keras_model.metrics:
+            metric.reset_state()
+        self._metrics = [v.numpy() for v in keras_model.metrics_variables]
+
+    @property
+    def description(self):
+        """Names and shapes of all variables, a list: of which model a vector of parameters is."""
+        variables = [*self.keras_model.trainable_variables, *self.keras_model.non_trainable_variables]
+        return [[v.name, list(v.shape)] for v in variables]
 
     def split(self, parameters):
         """Returns the flat vector `[size]` as the list of the model's trainable variables."""
         pieces = tf.split(parameters, self.sizes)
         return [tf.reshape(piece, shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
 
-    def loss(self, variables, state, x, y):
-        """Returns the mean training loss of a batch (scalar) and the state after it."""
-        outputs, state, own_losses = self.keras_model.stateless_call(variables, state, x, training=True, return_losses=True)
-        outputs = tf.cast(outputs, tf.float32)  # under a mixed precision policy they may be float16
-        return tf.add_n([tf.reduce_mean(self._losses(outputs, y)), *own_losses]), state
+    def loss(self, variables, state, x, y, weights=None):
+        """Returns the training loss of a batch (scalar) and the state after it.
 
-    def _losses(self, outputs, y):
-        if self.is_classification:
-            return tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=outputs)
-        return tf.square(outputs - y)
+        Args:
+          variables, state: values of the model's variables, lists of tensors.
+          x, y: samples and labels `[n, ...]`, in the structure that the model takes and gives.
+          weights: of the samples, `[n]`, or in the structure of the labels.
 
-    def evaluate(self, parameters, state, x, y, batch_size=500):
-        """Returns the mean loss over all samples and, for classes, the accuracy (NaN otherwise), both scalars.
+        Raises:
+          UserError: if the model cannot be a part of a graph.
+        """
+        loss, state, *_ = self._call(variables, state, self._metrics, x, y, weights, training=True)
+        return loss, state
 
-        In batches, so that a large test set needs no more memory than a small one.
+    def loss_and_gradient(self, parameters, state, x, y, weights=None):
+        """Returns the training loss of a batch, its gradient `[size]`, and the state after it.
+
+        Raises:
+          UserError: if the model cannot be a part of a graph, or its loss has no gradient.
         """
         variables = self.split(parameters)
-        n = x.shape[0]
+        loss, state = self.loss(variables, state, x, y, weights)
+        with _as_user_error("the gradient of the loss cannot be computed in a graph"):
+            gradients = tf.gradients(loss, variables)
+        if all(g is None for g in gradients):
+            raise UserError("the loss of the model depends on no trainable variable")
+        flat = [
+            tf.reshape(g, [-1]) if g is not None else tf.zeros([size]) for g, size in zip(gradients, self.sizes, strict=True)
+        ]
+        return loss, tf.concat(flat, axis=0), state
 
-        def batch(start, loss, correct):
-            part, labels = x[start : start + batch_size], y[start : start + batch_size]
-            outputs, _ = self.keras_model.stateless_call(variables, state, part, training=False)
-            outputs = tf.cast(outputs, tf.float32)
-            hits = tf.equal(tf.argmax(outputs, axis=-1, output_type=tf.int32), labels) if self.is_classification else [False]
-            size = tf.cast(tf.shape(part)[0], tf.float32)
-            loss += tf.reduce_mean(self._losses(outputs, labels)) * size
-            return start + batch_size, loss, correct + tf.reduce_sum(tf.cast(hits, tf.float32))
+    def _call(self, variables, state, metrics, x, y, weights, training):
+        """Returns loss, state and metrics after a batch, and the model's outputs, as Keras's own stateless trainer does."""
+        model, x = self.keras_model, tf.nest.map_structure(as_input, x)
+        with _as_user_error("the model cannot be a part of a graph"):
+            outputs, state, own = model.stateless_call(variables, state, x, return_losses=True, **_training(model, training))
+            model._losses_override = own
+            try:
+                loss, (_, state, metrics) = model.stateless_compute_loss(
+                    variables, state, metrics, x=x, y=y, y_pred=outputs, sample_weight=weights, training=training
+                )
+            finally:
+                model._losses_override = []
+        return loss, state, metrics, outputs
 
-        _, loss, correct = tf.while_loop(lambda start, *_: start < n, batch, (0, 0.0, 0.0), parallel_iterations=1)
-        return loss / n, correct / n if self.is_classification else tf.constant(np.nan)
+    def evaluate(self, parameters, state, x, y, weights=None, batch_size=500):
+        """Returns the loss and the metrics over all samples, {name: scalar}, as `keras.Model.evaluate` does.
+
+        In batches, so that a large test set needs no more memory than a small one.
+
+        Raises:
+          UserError: if a metric cannot be a part of a graph, or is no number.
+        """
+        variables = self.split(parameters)
+        n = tf.nest.flatten(x)[0].shape[0]
+        samples = (x, y) if weights is None else (x, y, weights)
+
+        def batch(start, total, metrics):
+            part = tf.nest.map_structure(lambda array: array[start : start + batch_size], samples)
+            x, y, *weights = part
+            weights = weights[0] if weights else None
+            loss, _, metrics, outputs = self._call(variables, state, metrics, x, y, weights, training=False)
+            with (
+                _as_user_error("the metrics of the model cannot be a part of a graph"),
+                self._with(variables, state, metrics) as scope,
+            ):
+                self.keras_model.compute_metrics(tf.nest.map_structure(as_input, x), y, outputs, weights)
+            metrics = [scope.get_current_value(v) for v in self.keras_model.metrics_variables]
+            size = tf.cast(tf.shape(tf.nest.flatten(part)[0])[0], tf.float32)
+            return start + batch_size, total + loss * size, metrics
+
+        first = (0, 0.0, [tf.convert_to_tensor(value) for value in self._metrics])
+        _, total, metrics = tf.while_loop(lambda start, *_: start < n, batch, first, parallel_iterations=1)
+        with _as_user_error("the metrics of the model cannot be a part of a graph"), self._with(variables, state, metrics):
+            found = {name: tf.convert_to_tensor(value) for name, value in self.keras_model.get_metrics_result().items()}
+        for name, value in found.items():
+            if value.shape.rank != 0:
+                raise UserError(f"the metric {name} of the model is {value.shape}, expected one number")
+        return {**found, "loss": total / n}
+
+    def _with(self, variables, state, metrics):
+        """A context in which the variables of the Keras model have these values."""
+        import keras
+
+        model = self.keras_model
+        values = [
+            *zip(model.trainable_variables, variables, strict=True),
+            *zip(model.non_trainable_variables, state, strict=True),
+        ]
+        return keras.StatelessScope(state_mapping=[*values, *zip(model.metrics_variables, metrics, strict=True)])
 
     def save(self, parameters, state, path):
         """Writes the model with these values, so that `keras.models.load_model(path)` gives it back. All or nothing."""

@@ -37,16 +37,14 @@ def curve(run_dir):
     if not lines:
         return
     began = lines[0]["time"]
-    known = {key for line in lines for key, value in line.items() if value is not None}
-    evaluation = next(
-        k for k in ("validation_accuracy", "validation_loss", "test_accuracy", "test_loss") if k in known | {"test_loss"}
-    )
-    panels = [
-        ("training loss", "loss"),
-        (evaluation.replace("_", " "), evaluation),
-        ("samples per second", "samples_per_second"),
-    ]
-    figure = Figure(figsize=(12, 3.5), layout="constrained")
+    measured = progress.measures(lines) or [("test loss", "test_loss", "")]
+    if any(key.startswith("validation_") for _, key, _ in measured):
+        measured = [found for found in measured if found[1].startswith("validation_")]
+    if len(measured) > 1:  # the loss shows less than what it stands for
+        measured = [found for found in measured if not found[1].endswith("_loss")]
+    evaluations = [(name, key) for name, key, _ in measured]
+    panels = [("training loss", "loss"), *evaluations, ("samples per second", "samples_per_second")]
+    figure = Figure(figsize=(4 * len(panels), 3.5), layout="constrained")
     for axes, (title, key) in zip(figure.subplots(1, len(panels)), panels, strict=True):
         for worker in sorted({line["worker"] for line in lines}, key=str):
             points = [(n["time"] - began, n[key]) for n in lines if n["worker"] == worker and n.get(key) is not None]
@@ -58,7 +56,7 @@ def curve(run_dir):
             axes.set_yscale("log")
         elif key == "samples_per_second":
             axes.set_ylim(bottom=0)
-        if key != evaluation:
+        if (title, key) not in evaluations:
             axes.legend()
     unfinished = Path(run_dir, f"curve.unfinished-{os.getpid()}.png")  # chief and evaluator may draw at the same time
     try:

@@ -55,9 +55,25 @@ def _fits(line):
         value = line.get(key)
         if value is not None and not isinstance(value, kind):
             return False
+    for key, value in line.items():
+        if key.startswith(_MEASURED) and not isinstance(value, (*_NUMBER, type(None))):
+            return False
         if isinstance(value, _NUMBER) and not abs(value) < 1e300:  # infinite or, not comparable to any number, NaN
             return False
     return True
+
+
+_MEASURED = "test_", "validation_"  # begin what the parameters were measured by
+
+
+def measures(lines):
+    """Returns what lines of metrics have of measures on the test set and on held-out samples: their name, key and format.
+
+    The loss of each comes last.
+    """
+    keys = {key for line in lines for key, value in line.items() if key.startswith(_MEASURED) and value is not None}
+    ordered = sorted(keys, key=lambda key: (key.partition("_")[0], key.endswith("_loss"), key))
+    return [(key.replace("_", " "), key, ".4f" if key.endswith("_loss") else ".3f") for key in ordered]
 
 
 def read_metrics(run_dir):
@@ -97,27 +113,30 @@ class Progress:
         """Figures of all workers together: the same keys, each missing until it is known."""
         newest = [n for n in self.newest.values() if n]
         total = {}
+        combine: Any
         for key, combine in (
             ("global_step", max),
             ("last_step", max),
             ("samples_per_second", sum),
             ("loss", _mean),
             ("staleness_mean", _mean),
-            ("test_accuracy", max),
-            ("test_loss", max),
-            ("validation_accuracy", max),
-            ("validation_loss", max),
+            *[(key, max) for _, key, _ in measures(newest)],  # one task alone has them
         ):
             values = [n[key] for n in newest if n.get(key) is not None]
             if values:
                 total[key] = combine(values)
         return total
 
+    def _columns(self):
+        speed, loss, staleness = _COLUMNS
+        found = measures(self.newest.values()) or [("test loss", "test_loss", ".4f")]
+        return [speed, loss, *found, staleness]
+
     def line(self):
         """All of it in one line."""
         n = self.together()
         parts = [f"step {_number(n, 'global_step', ',d')} of {_number(n, 'last_step', ',d')}"]
-        for name, key, form in _COLUMNS:
+        for name, key, form in self._columns():
             if key in n:
                 parts.append(f"{name} {_number(n, key, form)}")
         return ", ".join(parts)
@@ -127,7 +146,7 @@ class Progress:
         from rich.table import Table
 
         table = Table(box=None, pad_edge=False)
-        columns = _COLUMNS if "evaluator" in self.newest else [c for c in _COLUMNS if "validation" not in c[0]]
+        columns = self._columns()
         for name in ("", "step", *(name for name, _, _ in columns)):
             table.add_column(name, justify="right")
         rows = {_name(i).replace("-", " "): n for i, n in self.newest.items()}
@@ -142,10 +161,6 @@ class Progress:
 _COLUMNS = (
     ("samples/s", "samples_per_second", ",.0f"),
     ("loss", "loss", ".4f"),
-    ("test accuracy", "test_accuracy", ".3f"),
-    ("test loss", "test_loss", ".4f"),
-    ("validation accuracy", "validation_accuracy", ".3f"),
-    ("validation loss", "validation_loss", ".4f"),
     ("staleness", "staleness_mean", ".2f"),
 )
 _NUMBER = (int, float)
@@ -246,7 +261,7 @@ def summary(settings, status):
         if result["train_seconds"]
         else "nothing was left to do: --steps, --epochs or --seconds had been reached before"
     )
-    accuracy = f"test accuracy {result['test_accuracy']:.3f}, " if result["test_accuracy"] is not None else ""
+    measured = [f"{name} {result[key]:{form}}, " for name, key, form in measures([result]) if key != "test_loss"]
     staleness = (
         f"staleness {result['staleness_mean']:.2f} on average, {result['staleness_max']} at most, "
         if result["staleness_mean"] is not None
@@ -254,12 +269,16 @@ def summary(settings, status):
     )
     say(f"{result['scheme']}, {tasks}: {result['global_steps']:,} updates, {result['samples']:,} samples")
     say(f"{speed}; {result['wall_seconds']:.1f} s in all")
-    say(f"{accuracy}test loss {_number(result, 'test_loss', '.4f') or 'not finite'}; {staleness}{result['restarts']} restarts")
+    say(
+        f"{''.join(measured)}test loss {_number(result, 'test_loss', '.4f') or 'not finite'}; "
+        f"{staleness}{result['restarts']} restarts"
+    )
     names = ["curve.png", "model.keras"]
     best = run_dir / "best" / "evaluation.json"
     if best.exists():
         result = json.loads(best.read_text())
-        accuracy = f"accuracy {result['test_accuracy']:.3f}, " if result["test_accuracy"] is not None else ""
+        of_test = [n for n in measures([result]) if n[1].startswith("test_") and n[1] != "test_loss"]
+        accuracy = "".join(f"{name.removeprefix('test ')} {result[key]:{form}}, " for name, key, form in of_test)
         say(
             f"best checkpoint, of step {result['global_step']:,} and validation loss {result['validation_loss']:.4f}: "
             f"test {accuracy}test loss {_number(result, 'test_loss', '.4f')}"

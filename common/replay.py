@@ -133,7 +133,7 @@ class Replay:
         return np.array(self.session.run([worker.value for worker in self._workers]))
 
     def evaluate(self, x, y):
-        """Returns loss and accuracy (NaN for a regression) of x̃ on samples x `[n, ...]`, y `[n, ...]`."""
+        """Returns loss and accuracy (NaN for a regression) of x̃ on samples x `[n, ...]`, y `[n, ...]`, one array each."""
         shapes = x.shape, y.shape
         if shapes not in self._evaluations:
             with self.graph.as_default():
@@ -141,7 +141,8 @@ class Replay:
                 state = [v.read_value() for v in self._workers[0].state]
                 self._evaluations[shapes] = feeds, self._model.evaluate(self._value, state, *feeds)
         feeds, results = self._evaluations[shapes]
-        return tuple(float(value) for value in self.session.run(results, dict(zip(feeds, (x, y), strict=True))))
+        found = self.session.run(results, dict(zip(feeds, (x, y), strict=True)))
+        return float(found["loss"]), float(found.get("accuracy", np.nan))
 
     def close(self):
         """Closes the session."""

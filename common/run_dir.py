@@ -21,7 +21,7 @@ from common.flags import UserError
 
 # What a run writes into its folder; the names of files that are not complete yet begin with the names of those that are.
 FOLDERS = ("checkpoints", "logs", "metrics", "tensorboard", "best")
-FILES = ("lock", "result.json", "curve.", "model.keras", "evaluator-says-stop", "training-has-ended")
+FILES = ("lock", "result.json", "curve.", "model.", "evaluator-says-stop", "training-has-ended")
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 # How long a lock is waited for that another machine holds: NFS keeps it 90 s for a machine that was lost.

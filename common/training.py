@@ -1,6 +1,8 @@
 """The one main loop of a worker: join the cluster, build the scheme, open the session, run rounds, write the result."""
 
 import functools
+import itertools
+import json
 import math
 import os
 import signal
@@ -12,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common import data, ending, models, plots, signals, tf
-from common.batches import Batches, local_variable
+from common.batches import Batches, fed
 from common.center import GlobalParameters
 from common.checkpoints import Keeper
-from common.flags import Settings, UserError
+from common.flags import KNOWN, Settings, UserError
 from common.hooks import EarlyStoppingHook, MeetingHook, WarmStartHook
 from common.local import LocalParameters
 from common.metrics import EvaluationHook, MetricsHook, MetricsLog
@@ -23,7 +25,7 @@ from common.run_dir import write_json
 from common.session import Saver, monitored_session
 from common.steps import build_rounds, repeat_rounds
 from common.together import Pace, Ring, Together
-from common.words import BUILDING, LOADING, doing
+from common.words import BUILDING, LOADING, doing, tell
 
 
 def train(scheme, task, settings):
@@ -42,22 +44,27 @@ def train(scheme, task, settings):
     index, num_workers = (task.shard_index, task.num_workers) if task else (0, 1)
     doing(LOADING)
     dataset = load_data(settings)
-    x, y = data.shard(dataset, index, num_workers)
+    x, y, *weights = data.shard(dataset, index, num_workers)
     doing(BUILDING)
     # Of the initial values only the chief's count; the seed of Dropout is to differ.
-    model = models.build(settings.model, dataset, settings.seed + index)
+    model = models.build(settings.model, dataset, settings.seed + index, settings.loss)
+
+    if index == 0:
+        check_model(settings, model)
 
     doing("building the graph")
     with tf.Graph().as_default():
         center = GlobalParameters(model.initial_parameters, task.num_ps if task else 1, task and task.device_fn())
         with tf.device(task and task.device):
-            batches = Batches(x, y, settings.batch_size, settings.seed + index)
+            batches = Batches(x, y, settings.batch_size, settings.seed + index, weights=weights[0] if weights else None)
             kept = center.keep(model.initial_state)
             local = LocalParameters(
                 *(center, model, batches, f"worker_{index}", index, num_workers, delay_of(settings.delays, index)),
                 kept=kept if index == 0 else (),
             )
-            last, next_call = build_calls(scheme, center, local, settings, len(dataset.x_train))
+            last, next_call = build_calls(scheme, center, local, settings, dataset.num_samples)
+            if index == 0:
+                tell(what_is_trained(model, dataset, num_workers, optimizers_of(center, local)))
             waits = center.waits(local)
             gradients = waits.gradients_per_update if waits else 1
             copies = [there.assign(here, read_value=False) for there, here in zip(kept, local.state, strict=True)]
@@ -74,9 +81,7 @@ def train(scheme, task, settings):
             if index == 0:
                 parameters, step = center.read()
                 final = parameters, [v.read_value() for v in local.state]
-                x_test, y_test, feed_dict = fed_test_set(dataset)
-                local_init_feed_dict.update(feed_dict)
-                evaluation = step, *model.evaluate(*final, x_test, y_test)
+                evaluation = step, model.evaluate(*final, *fed_test_set(dataset, local_init_feed_dict))
             gate = ready = None
             if task and (settings.warm_start_steps or waits):
                 with tf.device(center.step.device):
@@ -98,7 +103,7 @@ def train(scheme, task, settings):
     if outcome.final:
         model.save(*outcome.final, Path(settings.run_dir, "model.keras"))
         optimizers = ", ".join(sorted(center.optimizers.names | local.optimizers.names))
-        more = {"samples": outcome.samples, "parameters": model.size, "optimizer": optimizers}
+        more = {"samples": outcome.samples, "parameters": model.size, "optimizer": optimizers, "minimizes": model.minimizes}
         write_result(settings, task, outcome.reports, *outcome.evaluated, gradients_per_update=gradients, **more)
     return outcome.status
 
@@ -184,7 +189,7 @@ class Plan(NamedTuple):
     last: int  # global step to end at
     step: Any  # the global step, a variable
     next_call: Any  # function of the present global step: arguments of `session.run`, `Rounds` first
-    evaluation: Any  # the chief's: scalar tensors step, loss and accuracy on the test set
+    evaluation: Any  # the chief's: the global step, and loss and metrics on the test set, {name: scalar tensor}
     final: Any  # the chief's: tensors to fetch at the very end
     scaffold: Any  # a `tf.train.Scaffold`
     gate: Any = None  # a variable that the other workers wait for, see `common.hooks.WarmStartHook`
@@ -199,7 +204,7 @@ class Outcome(NamedTuple):
     status: int  # exit status
     final: Any = None  # values of `Plan.final`
     reports: Any = None  # of all workers, see REPORT
-    evaluated: Any = None  # global step, loss and accuracy on the test set
+    evaluated: Any = None  # global step, and loss and metrics on the test set, {name: number}
     samples: Any = None  # how many the parameters were trained with, in all runs that they come from; None: see the reports
 
 
@@ -222,8 +227,8 @@ def run_worker(plan, task, settings, server, interruption, open_session):
     metrics = MetricsHook(log, settings.batch_size * settings.window)
     hooks: list = [interruption, metrics]
     if index == 0:
-        step, loss, accuracy = plan.evaluation
-        evaluation = EvaluationHook(log, step, loss, accuracy, settings.evaluation_secs)
+        step, results = plan.evaluation
+        evaluation = EvaluationHook(log, step, results, settings.evaluation_secs)
         if not settings.num_evaluators:
             hooks.append(evaluation)
     early_stopping = None
@@ -318,6 +323,44 @@ def run_worker(plan, task, settings, server, interruption, open_session):
     return outcome
 
 
+def check_model(settings, model):
+    """Notes in the run's folder what variables a model has, or, with `--resume`, compares it with the one of before.
+
+    Raises:
+      UserError: if it is another one, whose parameters those of the checkpoint are not.
+    """
+    path = Path(settings.run_dir, "model.json")
+    if settings.resume and path.exists():
+        try:
+            before = json.loads(path.read_text())["variables"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise UserError(f"{path} is damaged: if the model is that of before, remove it") from None
+        if before != model.description:
+            pairs = itertools.zip_longest(before, model.description)
+            was, now = next((b, n) for b, n in pairs if b != n)
+            named = [f"{v[0]} {v[1]}" if v else "none" for v in (was, now)]
+            raise UserError(f"--resume: this is another model than before: where it had {named[0]}, there is now {named[1]}")
+    else:
+        write_json(path, {"variables": model.description})
+
+
+def optimizers_of(center, local):
+    """Returns which optimizers a scheme uses, and where, as text."""
+    sides = ("on the ps", center.optimizers.names), ("on the workers", local.optimizers.names)
+    said = ", ".join(f"{' and '.join(sorted(names))} {where}" for where, names in sides if names)
+    return said.replace("GradientDescent", "SGD") or "the scheme's own steps"
+
+
+def what_is_trained(model, dataset, num_workers, optimizers):
+    """Returns what a run minimizes, with what, and with how many samples, as a line."""
+    shares = sorted({len(range(i, dataset.num_samples, num_workers)) for i in range(num_workers)})
+    share = " or ".join(f"{each:,}" for each in shares)
+    each = f", {share} for each of {num_workers} workers" if num_workers > 1 else ""
+    own = model.own_optimizer
+    ignored = f" (the model's own {own} is not used)" if own else ""
+    return f"minimizes {model.minimizes}, by {optimizers}{ignored}; {dataset.num_samples:,} samples{each}"
+
+
 # Files in the run's folder. An evaluator writes the first to end training; the chief writes the second when that has ended.
 STOP, ENDED = "evaluator-says-stop", "training-has-ended"
 
@@ -359,13 +402,12 @@ def updates_before(samples, settings, gradients_per_update=1):
 REPORT = ("index", "first_time", "first_step", "stop_time", "samples", "updates", "staleness_sum", "staleness_max", "dropped")
 
 
-def write_result(
-    settings, task, reports, global_step, test_loss, test_accuracy, *, samples=None, gradients_per_update=1, **more
-):
+def write_result(settings, task, reports, global_step, evaluated, *, samples=None, gradients_per_update=1, **more):
     """Writes `result.json`, with what `more` there is to say, and `curve.png`, from all workers' reports and the last
     evaluation. `samples` are those of `Outcome`."""
     result = summarize(settings, task, reports, global_step, samples, gradients_per_update)
-    result.update(test_accuracy=test_accuracy, test_loss=test_loss if math.isfinite(test_loss) else None, restarts=0, **more)
+    numbers = {f"test_{name}": value if math.isfinite(value) else None for name, value in evaluated.items()}
+    result.update(numbers, restarts=0, **more)
     write_json(Path(settings.run_dir, "result.json"), result)
     plots.draw_curve(settings.run_dir)  # last, as it may fail
 
@@ -396,6 +438,7 @@ def summarize(settings, task, reports, global_step, samples=None, gradients_per_
         "window": settings.window,
         "global_steps": int(global_step),
         "samples": int(samples),
+        "samples_per_worker": [int(n) for _, n in sorted(zip(columns["index"], columns["samples"], strict=True))],
         "train_seconds": train_seconds,
         "wall_seconds": time.time() - settings.began,
         "samples_per_second": samples_per_second,
@@ -405,18 +448,9 @@ def summarize(settings, task, reports, global_step, samples=None, gradients_per_
     }
 
 
-def fed_test_set(dataset):
-    """Returns x and y of the test set as local variables, and what to feed when they are initialized.
-
-    As constants they would be part of the graph, and travel with it.
-    """
-    feeds, variables = {}, []
-    for name in ("x_test", "y_test"):
-        value = getattr(dataset, name)
-        feed = tf.placeholder(value.dtype, value.shape)
-        feeds[feed] = value
-        variables.append(local_variable(name, feed))
-    return *variables, feeds
+def fed_test_set(dataset, feeds):
+    """Returns x and y of the test set, and the weights, if it has some, as local variables; `feeds` gets what to feed them."""
+    return tuple(fed(name, part, feeds) for name, part in zip(("x_test", "y_test", "w_test"), dataset.test, strict=False))
 
 
 class Interruption(tf.train.SessionRunHook):
@@ -460,4 +494,23 @@ def check(settings, dataset):
     """Raises a `UserError` if this data and the model cannot be trained by this many workers; trains nothing."""
     dataset = training_part(dataset, settings)
     data.shard(dataset, 0, settings.num_workers if settings.launch else 1)
-    models.build(settings.model, dataset, settings.seed)
+    model = models.build(settings.model, dataset, settings.seed, settings.loss)
+    if settings.model not in KNOWN["model"]:
+        with models.named(settings.model):
+            _trace(model, dataset)
+
+
+def _trace(model, dataset):
+    """Builds what a worker and the chief need of a model, in a graph, and trains nothing.
+
+    Raises:
+      UserError: if that cannot be.
+    """
+
+    def placeholders(samples):
+        return [data.mapped(lambda array: tf.placeholder(array.dtype, [2, *array.shape[1:]]), part) for part in samples]
+
+    with tf.Graph().as_default():
+        values = tf.placeholder(tf.float32, [model.size]), [tf.placeholder(v.dtype, v.shape) for v in model.initial_state]
+        model.loss_and_gradient(*values, *placeholders(dataset.train))
+        model.evaluate(*values, *placeholders(dataset.test))

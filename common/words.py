@@ -80,6 +80,14 @@ def say_last(text):
     say(LAST + text)
 
 
+def tell(line):
+    """Shows a line to the user: of the launcher that has started this task, or of this process."""
+    if os.environ.get("LAUNCHER_WORDS"):
+        say(line)
+    else:
+        print(line, flush=True)
+
+
 def say(text=""):
     """Shows a line to the user of the launcher that has started this task, if one has. Without text, a sign of life."""
     words, key = os.environ.get("LAUNCHER_WORDS"), os.environ.get("LAUNCHER_KEY")

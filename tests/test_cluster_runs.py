@@ -116,7 +116,7 @@ def test_windows_and_steps(run_dir):
 def test_more_ps_than_parameters(run_dir):
     run(run_dir, "--num_ps=3", "--data=linear", "--model=linear", "--epochs=20")
     result = result_of(run_dir)
-    assert result["test_accuracy"] is None
+    assert "test_accuracy" not in result
     assert result["test_loss"] == pytest.approx(0.01, rel=0.3)  # the variance of the noise
 
 
@@ -169,6 +169,62 @@ def test_own_model_and_data(run_dir, tmp_path):
     result = result_of(run_dir)
     assert result["test_accuracy"] >= 0.95
     assert accuracy_of_saved_model(run_dir, load(data)) == pytest.approx(result["test_accuracy"])
+
+
+TWO_OUTPUTS = """
+import keras
+import numpy as np
+from keras import layers
+
+def build(units=16):
+    image, hint = keras.Input((8, 8, 1), name="image"), keras.Input((1,), name="hint")
+    x = layers.Dense(units, activation="relu")(layers.Concatenate()([layers.Flatten()(layers.Rescaling(0.005)(image)), hint]))
+    row, size = layers.Dense(3, activation="softmax", name="row")(x), layers.Dense(1, name="size", kernel_regularizer="l2")(x)
+    model = keras.Model({"image": image, "hint": hint}, {"row": row, "size": size})
+    loss = {"row": "sparse_categorical_crossentropy", "size": "mse"}
+    metrics = {"row": ["accuracy"], "size": ["mae"]}
+    model.compile("adam", loss, loss_weights={"row": 1.0, "size": 0.1}, weighted_metrics=metrics)
+    return model
+
+def wider():
+    return build(units=17)
+
+def load():
+    rng = np.random.default_rng(0)
+    def part(n):
+        row, image, size = rng.integers(0, 3, n), rng.integers(0, 100, (n, 8, 8, 1)).astype(np.uint8), rng.random(n)
+        image[np.arange(n), 2 * row + 1] += 100
+        weights = {"row": rng.random(n), "size": np.ones(n)}
+        return {"image": image, "hint": size[:, None]}, {"row": row, "size": 2 * size}, weights
+    return part(1000), part(300)
+"""
+
+
+def test_own_loss_and_metrics_of_two_outputs(run_dir, tmp_path):
+    """The run says what it minimizes; the saved model is compiled, and `evaluate` gives what the run has reported."""
+    import keras
+
+    from common.data import load
+
+    (tmp_path / "m.py").write_text(TWO_OUTPUTS)
+    spec = f"{tmp_path}/m.py"
+    arguments = f"--data={spec}:load", "--num_ps=2", "--learning_rate=0.05"
+    output = run(run_dir, *arguments, f"--model={spec}:build", "--epochs=20")
+    assert (
+        "minimizes sparse categorical crossentropy of row, mse of size + the losses of its layers, by SGD on the ps, SGD on "
+        "the workers (the model's own Adam is not used); 1,000 samples, 500 for each of 2 workers\n"
+    ) in output
+    result = result_of(run_dir)
+    assert result["test_row_accuracy"] >= 0.9 and f"test row accuracy {result['test_row_accuracy']:.3f}" in output
+    x, y, weights = load(f"{spec}:load").test
+    model = keras.models.load_model(run_dir / "model.keras")
+    expected = model.evaluate(x, y, sample_weight=weights, batch_size=500, verbose=0, return_dict=True)
+    found = {name.removeprefix("test_"): value for name, value in result.items() if name.startswith("test_")}
+    assert found == pytest.approx(expected, rel=1e-4) and len(found) == 5
+    assert sum(result["samples_per_worker"]) == result["samples"] and len(result["samples_per_worker"]) == 2
+    output = run(run_dir, *arguments, f"--model={spec}:wider", "--epochs=30", "--resume", status=2)
+    assert "--resume: this is another model than before: where it had kernel [65, 16], there is now kernel [65, 17]" in output
+    run(run_dir, *arguments, f"--model={spec}:build", "--epochs=21", "--resume")
 
 
 def test_twenty_million_parameters(run_dir, tmp_path):

@@ -252,7 +252,8 @@ class Measured:
         self.evaluated = threading.Semaphore(0)
         self.step = tf.get_variable("step", initializer=tf.constant(3, tf.int64), use_resource=True, trainable=False)
         loss = tf.py_func(self._evaluate, [self.step.read_value()], tf.float32)
-        self.tensors = self.step.read_value(), tf.reshape(loss, []), tf.constant(accuracy, tf.float32)
+        accuracy = {} if accuracy is None else {"accuracy": tf.constant(accuracy, tf.float32)}
+        self.tensors = self.step.read_value(), {"loss": tf.reshape(loss, []), **accuracy}
 
     def _evaluate(self, step):
         self.evaluations += 1
@@ -269,7 +270,7 @@ def evaluation_threads(before):
 
 def test_evaluates_at_the_start_and_while_training_waits(graph, log, lines):
     measured, before = Measured(), threading.enumerate()
-    hook = EvaluationHook(log, *measured.tensors, every_secs=0.01)
+    hook = EvaluationHook(log, measured.tensors[0], measured.tensors[1], every_secs=0.01)
     with tf.train.MonitoredSession(hooks=[hook]):
         for _ in range(3):
             measured.wait_for_one()  # no call trains meanwhile
@@ -282,24 +283,24 @@ def test_evaluates_at_the_start_and_while_training_waits(graph, log, lines):
 
 def test_evaluates_at_the_start_even_if_seldom(graph, log):
     measured, before = Measured(), threading.enumerate()
-    with tf.train.MonitoredSession(hooks=[EvaluationHook(log, *measured.tensors, every_secs=1e6)]):
+    with tf.train.MonitoredSession(hooks=[EvaluationHook(log, measured.tensors[0], measured.tensors[1], every_secs=1e6)]):
         measured.wait_for_one()
     assert measured.evaluations == 1
     assert evaluation_threads(before) == []  # nor does the end wait for the next evaluation
 
 
 def test_evaluation_of_a_regression_has_no_accuracy(graph, log, lines):
-    measured = Measured(accuracy=np.nan)
-    hook = EvaluationHook(log, *measured.tensors, every_secs=1e6)
+    measured = Measured(accuracy=None)
+    hook = EvaluationHook(log, measured.tensors[0], measured.tensors[1], every_secs=1e6)
     with tf.train.MonitoredSession(hooks=[hook]) as session:
         measured.wait_for_one()
-        assert hook.evaluate(session) == (3, 6.0, None)
-    assert [line["test_accuracy"] for line in lines()] == [None, None]
+        assert hook.evaluate(session) == (3, {"loss": 6.0})
+    assert [line.get("test_accuracy") for line in lines()] == [None, None]
 
 
 def test_no_thread_is_left_when_training_fails(graph, log):
     measured, before = Measured(), threading.enumerate()
-    hook = EvaluationHook(log, *measured.tensors, every_secs=0.01)
+    hook = EvaluationHook(log, measured.tensors[0], measured.tensors[1], every_secs=0.01)
     with pytest.raises(ZeroDivisionError):
         with tf.train.MonitoredSession(hooks=[hook]):
             measured.wait_for_one()
@@ -326,7 +327,7 @@ class FailOnce(tf.train.SessionRunHook):
 def test_session_that_is_created_anew_is_evaluated(graph, log):
     """By one thread: the first one has ended."""
     measured, before, fail_once = Measured(), threading.enumerate(), FailOnce()
-    hook = EvaluationHook(log, *measured.tensors, every_secs=0.01)
+    hook = EvaluationHook(log, measured.tensors[0], measured.tensors[1], every_secs=0.01)
     with tf.train.MonitoredSession(hooks=[hook, fail_once]) as session:
         measured.wait_for_one()
         session.run(measured.tensors[0])

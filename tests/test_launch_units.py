@@ -189,7 +189,7 @@ if sys.argv[-1] != "--check":
     def check(code, hang_secs=60):
         (tmp_path / "scheme.py").write_text(begin + code)
         problem = {"data": "d.py:f", "model": "m.py:f", "num_workers": 2, "batch_size": 32, "window": 1}
-        settings = types.SimpleNamespace(hang_secs=hang_secs, **problem)
+        settings = types.SimpleNamespace(hang_secs=hang_secs, loss=None, **problem)
         try:
             return input_check.check_input(tmp_path / "scheme.py", [], settings), capsys.readouterr().out
         except UserError as error:
@@ -241,7 +241,7 @@ def test_check_ends_with_its_launcher(tmp_path):
     launcher = """
 import pathlib, sys, types
 from common import input_check
-settings = types.SimpleNamespace(data="d.py:f", model="mlp", num_workers=2, hang_secs=60, batch_size=32, window=1)
+settings = types.SimpleNamespace(data="d.py:f", model="mlp", num_workers=2, hang_secs=60, batch_size=32, window=1, loss=None)
 input_check.check_input(pathlib.Path(sys.argv[1]), [], settings)
 """
     checking = """

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from common import data, models, tf
+from common import data, models, tf, training
 from common.batches import Batches
 from common.center import GlobalParameters
 from common.local import LocalParameters
@@ -70,7 +70,8 @@ def test_built_in_models(spec, dataset, outputs):
     model = models.build(spec, dataset)
     assert model.keras_model(dataset.x_train).shape == (9, *outputs)
     assert model.size == model.keras_model.count_params() == len(model.initial_parameters)
-    assert model.is_classification == (dataset.y_train.dtype == np.int32)
+    is_classification = dataset.y_train.dtype == np.int32
+    assert model.minimizes == ("sparse categorical crossentropy of logits" if is_classification else "mean squared error")
 
 
 @pytest.mark.parametrize("spec", ["linear", "mlp"])
@@ -133,6 +134,31 @@ def test_more_logits_than_classes_will_do(user_model):
     assert user_model(dense(7), classes(9, [3], 4)).shapes[-1] == (7,)
 
 
+def subclassed(last):
+    """A model like Keras's first example of subclassing: its call takes no `training`."""
+
+    class Mine(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(4)
+
+        def call(self, x):
+            return last(self.dense(x))
+
+    return Mine()
+
+
+class OwnTrainStep(keras.Sequential):
+    """Trains in its own way."""
+
+    @classmethod
+    def of(cls, model):
+        return cls(model.layers)
+
+    def train_step(self, data):
+        return {}
+
+
 def several_outputs():
     x = keras.Input([3])
     return keras.Model(x, [keras.layers.Dense(4)(x), keras.layers.Dense(4)(x)])
@@ -143,6 +169,21 @@ def several_outputs():
     [
         (lambda: dense(3), ["outputs of shape [3]", "classes 0 to 3", "expected [4] logits"]),
         (lambda: keras.Sequential([keras.layers.Reshape([3, 1]), keras.layers.Dense(4)]), ["outputs of shape [3, 4]"]),
+        (
+            lambda: dense(4, activation="softmax"),
+            ["ends with softmax, but the loss takes logits", "--loss=sparse_"],
+        ),
+        (lambda: dense(4, dtype="mixed_float16", activation="softmax"), ["ends with softmax"]),
+        (lambda: subclassed(lambda x: keras.ops.softmax(x)), ["ends with softmax"]),
+        (lambda: dense(1, activation="sigmoid"), ["outputs of shape [1]", "expected [4] logits"]),
+        (lambda: dense(4, kernel_constraint="non_neg"), ["kernel has the constraint NonNeg", "use a regularizer"]),
+        (lambda: OwnTrainStep.of(dense(4)), ["has a train_step of its own", "belongs in compute_loss"]),
+        (lambda: subclassed(keras.ops.stop_gradient), ["the loss of the model depends on no trainable variable"]),
+        (
+            lambda: subclassed(lambda x: 1 / 0),
+            ["cannot be called on samples of shape [3]: ZeroDivisionError"],
+        ),
+        (lambda: subclassed(lambda x: x * float(keras.ops.sum(x))), ["cannot be a part of a graph"]),
         (lambda: keras.Sequential([keras.Input([5]), keras.layers.Dense(4)]), ["cannot be called on samples of shape [3]"]),
         (several_outputs, ["--model=m.py:f"]),
         (lambda: dense(4, trainable=False), ["has no trainable variables"]),
@@ -153,7 +194,32 @@ def several_outputs():
 )
 def test_model_that_cannot_be_trained(user_model, user_error, model, texts):
     with user_error("--model=m.py:f", *texts):
-        user_model(model(), classes(9, [3], 4))
+        dataset = classes(9, [3], 4)
+        built = user_model(model(), dataset)
+        with models.named("m.py:f"):
+            training._trace(built, dataset)
+
+
+@pytest.mark.parametrize(
+    "y, units, texts",
+    [
+        (np.eye(4)[np.arange(9) % 4], 4, ["the labels are 0.0 and 1.0", "--loss=binary_crossentropy"]),
+        (np.arange(9) % 2.0, 1, ["outputs of shape [1], but the labels have shape []"]),
+        (np.eye(4, dtype=int)[np.arange(9) % 4], 4, ["labels are classes 0 to 1", "one-hot labels become", ".argmax(axis=-1)"]),
+        (np.arange(9) % 2, 1, ["expected [2] logits; for one output compile the model", "--loss=binary_crossentropy"]),
+        (np.arange(9) - 1, 9, ["the labels hold the class -1, expected 0 or more"]),
+        (
+            np.arange(18).reshape(9, 2),
+            20,
+            ["outputs of shape [20], but the labels are", "expected [2, 18] logits"],
+        ),
+        ((np.arange(9), np.arange(9)), 9, ["has 1 outputs and 2 arrays of labels: compile the model with a loss for each"]),
+    ],
+)
+def test_labels_that_do_not_say_what_to_minimize(user_model, user_error, y, units, texts):
+    x = np.zeros([9, 3])
+    with user_error("--model=m.py:f: the ", *texts):
+        user_model(dense(units), data.checked(((x, y), (x, y)), "mine"))
 
 
 @pytest.mark.parametrize("outputs, y_shape", [([1], []), ([2], [1]), ([2, 3], [3, 2])])
@@ -309,22 +375,18 @@ def evaluate(model, state, x, y, **settings):
 def test_evaluation_is_that_of_keras(images, batch_size):
     """Also when the last batch is a smaller one: the test set has 23 samples."""
     model = models.build("cnn", images, seed=1)
-    model.keras_model.compile(
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["sparse_categorical_accuracy"]
-    )
     expected = model.keras_model.evaluate(images.x_test, images.y_test, verbose=0, batch_size=10)
     ours = evaluate(model, model.initial_state, images.x_test, images.y_test, batch_size=batch_size)
-    np.testing.assert_allclose(ours, expected, rtol=1e-5)
-    assert 0 < ours[1] < 1
+    np.testing.assert_allclose([ours["loss"], ours["accuracy"]], expected, rtol=1e-5)
+    assert 0 < ours["accuracy"] < 1
 
 
 def test_evaluation_of_a_regression_has_no_accuracy(regression):
     model = models.build("linear", regression)
-    model.keras_model.compile(loss="mean_squared_error")
     expected = model.keras_model.evaluate(regression.x_test, regression.y_test, verbose=0)
-    mean, accuracy = evaluate(model, [], regression.x_test, regression.y_test, batch_size=7)
-    np.testing.assert_allclose(mean, expected, rtol=1e-5)
-    assert np.isnan(accuracy)
+    ours = evaluate(model, [], regression.x_test, regression.y_test, batch_size=7)
+    assert list(ours) == ["loss"]
+    np.testing.assert_allclose(ours["loss"], expected, rtol=1e-5)
 
 
 def test_evaluation_uses_the_trained_state(model, images):
@@ -332,11 +394,10 @@ def test_evaluation_uses_the_trained_state(model, images):
     state = loss(model, images.x_train, images.y_train)[1]
     for variable, value in zip(model.keras_model.non_trainable_variables, state):
         variable.assign(value)
-    outputs = model.keras_model(images.x_test, training=False).numpy()
-    expected = float(keras.losses.SparseCategoricalCrossentropy(from_logits=True)(images.y_test, outputs))
+    expected = model.keras_model.evaluate(images.x_test, images.y_test, verbose=0, batch_size=10, return_dict=True)
     ours = evaluate(model, state, images.x_test, images.y_test, batch_size=10)
-    np.testing.assert_allclose(ours, [expected, np.mean(outputs.argmax(axis=1) == images.y_test)], rtol=1e-5)
-    assert abs(evaluate(model, model.initial_state, images.x_test, images.y_test)[0] - expected) > 1e-3
+    np.testing.assert_allclose([ours[name] for name in expected], list(expected.values()), rtol=1e-5)
+    assert abs(evaluate(model, model.initial_state, images.x_test, images.y_test)["loss"] - expected["loss"]) > 1e-3
 
 
 def test_saved_model_gives_the_same_outputs(model, images, tmp_path):
@@ -392,3 +453,210 @@ def test_initial_values_that_are_not_finite_are_refused(user_error, monkeypatch,
         monkeypatch.setattr(models, "call_user_function", lambda *_, model=model: model)
         with user_error("--model=m.py:build: ", name, "begins with 1 values that are NaN or infinite"):
             models.build("m.py:build", images)
+
+
+# --- A loss and metrics of the user's own ------------------------------------------------------------------------------
+
+
+class WithLosses(keras.Model):
+    """Two inputs in a dict, two outputs in a dict, Dropout, add_loss; its call takes no `training`."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = keras.layers.Dense(3), keras.layers.Dense(1, kernel_regularizer="l2")
+
+    def call(self, inputs):
+        self.add_loss(keras.ops.mean(keras.ops.square(inputs["a"])))
+        both = keras.ops.concatenate([inputs["a"], keras.ops.cast(inputs["b"], "float32")], axis=1)
+        return {"kind": self.left(both), "size": self.right(both)}
+
+
+class OwnComputeLoss(keras.Sequential):
+    """Computes its loss itself, and counts what it is called with."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+        return keras.ops.mean(keras.ops.abs(y_pred - y)) * 3 + sum(self.losses)
+
+
+def two_and_two(n):
+    rng = np.random.default_rng(n)
+    x = {"a": rng.random([n, 4]), "b": rng.integers(0, 5, [n, 2]).astype(np.uint8)}
+    return x, {"kind": np.arange(n) % 3, "size": rng.random([n, 1])}, {"kind": rng.random(n), "size": rng.random(n)}
+
+
+def compiled(model, *arguments, **settings):
+    model.compile(*arguments, **settings)
+    return model
+
+
+def language_model():
+    layers = [keras.layers.Embedding(7, 4), keras.layers.Dense(7)]
+    cross_entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return compiled(keras.Sequential(layers), "adam", cross_entropy, metrics=["accuracy"])
+
+
+def text(n):
+    x = np.random.default_rng(n).integers(0, 7, [n, 6])
+    return x, (x + 1) % 7
+
+
+def weighted(n):
+    rng = np.random.default_rng(n)
+    return rng.random([n, 3]), np.arange(n) % 2, rng.random(n)
+
+
+PROBLEMS = {
+    "two outputs, weights of losses and samples": (
+        lambda: compiled(
+            WithLosses(),
+            loss={"kind": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "size": "mae"},
+            loss_weights={"kind": 0.3, "size": 2.0},
+            metrics={"kind": ["accuracy"], "size": ["mse", keras.metrics.RootMeanSquaredError("rms")]},
+            weighted_metrics={"size": ["mae"]},
+        ),
+        two_and_two,
+    ),
+    "own compute_loss": (
+        lambda: OwnComputeLoss([keras.layers.Dense(2, activity_regularizer="l2")]),
+        lambda n: (two_and_two(n)[0]["a"], two_and_two(n)[0]["a"][:, :2]),
+    ),
+    "language model": (language_model, text),
+    "softmax": (
+        lambda: compiled(dense(2, activation="softmax"), loss="sparse_categorical_crossentropy", weighted_metrics=["acc"]),
+        weighted,
+    ),
+    "one sigmoid": (
+        lambda: compiled(
+            dense(1, activation="sigmoid"), "adam", "binary_crossentropy", metrics=["accuracy", keras.metrics.AUC(name="auc")]
+        ),
+        weighted,
+    ),
+    "one-hot": (
+        lambda: compiled(dense(3), loss=keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.1)),
+        lambda n: (weighted(n)[0], np.eye(3)[np.arange(n) % 3]),
+    ),
+    "a function": (
+        lambda: compiled(dense(2), loss=lambda y, p: keras.ops.mean(keras.ops.abs(p - y) ** 3, axis=-1)),
+        lambda n: (weighted(n)[0], weighted(n)[0][:, :2]),
+    ),
+}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_loss_and_metrics_of_the_model_are_honoured(user_model, problem):
+    """A training loss and an evaluation in a graph give what Keras gives, of labels of any shape, with weights of samples."""
+    make, samples = PROBLEMS[problem]
+    dataset = data.checked((samples(12), samples(7)), "mine")
+    model = user_model(make(), dataset)
+    training._trace(model, dataset)
+    x, y, *weights = dataset.train
+    (ours, _) = in_graph(
+        lambda p, state, x, y, *w: model.loss(model.split(p), state, x, y, *w),
+        *(model.initial_parameters, model.initial_state, x, y, *weights),
+    )
+    inputs = data.mapped(models.as_input, x)
+    outputs = model.keras_model(inputs)
+    expected = model.keras_model._compute_loss(inputs, y, outputs, *weights)
+    np.testing.assert_allclose(ours, expected, rtol=1e-5)
+    found = in_graph(
+        lambda p, state, x, y, *w: model.evaluate(p, state, x, y, *w, batch_size=3),
+        *(model.initial_parameters, model.initial_state, *dataset.test),
+    )
+    x, y, *weights = dataset.test
+    if not model.keras_model.compiled:
+        model.keras_model.compile("sgd")
+    expected = model.keras_model.evaluate(
+        data.mapped(models.as_input, x),
+        y,
+        sample_weight=weights[0] if weights else None,
+        batch_size=3,
+        verbose=0,
+        return_dict=True,
+    )
+    assert found.keys() == expected.keys()
+    np.testing.assert_allclose([found[name] for name in expected], list(expected.values()), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name, units, activation, y, minimizes",
+    [
+        ("binary_crossentropy", 1, None, np.arange(9) % 2, "binary crossentropy of logits"),
+        ("binary_crossentropy", 1, "sigmoid", np.arange(9) % 2, "binary crossentropy"),
+        ("binary_crossentropy", 3, None, np.eye(3)[np.arange(9) % 3], "binary crossentropy of logits"),
+        ("categorical_crossentropy", 3, "softmax", np.eye(3)[np.arange(9) % 3], "categorical crossentropy"),
+        ("sparse_categorical_crossentropy", 3, "softmax", np.arange(9) % 3, "sparse categorical crossentropy"),
+        ("mean_absolute_error", 2, None, np.eye(2)[np.arange(9) % 2], "mean absolute error"),
+        ("huber", 1, None, np.arange(9), "huber"),
+    ],
+)
+def test_loss_by_flag(monkeypatch, name, units, activation, y, minimizes):
+    """A cross-entropy takes what the model gives: logits, or probabilities."""
+    x = np.random.default_rng(0).random([9, 3])
+    dataset = data.checked(((x, y), (x, y)), "mine")
+    monkeypatch.setattr(models, "call_user_function", lambda *_: dense(units, activation=activation))
+    model = models.build("m.py:f", dataset, loss=name)
+    assert model.minimizes == minimizes
+    outputs = model.keras_model(dataset.x_train)
+    more = {"from_logits": activation is None} if "crossentropy" in name else {}
+    kind = (
+        keras.losses.Huber if name == "huber" else getattr(keras.losses, "".join(part.capitalize() for part in name.split("_")))
+    )
+    expected = kind(**more)(dataset.y_train, outputs)
+    np.testing.assert_allclose(loss(model, dataset.x_train, dataset.y_train)[0], expected, rtol=1e-5)
+    found = evaluate(model, [], dataset.x_test, dataset.y_test)
+    if "crossentropy" in name:
+        of_model = np.asarray(outputs).squeeze()
+        if name.startswith("binary"):
+            hits = (of_model > (0 if activation is None else 0.5)) == dataset.y_test
+        else:
+            hits = of_model.argmax(axis=-1) == (y if y.ndim == 1 else y.argmax(axis=-1))
+        np.testing.assert_allclose(found["accuracy"], np.mean(hits), rtol=1e-5)
+
+
+def test_flag_and_a_loss_of_the_models_own(monkeypatch, user_error):
+    dataset = classes(9, [3], 4)
+    for model in language_model(), OwnComputeLoss([keras.layers.Dense(4)]):
+        monkeypatch.setattr(models, "call_user_function", lambda *_, model=model: model)
+        with user_error("--loss=mean_squared_error: the model has a loss of its own"):
+            models.build("m.py:f", dataset, loss="mean_squared_error")
+    with user_error("--loss must be a loss of Keras's, as mean_absolute_error, not 'mse_'"):
+        models.build("mlp", dataset, loss="mse_")
+
+
+class Counts(keras.metrics.Metric):
+    """Gives two numbers."""
+
+    def update_state(self, y, y_pred, sample_weight=None):
+        pass
+
+    def result(self):
+        return keras.ops.zeros(2)
+
+
+class NeedsPython(Counts):
+    def update_state(self, y, y_pred, sample_weight=None):
+        if keras.ops.sum(y_pred) > 0:
+            pass
+
+
+@pytest.mark.parametrize(
+    "metric, text",
+    [
+        (Counts(), "the metric counts of the model is (2,), expected one number"),
+        (NeedsPython(), "the metrics of the model cannot be"),
+    ],
+)
+def test_metrics_that_cannot_be(user_model, user_error, metric, text):
+    dataset = classes(9, [3], 4)
+    model = compiled(dense(4), loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=[metric])
+    with user_error(text):
+        training._trace(user_model(model, dataset), dataset)
+
+
+def test_what_is_trained(user_model):
+    dataset = data.checked((two_and_two(13), two_and_two(7)), "mine")
+    model = user_model(PROBLEMS["two outputs, weights of losses and samples"][0](), dataset)
+    assert training.what_is_trained(model, dataset, 2, "SGD on the ps") == (
+        "minimizes sparse categorical crossentropy of kind, mae of size + the losses of its layers, by SGD on the ps "
+        "(the model's own RMSprop is not used); 13 samples, 6 or 7 for each of 2 workers"
+    )

@@ -167,7 +167,7 @@ def test_picture_that_cannot_be_drawn_is_a_warning(write, tmp_path, capsys, monk
         raise RuntimeError("two\nlines")
 
     monkeypatch.setattr("matplotlib.backends.backend_agg.FigureCanvasAgg.print_png", fail)
-    training.write_result(settings(run_dir=tmp_path), types.SimpleNamespace(num_ps=1), [report(**FIRST)], 350, 0.5, 0.9)
+    training.write_result(settings(run_dir=tmp_path), types.SimpleNamespace(num_ps=1), [report(**FIRST)], 350, {})
     line = f"no picture: {tmp_path / 'curve.png'} could not be drawn: RuntimeError: two lines"
     assert said == [line] and capsys.readouterr().out == line + "\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics", "result.json"]

@@ -1,0 +1,125 @@
+"""What a Keras model is trained to minimize, and what measures it: its own choice, a flag's, or what the labels suggest."""
+
+import keras
+
+from common.data import arrays_in
+from common.flags import UserError
+
+_CROSS_ENTROPIES = {  # the loss, its measure, and what a model's last operation is called that makes probabilities for it
+    "sparse_categorical_crossentropy": (keras.losses.SparseCategoricalCrossentropy, keras.metrics.SparseCategoricalAccuracy),
+    "categorical_crossentropy": (keras.losses.CategoricalCrossentropy, keras.metrics.CategoricalAccuracy),
+    "binary_crossentropy": (keras.losses.BinaryCrossentropy, keras.metrics.BinaryAccuracy),
+}
+PROBABILITIES = {"Softmax": "softmax", "Sigmoid": "sigmoid"}  # by the type of the operation that makes them
+
+
+def choose(keras_model, outputs, last_operation, data, loss=None):
+    """Compiles a model that is not, with the loss of the flag or else of the labels; returns what it minimizes, as text.
+
+    Without a flag, that is the cross-entropy of logits for whole numbers as labels, and the squared error for others.
+
+    Args:
+      keras_model: called on samples before.
+      outputs: what it gave, arrays in any structure.
+      last_operation: function that returns the type of the operation of TensorFlow that it ends with.
+      data: a `common.data.Data`.
+      loss: `--loss`, a name of Keras's, or None.
+
+    Raises:
+      UserError: if the model has a loss already, or none fits.
+    """
+    has_own = keras_model.compiled and keras_model.loss is not None
+    has_own = has_own or type(keras_model).compute_loss is not keras.Model.compute_loss
+    if loss is not None:
+        if has_own:
+            raise UserError(f"--loss={loss}: the model has a loss of its own, for which it is compiled or has a compute_loss")
+        by_name(keras_model, loss, last_operation())
+    elif not keras_model.compiled and not has_own:
+        _check_labels(outputs, last_operation, data)
+        by_labels(keras_model, data.is_classification)
+    return text(keras_model)
+
+
+def by_labels(keras_model, is_classification):
+    """Compiles a model with the loss for labels that are classes, the cross-entropy of logits, or the squared error."""
+    if is_classification:
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        keras_model.compile("sgd", loss, metrics=[keras.metrics.SparseCategoricalAccuracy("accuracy")])
+    else:
+        keras_model.compile("sgd", "mean_squared_error")
+
+
+def by_name(keras_model, name, last_operation=None):
+    """Compiles a model with a loss of Keras's, by its name; a cross-entropy takes what the model gives, logits or not."""
+    if name in _CROSS_ENTROPIES:
+        from_logits = last_operation not in PROBABILITIES
+        loss, metric = _CROSS_ENTROPIES[name]
+        more = {"threshold": 0.0} if from_logits and name.startswith("binary") else {}
+        keras_model.compile("sgd", loss(from_logits=from_logits), metrics=[metric(name="accuracy", **more)])
+        return
+    try:
+        keras.losses.get(name)
+    except (ValueError, TypeError):
+        raise UserError(f"--loss must be a loss of Keras's, as mean_absolute_error, not {name!r}") from None
+    keras_model.compile("sgd", name)
+
+
+def text(keras_model):
+    """What a model that is compiled, or computes its loss itself, minimizes."""
+    if type(keras_model).compute_loss is not keras.Model.compute_loss:
+        return "the loss of its compute_loss"
+    name = _name(keras_model.loss)
+    if getattr(keras_model.loss, "_fn_kwargs", {}).get("from_logits"):
+        name += " of logits"
+    own = "the losses of its layers" if keras_model.losses else ""
+    return " + ".join(filter(None, [name, own]))
+
+
+def _name(loss):
+    if isinstance(loss, dict):
+        return ", ".join(f"{_name(each)} of {key}" for key, each in loss.items())
+    if isinstance(loss, (list, tuple)):
+        return ", ".join(_name(each) for each in loss)
+    name = loss if isinstance(loss, str) else getattr(loss, "name", None) or getattr(loss, "__name__", None)
+    return (name or ("" if loss is None else type(loss).__name__)).replace("_", " ")
+
+
+def _check_labels(outputs, last_operation, data):
+    """Raises a `UserError` if the labels, and what the model gives, do not say what to minimize."""
+    outputs, own = keras.tree.flatten(outputs), "compile the model with the loss that fits, or name it with --loss"
+    if len(outputs) != 1 or len(arrays_in(data.y_train)) != 1:
+        counts = f"{len(outputs)} outputs and {len(arrays_in(data.y_train))} arrays of labels"
+        raise UserError(f"the model has {counts}: compile the model with a loss for each output")
+    shape, of_labels = list(outputs[0].shape[1:]), list(data.y_train.shape[1:])
+    if not data.is_classification:
+        if shape != of_labels:
+            raise UserError(f"the model gives outputs of shape {shape}, but the labels have shape {of_labels}")
+        if _is_zero_or_one(data.y_train[:100]) and _is_zero_or_one(data.y_train) and _is_zero_or_one(data.y_test):
+            raise UserError(
+                f"the labels are 0.0 and 1.0, which may be classes, one-hot, or several labels of a sample: {own}, as "
+                "--loss=binary_crossentropy; as whole numbers they are classes"
+            )
+        return
+    expected = [*of_labels, data.num_classes]
+    least = min(data.y_train.min(), data.y_test.min())
+    if least < 0:
+        raise UserError(f"the labels hold the class {least}, expected 0 or more")
+    if shape[:-1] != expected[:-1] or not shape or shape[-1] < expected[-1]:
+        hint = ""
+        if of_labels and data.num_classes == 2:
+            hint = f"; one-hot labels become class numbers by .argmax(axis=-1); for several labels of a sample {own}"
+        elif shape[-1:] == [1] and data.num_classes == 2:
+            hint = f"; for one output {own}, as --loss=binary_crossentropy"
+        raise UserError(
+            f"the model gives outputs of shape {shape}, but the labels are classes 0 to {data.num_classes - 1}: expected "
+            f"{expected} logits{hint}"
+        )
+    if (last := last_operation()) in PROBABILITIES:
+        raise UserError(
+            f"the model ends with {PROBABILITIES[last]}, but the loss takes logits: leave that activation out, or {own}, as "
+            "--loss=sparse_categorical_crossentropy"
+        )
+
+
+def _is_zero_or_one(y):
+    return bool(((y == 0) | (y == 1)).all())
