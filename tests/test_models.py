@@ -218,7 +218,7 @@ def test_model_that_cannot_be_trained(user_model, user_error, model, texts):
 )
 def test_labels_that_do_not_say_what_to_minimize(user_model, user_error, y, units, texts):
     x = np.zeros([9, 3])
-    with user_error("--model=m.py:f: the ", *texts):
+    with user_error("--model=m.py:f", *texts):
         user_model(dense(units), data.checked(((x, y), (x, y)), "mine"))
 
 

@@ -303,7 +303,7 @@ def last_line_of_a_failed_run(output, run_dir):
     assert "Traceback" not in output and "restart" not in output
     assert wait_until_gone(processes(run_dir)) == []
     *before, last = output.splitlines()
-    usual = "checking the data and the model ", "HogWild: ", "step ", "the ports of this run "
+    usual = "checking the data and the model ", "HogWild: ", "minimizes ", "step ", "the ports of this run "
     assert all(line.startswith(usual) for line in before), output
     return last
 
