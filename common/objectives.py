@@ -28,16 +28,17 @@ def choose(keras_model, outputs, last_operation, data, loss=None):
     Raises:
       UserError: if the model has a loss already, or none fits.
     """
-    has_own = keras_model.compiled and keras_model.loss is not None
-    has_own = has_own or type(keras_model).compute_loss is not keras.Model.compute_loss
+    has_own = keras_model.compiled or type(keras_model).compute_loss is not keras.Model.compute_loss
     if loss is not None:
         if has_own:
-            raise UserError(f"--loss={loss}: the model has a loss of its own, for which it is compiled or has a compute_loss")
+            raise UserError(f"--loss={loss}: the model is compiled, or has a compute_loss, which says what it minimizes")
         by_name(keras_model, loss, last_operation())
-    elif not keras_model.compiled and not has_own:
+    elif not has_own:
         _check_labels(outputs, last_operation, data)
         by_labels(keras_model, data.is_classification)
-    return text(keras_model)
+    if not (minimizes := text(keras_model)):
+        raise UserError("the model is compiled without a loss, and its layers have none: compile it with one")
+    return minimizes
 
 
 def by_labels(keras_model, is_classification):

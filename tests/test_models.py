@@ -177,6 +177,7 @@ def several_outputs():
         (lambda: subclassed(lambda x: keras.ops.softmax(x)), ["ends with softmax"]),
         (lambda: dense(1, activation="sigmoid"), ["outputs of shape [1]", "expected [4] logits"]),
         (lambda: dense(4, kernel_constraint="non_neg"), ["kernel has the constraint NonNeg", "use a regularizer"]),
+        (lambda: compiled(dense(4)), ["is compiled without a loss, and its layers have none"]),
         (lambda: OwnTrainStep.of(dense(4)), ["has a train_step of its own", "belongs in compute_loss"]),
         (lambda: subclassed(keras.ops.stop_gradient), ["the loss of the model depends on no trainable variable"]),
         (
@@ -617,7 +618,7 @@ def test_flag_and_a_loss_of_the_models_own(monkeypatch, user_error):
     dataset = classes(9, [3], 4)
     for model in language_model(), OwnComputeLoss([keras.layers.Dense(4)]):
         monkeypatch.setattr(models, "call_user_function", lambda *_, model=model: model)
-        with user_error("--loss=mean_squared_error: the model has a loss of its own"):
+        with user_error("--loss=mean_squared_error: the model is compiled, or has a compute_loss"):
             models.build("m.py:f", dataset, loss="mean_squared_error")
     with user_error("--loss must be a loss of Keras's, as mean_absolute_error, not 'mse_'"):
         models.build("mlp", dataset, loss="mse_")
