@@ -38,6 +38,7 @@ def outputs(num_ps, script, tmp_path):
     return [json.loads(text) for text in printed[num_ps:]]
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize("num_ps", [1, 2])
 def test_no_update_is_lost_or_counted_twice(num_ps, tmp_path):
     """Every gradient is 1 and so is the learning rate: x̃ is minus the sum of the 1/(τ + 1) of all updates in it."""
