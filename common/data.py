@@ -246,7 +246,8 @@ def hold_out(data, share, seed=0):
     order = np.random.default_rng(seed).permutation(n)
     held, kept = np.sort(order[:count]), np.sort(order[count:])
     training = data._replace(**dict(zip(("x_train", "y_train", "w_train"), _taken(data.train, kept), strict=False)))
-    return training, training._replace(**dict(zip(("x_test", "y_test", "w_test"), _taken(data.train, held), strict=False)))
+    parts = dict(zip(("x_test", "y_test", "w_test"), _taken(data.train, held), strict=False))
+    return training, training._replace(**{"w_test": None, **parts})
 
 
 def _taken(samples, which):
@@ -271,7 +272,7 @@ def plain(data, program):
     Raises:
       UserError: if it is something else.
     """
-    if len(arrays_in(data.train)) != 2:
+    if not all(isinstance(part, np.ndarray) for part in data[:4]) or data[4:] != (None, None):
         raise UserError(f"{program} takes one array of samples, one of labels, and no weights")
     return data
 

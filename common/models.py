@@ -187,6 +187,7 @@ def _last_operation(keras_model, x):
         graph = tensorflow.function(lambda x: keras_model(x, **_training(keras_model, False))).get_concrete_function(
             mapped(as_input, x)
         )
+    keras_model(mapped(as_input, x), **_training(keras_model, False))  # so that the layers' losses are not of that graph
     outputs = tf.nest.flatten(graph.structured_outputs)
     operation = graph.graph.outputs[0].op if outputs else None
     while operation is not None and operation.type in ("Identity", "Cast", "Reshape", "Squeeze") and operation.inputs:

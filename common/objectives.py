@@ -1,5 +1,7 @@
 """What a Keras model is trained to minimize, and what measures it: its own choice, a flag's, or what the labels suggest."""
 
+import inspect
+
 import keras
 
 from common.data import arrays_in
@@ -59,9 +61,12 @@ def by_name(keras_model, name, last_operation=None):
         keras_model.compile("sgd", loss(from_logits=from_logits), metrics=[metric(name="accuracy", **more)])
         return
     try:
-        keras.losses.get(name)
+        found = keras.losses.get(name)
     except (ValueError, TypeError):
         raise UserError(f"--loss must be a loss of Keras's, as mean_absolute_error, not {name!r}") from None
+    if "from_logits" in inspect.signature(getattr(found, "fn", found)).parameters:
+        known = ", ".join(_CROSS_ENTROPIES)
+        raise UserError(f"--loss={name} may take logits or probabilities: choose {known}, or compile the model with it")
     keras_model.compile("sgd", name)
 
 

@@ -614,6 +614,19 @@ def test_loss_by_flag(monkeypatch, name, units, activation, y, minimizes):
         np.testing.assert_allclose(found["accuracy"], np.mean(hits), rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["bce", "BinaryCrossentropy", "SparseCategoricalCrossentropy", "binary_focal_crossentropy"])
+def test_flag_that_may_mean_logits_or_probabilities(user_error, name):
+    with user_error(f"--loss={name} may take logits or probabilities: choose sparse_categorical_crossentropy, "):
+        models.build("mlp", classes(9, [3], 4), loss=name)
+
+
+def test_losses_of_layers_of_a_model_that_is_not_compiled(user_model):
+    dataset = classes(9, [3], 4)
+    model = user_model(dense(4, activity_regularizer="l2"), dataset)
+    training._trace(model, dataset)
+    assert model.minimizes == "sparse categorical crossentropy of logits + the losses of its layers"
+
+
 def test_flag_and_a_loss_of_the_models_own(monkeypatch, user_error):
     dataset = classes(9, [3], 4)
     for model in language_model(), OwnComputeLoss([keras.layers.Dense(4)]):
