@@ -89,7 +89,7 @@ class Evaluator:
 def values_in(checkpoint, model):
     """Returns what the model needs of a checkpoint: its parameters `[size]`, its state, and the global step.
 
-    The state (moving means, say) is the chief's: other workers' never leave them.
+    The state (moving means, say) is as the chief has estimated it at these parameters, see `common.models.Model.state_at`.
 
     Raises:
       UserError: if it is of another model.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common import data, ending, models, tf
+from common import data, ending, tf
 from common.batches import Batches
 from common.flags import UserError
 from common.main import main
@@ -119,12 +119,12 @@ def train(task, settings):
     check(task, settings)
     # Imported only now: the launcher reads this file too, and is to do without tensorflow.
     from common.metrics import EvaluationHook, MetricsHook, MetricsLog
-    from common.training import Interruption, last_step, updates_before, write_result
+    from common.training import Interruption, build_model, last_step, updates_before, write_result
 
     interruption = Interruption()
     server = task.create_server()  # from here on this process and the ps can talk
     dataset = data.plain(data.load(settings.data, settings.seed), settings.scheme)
-    model = models.build(settings.model, dataset, settings.seed, settings.loss)
+    model = build_model(settings, dataset)
     last = last_step(settings, dataset.num_samples)
     with tf.Graph().as_default():
         training = build(task, model, dataset, settings)

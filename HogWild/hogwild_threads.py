@@ -26,7 +26,7 @@ from pathlib import Path
 from absl import flags
 from hogwild import hogwild
 
-from common import data, limits, models, tf
+from common import data, limits, tf
 from common.batches import Batches
 from common.center import GlobalParameters
 from common.flags import UserError, define_integer
@@ -57,7 +57,7 @@ def train(task, settings):
     from common.session import Saver, monitored_session
     from common.training import (
         Interruption,
-        check_model,
+        build_model,
         fed_test_set,
         last_step,
         samples_per_update,
@@ -73,10 +73,7 @@ def train(task, settings):
             "data must change"
         )
     last = last_step(settings, dataset.num_samples)
-    # Of the initial values only the first one's count; the seed of Dropout is to differ.
-    built = [models.build(settings.model, dataset, settings.seed + i, settings.loss) for i in range(settings.num_threads)]
-
-    check_model(settings, built[0])
+    built = [build_model(settings, dataset, i) for i in range(settings.num_threads)]
 
     with tf.Graph().as_default():
         with tf.variable_scope("", custom_getter=None if settings.locked else lock_free):
@@ -84,7 +81,7 @@ def train(task, settings):
         workers = [Worker(i, model, dataset, center, last, settings) for i, model in enumerate(built)]
         chief = workers[0]
         parameters, step = center.read()
-        final = parameters, [v.read_value() for v in chief.local.state]
+        final = parameters, chief.local.state_at(parameters)
         # What begins as a copy of a reference variable asks for its initial value, too, in case it has none yet.
         local_init_feed_dict = dict(center.init_feed_dict)
         evaluated = built[0].evaluate(*final, *fed_test_set(dataset, local_init_feed_dict))

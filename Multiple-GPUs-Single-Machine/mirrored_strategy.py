@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from multiple_gpus import begin, define_flags, end
 
-from common import models, tf
+from common import tf
 from common.main import main
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "Non-Distributed-Setup"))
@@ -71,12 +71,12 @@ def train(task, settings):
     import tensorflow
 
     from common.metrics import MetricsLog
-    from common.training import Interruption, last_step
+    from common.training import Interruption, build_model, last_step
 
     interruption = Interruption()
     names, dataset, whole = begin(settings, is_keras=True)
     with tf.distribute.MirroredStrategy(names).scope():
-        built = models.build(settings.model, dataset, settings.seed, settings.loss)
+        built = build_model(settings, dataset)
         model = compiled(built, settings.learning_rate)
         checkpoint = checkpoint_of(model)
         checkpoints = tensorflow.train.CheckpointManager(checkpoint, Path(settings.run_dir, "checkpoints"), max_to_keep=1)

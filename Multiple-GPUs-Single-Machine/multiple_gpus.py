@@ -10,7 +10,7 @@ import functools
 import json
 from pathlib import Path
 
-from common import data, devices, models, tf
+from common import data, devices, tf
 from common.batches import Batches
 from common.center import GlobalParameters
 from common.flags import UserError, define_integer
@@ -147,7 +147,7 @@ def train(task, settings):
         Interruption,
         Plan,
         build_calls,
-        check_model,
+        build_model,
         fed_test_set,
         run_worker,
         samples_per_update,
@@ -157,9 +157,7 @@ def train(task, settings):
     interruption = Interruption()
     names, dataset, whole = begin(settings)
     n = len(names)
-    # Of the initial values only the first one's count; the seed of Dropout is to differ.
-    built = [models.build(settings.model, dataset, settings.seed + i, settings.loss) for i in range(n)]
-    check_model(settings, built[0])
+    built = [build_model(settings, dataset, i) for i in range(n)]
 
     with tf.Graph().as_default():
         with tf.device("/CPU:0"):

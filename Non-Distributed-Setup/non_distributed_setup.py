@@ -4,7 +4,7 @@ import math
 import time
 from pathlib import Path
 
-from common import data, models, tf
+from common import data, tf
 from common.main import main
 
 # Flags of the schemes that mean nothing here.
@@ -175,12 +175,12 @@ def train(task, settings):
     import tensorflow
 
     from common.metrics import MetricsLog
-    from common.training import Interruption, last_step
+    from common.training import Interruption, build_model, last_step
 
     interruption = Interruption()
     dataset = data.plain(data.load(settings.data, settings.seed), settings.scheme)
     data.check_batch(dataset.x_train, dataset.y_train, settings.batch_size)
-    model = compiled(models.build(settings.model, dataset, settings.seed, settings.loss), settings.learning_rate)
+    model = compiled(build_model(settings, dataset), settings.learning_rate)
     checkpoint = checkpoint_of(model)
     checkpoints = tensorflow.train.CheckpointManager(checkpoint, Path(settings.run_dir, "checkpoints"), max_to_keep=1)
     if settings.resume:

@@ -120,7 +120,7 @@ def measure_as_worker(size, ps_hosts, worker_hosts):
     server, digits = task.create_server(), data.load("digits")
     width = round((math.sqrt(76**2 + 4 * size) - 76) / 2)  # width² + 76 width parameters, and 10
     layers = [keras.layers.Flatten(), *(keras.layers.Dense(width, activation="relu") for _ in range(2)), keras.layers.Dense(10)]
-    model = models.Model(keras.Sequential([keras.Input((8, 8, 1)), *layers]), True)
+    model = models.by_labels(keras.Sequential([keras.Input((8, 8, 1)), *layers]), True)
     with tf.Graph().as_default():
         center = GlobalParameters(model.initial_parameters, 1, task.device_fn())
         with tf.device(task.device):

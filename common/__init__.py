@@ -1,6 +1,7 @@
 """What the schemes, their scripts and their notebooks share, and what a script of one's own may import from here:
 
-`from common import DistributedSession, EarlyStoppingHook, LoadCheckpoint, SemiSyncRunHook, StopAtTimeHook, TaskSpec, tf`.
+`from common import DistributedSession, EarlyStoppingHook, LoadCheckpoint, SemiSyncRunHook, StopAtTimeHook, TaskSpec, tf`; and
+`train`, which trains a Keras model as a folder's run.sh does.
 """
 
 import contextlib
@@ -75,6 +76,9 @@ class _TensorFlow:
 
     _module = None
 
+    def __reduce__(self):
+        return "tf"  # this module's, whichever process it comes to
+
     def __getattr__(self, name):
         if self._module is None:
             self._module = _import_tensorflow()
@@ -104,6 +108,7 @@ tf: Any = _TensorFlow()
 
 
 _MODULES = {
+    "train": "fit",
     "TaskSpecDef": "cluster",
     "TaskSpec": "cluster",
     "DistributedSession": "session",

@@ -48,6 +48,11 @@ class Batches:
         indices = tf.gather(self._second, place % self.num_samples)
         return tf.reshape(indices, [window, self.batch_size])
 
+    def batch(self, k):
+        """Returns the indices `[batch_size]` of a batch that is always the same for the same number k, from 0 on."""
+        places = tf.range(k * self.batch_size, (k + 1) * self.batch_size) % self.num_samples
+        return tf.gather(self._second, places)
+
     def samples(self, indices):
         """Returns the samples x `[batch_size, ...]` and labels y of `indices`, and their weights, if they have some."""
         return tf.nest.map_structure(lambda variable: tf.gather(variable, indices), self._samples)

@@ -227,6 +227,8 @@ class Keeper(tf.train.SessionRunHook):
             self.samples_before = before.read_value()
             self._step = step = center.step.read_value()
             self.samples, self.trained = self.samples_before + step * samples_per_update, tf.timestamp() - self._began
+            self._paused = tf.placeholder(tf.float64, [])
+            self._pause = self._began.assign_add(self._paused, read_value=False)
             self._seconds, self._samples = tf.placeholder(tf.float64, []), tf.placeholder(tf.int64, [])
             self._go_on = [
                 self._began.assign(tf.timestamp() - self._seconds, read_value=False),
@@ -313,6 +315,10 @@ class Keeper(tf.train.SessionRunHook):
     def _log(self, step, what):
         if self.log:
             self.log.write(step, parameters=what)
+
+    def pause(self, session, seconds):
+        """Counts the last so many seconds not as training."""
+        session.run(self._pause, {self._paused: seconds})
 
     def lose(self, session):
         """The chief's: what lies on the ps are no parameters to begin with, until `begin_run`."""

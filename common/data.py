@@ -1,5 +1,6 @@
 """Data sets as NumPy arrays: those that are known by name or come from a user, what is refused of them, and their shards."""
 
+import functools
 import gzip
 import importlib.util
 import sys
@@ -133,7 +134,7 @@ def checked(arrays, spec):
     parts: dict[str, Any] = {}
     try:
         for half, given in zip(("train", "test"), arrays, strict=True):
-            x, y, *weights = given
+            x, y, *weights = given if len(given) != 3 or given[2] is not None else given[:2]
             for name, part in zip(("x", "y", "w"), (x, y, *weights), strict=False if len(weights) < 2 else True):
                 parts[f"{name}_{half}"] = _as_arrays(part, f"--data={spec}: {name}_{half}")
     except UserError:
@@ -141,9 +142,13 @@ def checked(arrays, spec):
     except Exception:  # whatever an object that is no array raises when it is to become one
         expected = "((x_train, y_train), (x_test, y_test)) as NumPy arrays"
         raise UserError(f"--data={spec} must give {expected}, and weights as a third of each, if samples have some") from None
-    parts = {name: _map_named(_in_types_of_training, part, f"--data={spec}: {name}") for name, part in parts.items()}
+    for name, part in parts.items():
+        parts[name] = _map_named(functools.partial(_in_types_of_training, name[0]), part, f"--data={spec}: {name}")
     for half in ("train", "test"):
         arrays_of_half = {k: v for name in "xyw" for k, v in _named(parts.get(f"{name}_{half}", ()), f"{name}_{half}").items()}
+        for name in ("x", "y"):
+            if not arrays_in(parts[f"{name}_{half}"]):
+                raise UserError(f"--data={spec}: {name}_{half} holds no arrays")
         (first, samples), *others = arrays_of_half.items()
         for name, array in others:
             if len(array) != len(samples):
@@ -152,9 +157,6 @@ def checked(arrays, spec):
                 raise UserError(
                     f"--data={spec}: {first} has {len(samples)} samples, {name} has {len(array)} {what[name[0]]}{hint}"
                 )
-        y = parts[f"y_{half}"]
-        if isinstance(y, np.ndarray) and y.dtype == np.int32 and y.ndim == 2 and y.shape[1] == 1:
-            parts[f"y_{half}"] = y[:, 0]
         if any((w < 0).any() for w in arrays_in(parts.get(f"w_{half}", ()))):
             raise UserError(f"--data={spec}: w_{half} holds negative weights")
     for axis in "xyw":
@@ -179,6 +181,8 @@ def _as_arrays(part, name):
     if _is_masked(part):  # NumPy would forget the mask, and take what is under it
         raise UserError(f"{name} has masked values; fill them (.filled), or leave their samples out")
     if isinstance(part, dict):
+        if other := [key for key in part if not isinstance(key, str)]:
+            raise UserError(f"{name} has the key {other[0]!r}: expected a name, as that of an input or output of the model")
         return {key: _as_arrays(value, f"{name}[{key!r}]") for key, value in part.items()}
     if isinstance(part, tuple) or (isinstance(part, list) and part and all(hasattr(value, "shape") for value in part)):
         if all(hasattr(value, "shape") and len(value.shape) > 0 for value in part) or any(isinstance(v, dict) for v in part):
@@ -198,9 +202,14 @@ def _map_named(function, part, name):
 CHUNK = 2**22
 
 
-def _in_types_of_training(array, name):
-    """Returns an array as int32 or float32, samples of bytes as they are, or raises `UserError`; copies what has to change."""
-    axis = name.rpartition(": ")[2][0]
+def _in_types_of_training(axis, array, name):
+    """Returns an array as int32 or float32, samples of bytes as they are, or raises `UserError`; copies what has to change.
+
+    Args:
+      axis: "x", "y" or "w", for samples, labels, weights.
+      array: of any type.
+      name: of it, to begin a line.
+    """
     if array.dtype.kind not in "fiub":
         raise UserError(f"{name} holds {array.dtype}, expected numbers")
     if array.ndim == 0 or len(array) == 0:

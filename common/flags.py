@@ -211,6 +211,8 @@ def define(defaults):
             "validation", own("validation"), "share of the training set that is held out, to be evaluated on", above=0, below=1
         )
         define_integer("patience", own("patience"), "evaluations without an improvement after which training ends", least=1)
+    text = "seconds that workers which are there wait for the others before the first update"
+    define_number("start_secs", own("start_secs", 60), text, least=0, most=SECONDS)
     define_integer("warm_start_steps", 0, "global updates that worker 0 makes before the others begin", least=0)
     text = "milliseconds that each worker's local training takes longer, as 0,0,50"
     define_numbers("delays", None, text, least=0, most=1000 * SECONDS)

@@ -8,28 +8,103 @@ from common import tf
 from common.coordination import Clocks, Lock
 from common.flags import UserError
 from common.session import restoring
+from common.words import meanwhile, tell
+
+
+class Gate:
+    """Where the other workers wait, until the chief lets them begin; on a ps, and no part of a checkpoint.
+
+    Attributes:
+      variable: a boolean, initialized when they may begin: whether there is something to do.
+      count: a tensor, int64: how many have come to it.
+    """
+
+    def __init__(self, device):
+        with tf.device(device), tf.control_dependencies(None):
+            self.variable = tf.get_variable("gate", initializer=True, trainable=False, collections=[])
+            self._end = self.variable.assign(False, read_value=False)
+            self._came = tf.raw_ops.MutableHashTableV2(key_dtype=tf.int64, value_dtype=tf.int64, shared_name="came_to_gate")
+            self.count = tf.raw_ops.LookupTableSizeV2(table_handle=self._came)
+            self._is_open = tf.is_variable_initialized(self.variable)
+
+    def closed(self, index):
+        """Returns a tensor of names, empty when the gate is open, for the `ready_for_local_init_op` of worker `index`. To read
+        it says that this worker has come."""
+        with tf.device(self.variable.device):
+            keys = tf.constant([index], tf.int64)
+            came = tf.raw_ops.LookupTableInsertV2(table_handle=self._came, keys=keys, values=keys)
+            with tf.control_dependencies([came]):
+                return tf.report_uninitialized_variables([self.variable])
+
+    def is_open(self, session):
+        """Whether they may begin. A ps that was restarted has forgotten it."""
+        return bool(session.run(self._is_open))
+
+    def open(self, session):
+        """Lets them begin."""
+        session.run(self.variable.initializer)
+
+    def close(self, session):
+        """Lets workers that still wait know that training has ended."""
+        if not self.is_open(session):
+            session.run(self._end)
+
+
+class StartHook(tf.train.SessionRunHook):
+    """The chief's: lets all workers begin together, when all have come, or after `secs` seconds.
+
+    Else the first one may have trained on its share alone before the others are there.
+
+    Args:
+      gate: a `Gate`.
+      num_workers: how many there are.
+      secs: for how long to wait.
+      is_over: function that says whether to wait no longer.
+      waited: function of a session and of how many seconds it has waited.
+    """
+
+    def __init__(self, gate, num_workers, secs, is_over=lambda: False, waited=lambda session, secs: None):
+        self._gate, self._others, self._secs = gate, num_workers - 1, secs
+        self._is_over, self._waited, self._began = is_over, waited, None
+
+    def after_create_session(self, session, coord):
+        """Waits, if training has not begun yet."""
+        if self._gate.is_open(session):
+            return
+        if self._began is None:
+            self._began = time.monotonic()
+            with meanwhile("waiting for all workers to come", waits=True):
+                self._wait(session)
+            self._waited(session, time.monotonic() - self._began)
+        self._gate.open(session)
+
+    def _wait(self, session):
+        while (count := session.run(self._gate.count)) < self._others and not self._is_over():
+            if time.monotonic() >= self._began + self._secs:
+                missing = f"{self._others - count} of {self._others + 1} workers"
+                tell(f"{missing} have not come within --start_secs={self._secs:g}: the others begin")
+                break
+            time.sleep(0.02)
 
 
 class WarmStartHook(tf.train.SessionRunHook):
     """The chief's: lets the other workers begin when there have been `steps` global updates.
 
-    They wait until the variable `gate` is initialized, as they wait for the parameters: it belongs into their
-    `ready_for_local_init_op`. A ps that was restarted has forgotten it, hence the look at the step in every new session.
+    A ps that was restarted has forgotten it, hence the look at the step in every new session.
 
     Args:
-      gate: a boolean variable on a ps, with the initial value True: whether there is something to do.
+      gate: a `Gate`.
       step: the global step.
       steps: how many updates.
     """
 
     def __init__(self, gate, step, steps):
         self._gate, self._step, self._steps, self._is_open = gate, step, steps, False
-        self._end = gate.assign(False, read_value=False)
 
     def after_create_session(self, session, coord):
         """Opens the gate if it was open before, or this run goes on from a later step."""
         if self._is_open or session.run(self._step) >= self._steps:
-            self.open(session)
+            self._open(session)
 
     def before_run(self, run_context):
         """Asks for the step until the gate is open."""
@@ -38,29 +113,18 @@ class WarmStartHook(tf.train.SessionRunHook):
     def after_run(self, run_context, run_values):
         """Opens the gate when it is time."""
         if not self._is_open and run_values.results >= self._steps:
-            self.open(run_context.session)
+            self._open(run_context.session)
 
-    def open(self, session):
-        """Lets the others begin."""
-        session.run(self._gate.initializer)
+    def _open(self, session):
+        self._gate.open(session)
         self._is_open = True
-
-    def close(self, session):
-        """Lets the workers that still wait know that training has ended."""
-        if not self._is_open:
-            session.run(self._end)
-            self._is_open = True
 
 
 class MeetingHook(tf.train.SessionRunHook):
-    """Takes part in what workers wait for each other for; `meeting` is a `common.together.Pace`, `Together` or `Ring`.
+    """Takes part in what workers wait for each other for; `meeting` is a `common.together.Pace`, `Together` or `Ring`."""
 
-    Args:
-      gate: the chief's: a variable that the others wait for, to be initialized when they may begin.
-    """
-
-    def __init__(self, meeting, gate=None):
-        self._meeting, self._gate = meeting, gate
+    def __init__(self, meeting):
+        self._meeting = meeting
         self._session, self._has_left, self._is_released = None, False, False
 
     def after_create_session(self, session, coord):
@@ -71,8 +135,6 @@ class MeetingHook(tf.train.SessionRunHook):
         session.run(self._meeting.leave if self._has_left else self._meeting.enter)
         if self._is_released:
             session.run(self._meeting.release)
-        if self._gate is not None:
-            session.run(self._gate.initializer)
 
     def leave(self, session):
         """The others need not wait for this worker any more."""

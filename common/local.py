@@ -1,5 +1,6 @@
 """x, a worker's own parameters: pull, train a window, and what the worker has beside them."""
 
+import math
 import time
 from typing import Any
 
@@ -7,6 +8,8 @@ from common import tf
 from common.batches import local_variable
 from common.flags import UserError
 from common.steps import Optimizers, Step
+
+STATE_SAMPLES = 2000  # with so many the moving means of a model are estimated anew, where it is evaluated
 
 
 class LocalParameters:
@@ -45,6 +48,12 @@ class LocalParameters:
         self._vectors: dict[str, Any] = {}
         self.optimizers = Optimizers()
         self.windows = 0
+
+    def state_at(self, parameters):
+        """Returns the state of the model, tensors, at parameters `[size]` that are not x, as x̃; see `Model.state_at`."""
+        count = math.ceil(min(self.batches.num_samples, STATE_SAMPLES) / self.batches.batch_size)
+        state = [v.read_value() for v in self.state]
+        return self.model.state_at(parameters, state, lambda k: self.batches.samples(self.batches.batch(k)), count)
 
     def vector(self, name):
         """Returns a vector `[size]` of this worker's own, a variable, zero at first; the same one for the same name."""

@@ -130,6 +130,8 @@ def _run(scheme, train, pace, without, check, evaluate, script, arguments, defau
     values = flags.define(defaults)
     if train or pace != "own":  # workers that wait for each other begin together
         without = (*without, "warm_start_steps")
+    if train:
+        without = (*without, "start_secs")
     if "launch" in without:
         without = (*without, "gpus")
     settings = flags.parse(values, arguments, script.name, without)

@@ -48,7 +48,17 @@ def build(spec, data, seed=0, loss=None):
     if not isinstance(keras_model, keras.Model):
         raise UserError(f"--model={spec} must give a keras.Model, not {type(keras_model).__name__}")
     with named(spec):
-        return _checked(keras_model, data, loss, last_operation=(lambda: None) if spec in BUILT_IN else None)
+        return checked(keras_model, data, loss, last_operation=(lambda: None) if spec in BUILT_IN else None)
+
+
+def by_labels(keras_model, is_classification):
+    """Returns the `Model` of a Keras model that is built and not compiled, by whether its labels are classes or numbers."""
+    from common import objectives
+
+    objectives.by_labels(keras_model, is_classification)
+    outputs = np.zeros([2, *keras_model.output_shape[1:]], np.float32)
+    labels = outputs.argmax(axis=-1) if is_classification else outputs
+    return Model(keras_model, list(keras_model.compute_metrics(None, labels, outputs)))
 
 
 @contextlib.contextmanager
@@ -116,7 +126,7 @@ def _check_arrays(spec, data):
     for name, part in (("x_train", data.x_train), ("y_train", data.y_train)):
         if not isinstance(part, np.ndarray):
             raise UserError(f"--model={spec} takes one array of samples and one of labels; {name} is {len(arrays_in(part))}")
-    if data.is_classification and data.y_train.ndim > 1:
+    if data.is_classification and data.y_train.shape[1:] not in ((), (1,)):
         shape = list(data.y_train.shape[1:])
         raise UserError(
             f"--model={spec} gives one class for a sample, but the labels have shape {shape}: one-hot labels become class "
@@ -124,8 +134,8 @@ def _check_arrays(spec, data):
         )
 
 
-def _checked(keras_model, data, loss, last_operation=None):
-    """Returns the `Model`. Calls it on two samples, which also builds one that is not built yet; so do loss and metrics.
+def checked(keras_model, data, loss=None, last_operation=None):
+    """Returns the `Model`. Calls it on some samples, which also builds one that is not built yet; so do loss and metrics.
 
     Args:
       keras_model, data, loss: as in `build`.
@@ -136,10 +146,11 @@ def _checked(keras_model, data, loss, last_operation=None):
     """
     from common import objectives
 
-    x, y, *weights = (mapped(lambda array: array[:2], part) for part in data.train)
+    x, y, *weights = _telling_samples(data.train)
+    x = mapped(as_input, x)
     shapes = ", ".join(str(list(array.shape[1:])) for array in arrays_in(x))
     with _as_user_error(f"the model cannot be called on samples of shape {shapes}"):
-        outputs = keras_model(mapped(as_input, x), **_training(keras_model, False))
+        outputs = keras_model(x, **_training(keras_model, False))
     if not keras_model.trainable_variables:
         raise UserError("the model has no trainable variables")
     for v in [*keras_model.trainable_variables, *keras_model.non_trainable_variables]:
@@ -147,19 +158,32 @@ def _checked(keras_model, data, loss, last_operation=None):
         if values.dtype.kind == "f" and not np.isfinite(values).all():
             count = np.sum(~np.isfinite(values))
             raise UserError(f"{v.path} begins with {count} values that are NaN or infinite")
-    others = {v.dtype for v in keras_model.trainable_variables} - {"float32"}
-    if others:
-        raise UserError(f"the model has trainable variables of type {', '.join(sorted(others))}, expected float32")
     _refuse_what_is_not_honoured(keras_model)
-    _make_constant(keras_model)
     own_optimizer = type(keras_model.optimizer).__name__ if keras_model.compiled and keras_model.optimizer else None
-    last_operation = last_operation or (lambda: _last_operation(keras_model, x))
+    last_operation = last_operation or (lambda: _last_operation(keras_model, x, outputs))
     minimizes = objectives.choose(keras_model, outputs, last_operation, data, loss)
     with _as_user_error(f"the loss, {minimizes}, does not fit the labels"):
-        keras_model.compute_loss(x=x, y=y, y_pred=outputs, sample_weight=weights[0] if weights else None)
+        keras_model._compute_loss(x, y, outputs, *weights)
+        if data.num_samples > 2:  # shapes that differ may fit by chance, with as many samples as one of them has
+            two = [tf.nest.map_structure(lambda array: array[:2], part) for part in (x, y, outputs, *weights)]
+            keras_model._compute_loss(*two)
+        x_test, y_test, *weights_test = _telling_samples(data.test)
+        x_test = mapped(as_input, x_test)
+        keras_model._compute_loss(x_test, y_test, keras_model(x_test, **_training(keras_model, False)), *weights_test)
     with _as_user_error("the metrics of the model do not fit the labels"):
-        keras_model.compute_metrics(x, y, outputs, *weights)
-    return Model(keras_model, own_optimizer=own_optimizer)
+        measures = list(keras_model.compute_metrics(x, y, outputs, *weights))
+    return Model(keras_model, measures, own_optimizer)
+
+
+def _telling_samples(samples):
+    """Returns the first three samples, and those with the smallest and the largest label, where labels may be classes."""
+    n = len(arrays_in(samples[0])[0])
+    chosen = [*range(min(3, n))]
+    for y in arrays_in(samples[1]):
+        if y.dtype.kind == "i":
+            flat = y.reshape(n, -1)
+            chosen += [int(flat.min(axis=1).argmin()), int(flat.max(axis=1).argmax())]
+    return [mapped(lambda array: array[chosen], part) for part in samples]
 
 
 def _refuse_what_is_not_honoured(keras_model):
@@ -172,6 +196,15 @@ def _refuse_what_is_not_honoured(keras_model):
                 f"{v.path} has the constraint {type(v.constraint).__name__}, which no update on the ps would keep: use a "
                 "regularizer, or apply it in the layer's call"
             )
+    others = {v.dtype for v in keras_model.trainable_variables} - {"float32"}
+    if others:
+        raise UserError(f"the model has trainable variables of type {', '.join(sorted(others))}, expected float32")
+    for layer in keras_model._flatten_layers():
+        if layer.compute_dtype == "float16":
+            raise UserError(
+                f"{layer.name} computes in float16, where small gradients become 0: fit scales the loss, no scheme does; "
+                "choose mixed_bfloat16"
+            )
     for name in ("train_step", "test_step"):
         if getattr(type(keras_model), name) is not getattr(keras.Model, name):
             raise UserError(
@@ -179,20 +212,35 @@ def _refuse_what_is_not_honoured(keras_model):
             )
 
 
-def _last_operation(keras_model, x):
-    """Returns the type of the operation of TensorFlow that the model ends with, as "Softmax", whatever converts it then."""
+def _last_operation(keras_model, x, outputs):
+    """Returns the type of the operation of TensorFlow that the model ends with, as "Softmax", whatever converts it then.
+
+    Also of outputs that are probabilities all the same: a part, or the mean, of what Softmax gives.
+    """
     import tensorflow
 
-    with _as_user_error("the model cannot be a part of a graph"):
-        graph = tensorflow.function(lambda x: keras_model(x, **_training(keras_model, False))).get_concrete_function(
-            mapped(as_input, x)
-        )
-    keras_model(mapped(as_input, x), **_training(keras_model, False))  # so that the layers' losses are not of that graph
-    outputs = tf.nest.flatten(graph.structured_outputs)
-    operation = graph.graph.outputs[0].op if outputs else None
+    with _as_user_error("the model cannot be a part of a graph"), _scope(keras_model):
+        graph = tensorflow.function(lambda x: keras_model(x, **_training(keras_model, False))).get_concrete_function(x)
+    found = tf.nest.flatten(graph.structured_outputs)
+    operation = graph.graph.outputs[0].op if found else None
     while operation is not None and operation.type in ("Identity", "Cast", "Reshape", "Squeeze") and operation.inputs:
         operation = operation.inputs[0].op
+    given = [np.asarray(output, np.float32) for output in tf.nest.flatten(outputs)]
+    if all(y.shape[-1:] > (1,) and (y >= 0).all() and np.allclose(y.sum(axis=-1), 1, atol=1e-2) for y in given):
+        return "Softmax"
     return operation.type if operation is not None else None
+
+
+def _scope(keras_model, *values):
+    """A scope of Keras in which the model's variables have these values: trained ones, state, and those of metrics.
+
+    What is added to losses is collected there.
+    """
+    import keras
+
+    variables = keras_model.trainable_variables, keras_model.non_trainable_variables, keras_model.metrics_variables
+    pairs = [pair for some, its in zip(variables, values) for pair in zip(some, its, strict=True)]
+    return keras.StatelessScope(state_mapping=pairs, collect_losses=True)
 
 
 def _training(keras_model, training):
@@ -238,18 +286,15 @@ class Model:
 
     Args:
       keras_model: compiled, and its metrics are built.
-      is_classification: of a model that is not compiled: whether its labels are classes, see `common.objectives.by_labels`.
+      measures: the names that its `compute_metrics` gives.
       own_optimizer: the name of the optimizer that the user compiled it with. No scheme uses it.
     """
 
-    def __init__(self, keras_model, is_classification=None, own_optimizer=None):
+    def __init__(self, keras_model, measures, own_optimizer=None):
         from common import objectives
 
         _make_constant(keras_model)
-        if is_classification is not None:
-            objectives.by_labels(keras_model, is_classification)
-            outputs = np.zeros([2, *keras_model.output_shape[1:]], np.float32)
-            keras_model.compute_metrics(None, outputs.argmax(axis=-1) if is_classification else outputs, outputs)
+        self._measures = measures
         self.keras_model, self.minimizes, self.own_optimizer = keras_model, objectives.text(keras_model), own_optimizer
         self.shapes = [tuple(v.shape) for v in keras_model.trainable_variables]
         self.sizes = [int(np.prod(shape, dtype=int)) for shape in self.shapes]
@@ -282,8 +327,8 @@ class Model:
         Raises:
           UserError: if the model cannot be a part of a graph.
         """
-        loss, state, *_ = self._call(variables, state, self._metrics, x, y, weights, training=True)
-        return loss, state
+        scope, loss, _ = self._call(variables, state, self._metrics, x, y, weights, training=True)
+        return loss, [scope.get_current_value(v) for v in self.keras_model.non_trainable_variables]
 
     def loss_and_gradient(self, parameters, state, x, y, weights=None):
         """Returns the training loss of a batch, its gradient `[size]`, and the state after it.
@@ -302,19 +347,57 @@ class Model:
         ]
         return loss, tf.concat(flat, axis=0), state
 
-    def _call(self, variables, state, metrics, x, y, weights, training):
-        """Returns loss, state and metrics after a batch, and the model's outputs, as Keras's own stateless trainer does."""
-        model, x = self.keras_model, tf.nest.map_structure(as_input, x)
-        with _as_user_error("the model cannot be a part of a graph"):
-            outputs, state, own = model.stateless_call(variables, state, x, return_losses=True, **_training(model, training))
-            model._losses_override = own
+    def state_at(self, parameters, state, sample, count):
+        """Returns the state at these parameters, when they are not those that it was trained with: a list of tensors.
+
+        The moving means and variances of batch normalization become the averages of those of `count` batches, at these
+        parameters, as in PreciseBN (Wu and Johnson 2021, arXiv:2105.07576; fvcore's `update_bn_stats`). What else changes with
+        training, and is no seed, goes on from `state`.
+
+        Args:
+          parameters: tensor `[size]`.
+          state: tensors.
+          sample: function of the number of a batch, a tensor, that returns (x, y) or (x, y, weights).
+          count: of batches.
+        """
+        import keras
+
+        variables, is_moving = self.split(parameters), []
+        norms = [v for v in self.keras_model._flatten_layers() if isinstance(v, keras.layers.BatchNormalization)]
+
+        def batch(k, state):
+            x, y, *weights = sample(k)
+            share = tf.cast(k, tf.float32) / (tf.cast(k, tf.float32) + 1)
+            momenta = [norm.momentum for norm in norms]
+            for norm in norms:
+                norm.momentum = share
             try:
-                loss, (_, state, metrics) = model.stateless_compute_loss(
-                    variables, state, metrics, x=x, y=y, y_pred=outputs, sample_weight=weights, training=training
-                )
+                scope, *_ = self._call(variables, state, self._metrics, x, y, weights[0] if weights else None, training=True)
             finally:
-                model._losses_override = []
-        return loss, state, metrics, outputs
+                for norm, momentum in zip(norms, momenta, strict=True):
+                    norm.momentum = momentum
+            values = [scope.get_current_value(v) for v in self.keras_model.non_trainable_variables]
+            is_moving[:] = [v is not old and v.dtype.is_floating for v, old in zip(values, state, strict=True)]
+            return k + 1, values
+
+        if all(value.dtype.kind != "f" for value in self.initial_state):
+            return state
+        _, found = tf.while_loop(lambda k, _: k < count, batch, (0, state), parallel_iterations=1)
+        return [new if moves else old for new, old, moves in zip(found, state, is_moving, strict=True)]
+
+    def _call(self, variables, state, metrics, x, y, weights, training):
+        """Calls the model on a batch and computes its loss, as Keras's trainer does.
+
+        Returns:
+          The scope in which the model's variables are what they are afterwards, the loss, and the outputs.
+        """
+        model, x = self.keras_model, tf.nest.map_structure(as_input, x)
+        with _as_user_error("the model cannot be a part of a graph"), _scope(model, variables, state, metrics) as scope:
+            outputs = model(x, **_training(model, training))
+            loss = tf.cast(model._compute_loss(x, y, outputs, weights, training), tf.float32)
+        if loss.shape.rank != 0:
+            raise UserError(f"the loss of the model has shape {loss.shape}, expected one number")
+        return scope, loss, outputs
 
     def evaluate(self, parameters, state, x, y, weights=None, batch_size=500):
         """Returns the loss and the metrics over all samples, {name: scalar}, as `keras.Model.evaluate` does.
@@ -324,43 +407,29 @@ class Model:
         Raises:
           UserError: if a metric cannot be a part of a graph, or is no number.
         """
-        variables = self.split(parameters)
+        model, variables = self.keras_model, self.split(parameters)
         n = tf.nest.flatten(x)[0].shape[0]
         samples = (x, y) if weights is None else (x, y, weights)
 
-        def batch(start, total, metrics):
+        def batch(start, total, metrics, _):
             part = tf.nest.map_structure(lambda array: array[start : start + batch_size], samples)
             x, y, *weights = part
             weights = weights[0] if weights else None
-            loss, _, metrics, outputs = self._call(variables, state, metrics, x, y, weights, training=False)
-            with (
-                _as_user_error("the metrics of the model cannot be a part of a graph"),
-                self._with(variables, state, metrics) as scope,
-            ):
-                self.keras_model.compute_metrics(tf.nest.map_structure(as_input, x), y, outputs, weights)
-            metrics = [scope.get_current_value(v) for v in self.keras_model.metrics_variables]
+            scope, loss, outputs = self._call(variables, state, metrics, x, y, weights, training=False)
+            with _as_user_error("the metrics of the model cannot be a part of a graph"), scope:
+                found = model.compute_metrics(tf.nest.map_structure(as_input, x), y, outputs, weights)
+                found = {name: tf.cast(value, tf.float32) for name, value in found.items()}
+            for name, value in found.items():
+                if value.shape.rank != 0:
+                    raise UserError(f"the metric {name} of the model is {value.shape}, expected one number")
+            metrics = [scope.get_current_value(v) for v in model.metrics_variables]
             size = tf.cast(tf.shape(tf.nest.flatten(part)[0])[0], tf.float32)
-            return start + batch_size, total + loss * size, metrics
+            return start + batch_size, total + loss * size, metrics, found
 
-        first = (0, 0.0, [tf.convert_to_tensor(value) for value in self._metrics])
-        _, total, metrics = tf.while_loop(lambda start, *_: start < n, batch, first, parallel_iterations=1)
-        with _as_user_error("the metrics of the model cannot be a part of a graph"), self._with(variables, state, metrics):
-            found = {name: tf.convert_to_tensor(value) for name, value in self.keras_model.get_metrics_result().items()}
-        for name, value in found.items():
-            if value.shape.rank != 0:
-                raise UserError(f"the metric {name} of the model is {value.shape}, expected one number")
+        metrics = [tf.convert_to_tensor(value) for value in self._metrics]
+        first = 0, 0.0, metrics, {name: tf.zeros([]) for name in self._measures}
+        _, total, _, found = tf.while_loop(lambda start, *_: start < n, batch, first, parallel_iterations=1)
         return {**found, "loss": total / n}
-
-    def _with(self, variables, state, metrics):
-        """A context in which the variables of the Keras model have these values."""
-        import keras
-
-        model = self.keras_model
-        values = [
-            *zip(model.trainable_variables, variables, strict=True),
-            *zip(model.non_trainable_variables, state, strict=True),
-        ]
-        return keras.StatelessScope(state_mapping=[*values, *zip(model.metrics_variables, metrics, strict=True)])
 
     def save(self, parameters, state, path):
         """Writes the model with these values, so that `keras.models.load_model(path)` gives it back. All or nothing."""

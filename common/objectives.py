@@ -1,8 +1,10 @@
 """What a Keras model is trained to minimize, and what measures it: its own choice, a flag's, or what the labels suggest."""
 
 import inspect
+import weakref
 
 import keras
+import numpy as np
 
 from common.data import arrays_in
 from common.flags import UserError
@@ -12,6 +14,7 @@ _CROSS_ENTROPIES = {  # the loss, its measure, and what a model's last operation
     "categorical_crossentropy": (keras.losses.CategoricalCrossentropy, keras.metrics.CategoricalAccuracy),
     "binary_crossentropy": (keras.losses.BinaryCrossentropy, keras.metrics.BinaryAccuracy),
 }
+_compiled_here: weakref.WeakSet = weakref.WeakSet()  # models that `choose` has compiled; a function may give one again
 PROBABILITIES = {"Softmax": "softmax", "Sigmoid": "sigmoid"}  # by the type of the operation that makes them
 
 
@@ -30,14 +33,19 @@ def choose(keras_model, outputs, last_operation, data, loss=None):
     Raises:
       UserError: if the model has a loss already, or none fits.
     """
-    has_own = keras_model.compiled or type(keras_model).compute_loss is not keras.Model.compute_loss
+    computes_it = type(keras_model).compute_loss is not keras.Model.compute_loss
+    has_own = computes_it or keras_model.compiled and keras_model not in _compiled_here
     if loss is not None:
         if has_own:
             raise UserError(f"--loss={loss}: the model is compiled, or has a compute_loss, which says what it minimizes")
         by_name(keras_model, loss, last_operation())
+        _compiled_here.add(keras_model)
     elif not has_own:
         _check_labels(outputs, last_operation, data)
         by_labels(keras_model, data.is_classification)
+        _compiled_here.add(keras_model)
+    elif not keras_model.compiled:
+        keras_model.compile("sgd")  # or `fit`, and `evaluate`, would refuse it
     if not (minimizes := text(keras_model)):
         raise UserError("the model is compiled without a loss, and its layers have none: compile it with one")
     return minimizes
@@ -83,9 +91,9 @@ def text(keras_model):
 
 def _name(loss):
     if isinstance(loss, dict):
-        return ", ".join(f"{_name(each)} of {key}" for key, each in loss.items())
+        return ", ".join(f"{_name(each)} of {key}" for key, each in loss.items() if each is not None)
     if isinstance(loss, (list, tuple)):
-        return ", ".join(_name(each) for each in loss)
+        return ", ".join(_name(each) for each in loss if each is not None)
     name = loss if isinstance(loss, str) else getattr(loss, "name", None) or getattr(loss, "__name__", None)
     return (name or ("" if loss is None else type(loss).__name__)).replace("_", " ")
 
@@ -96,6 +104,8 @@ def _check_labels(outputs, last_operation, data):
     if len(outputs) != 1 or len(arrays_in(data.y_train)) != 1:
         counts = f"{len(outputs)} outputs and {len(arrays_in(data.y_train))} arrays of labels"
         raise UserError(f"the model has {counts}: compile the model with a loss for each output")
+    if not isinstance(data.y_train, np.ndarray):
+        raise UserError("the labels are in a dict or tuple: give an array, or compile the model with a loss for each output")
     shape, of_labels = list(outputs[0].shape[1:]), list(data.y_train.shape[1:])
     if not data.is_classification:
         if shape != of_labels:
@@ -106,6 +116,8 @@ def _check_labels(outputs, last_operation, data):
                 "--loss=binary_crossentropy; as whole numbers they are classes"
             )
         return
+    if of_labels[-1:] == [1] and len(of_labels) == len(shape):  # a column of classes
+        of_labels = of_labels[:-1]
     expected = [*of_labels, data.num_classes]
     least = min(data.y_train.min(), data.y_test.min())
     if least < 0:

@@ -33,18 +33,31 @@ def curve(run_dir):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure  # not pyplot, which would look for a display
 
+    figure = Figure(layout="constrained")
+    if not draw(figure, run_dir):
+        return
+    unfinished = Path(run_dir, f"curve.unfinished-{os.getpid()}.png")  # chief and evaluator may draw at the same time
+    try:
+        FigureCanvasAgg(figure).print_png(unfinished)
+        unfinished.replace(Path(run_dir, "curve.png"))
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def draw(figure, run_dir):
+    """Draws the same into a figure of Matplotlib; returns whether there is anything to draw."""
     lines = read_metrics(run_dir)
     if not lines:
-        return
+        return False
     began = lines[0]["time"]
     measured = progress.measures(lines) or [("test loss", "test_loss", "")]
     if any(key.startswith("validation_") for _, key, _ in measured):
         measured = [found for found in measured if found[1].startswith("validation_")]
-    if len(measured) > 1:  # the loss shows less than what it stands for
-        measured = [found for found in measured if not found[1].endswith("_loss")]
+    # A loss shows less than what it stands for.
+    measured = [found for found in measured if not found[1].endswith("_loss")] or measured
     evaluations = [(name, key) for name, key, _ in measured]
     panels = [("training loss", "loss"), *evaluations, ("samples per second", "samples_per_second")]
-    figure = Figure(figsize=(4 * len(panels), 3.5), layout="constrained")
+    figure.set_size_inches(4 * len(panels), 3.5)
     for axes, (title, key) in zip(figure.subplots(1, len(panels)), panels, strict=True):
         for worker in sorted({line["worker"] for line in lines}, key=str):
             points = [(n["time"] - began, n[key]) for n in lines if n["worker"] == worker and n.get(key) is not None]
@@ -52,18 +65,14 @@ def curve(run_dir):
                 axes.plot(*zip(*points, strict=True), marker=".", label=worker if worker == "evaluator" else f"worker {worker}")
         axes.set(title=title, xlabel="seconds")
         axes.grid(alpha=0.3)
-        if "loss" in key:
+        values = [n[key] for n in lines if n.get(key) is not None]
+        if "loss" in key and all(value > 0 for value in values):
             axes.set_yscale("log")
         elif key == "samples_per_second":
             axes.set_ylim(bottom=0)
         if (title, key) not in evaluations:
             axes.legend()
-    unfinished = Path(run_dir, f"curve.unfinished-{os.getpid()}.png")  # chief and evaluator may draw at the same time
-    try:
-        FigureCanvasAgg(figure).print_png(unfinished)
-        unfinished.replace(Path(run_dir, "curve.png"))
-    finally:
-        unfinished.unlink(missing_ok=True)
+    return True
 
 
 def squared_error_contours(axes, x, y, slopes, intercepts, levels=12):

@@ -240,6 +240,9 @@ def say(line):
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
+UNEQUAL = 3  # times as many samples of one worker as of another are worth a line, where no --delays make them differ
+
+
 def summary(settings, status):
     """Prints what came of a run, from its `result.json`."""
     run_dir = Path(settings.run_dir)
@@ -267,7 +270,11 @@ def summary(settings, status):
         if result["staleness_mean"] is not None
         else ""
     )
-    say(f"{result['scheme']}, {tasks}: {result['global_steps']:,} updates, {result['samples']:,} samples")
+    shares = result["samples_per_worker"]
+    each = f" ({min(shares):,} to {max(shares):,} of each worker)" if len(shares) > 1 else ""
+    say(f"{result['scheme']}, {tasks}: {result['global_steps']:,} updates, {result['samples']:,} samples{each}")
+    if max(shares) > UNEQUAL * min(shares) and not settings.delays and not result["restarts"]:
+        say("the workers' samples differ much, so the parameters are mostly of some workers' data: train for longer")
     say(f"{speed}; {result['wall_seconds']:.1f} s in all")
     say(
         f"{''.join(measured)}test loss {_number(result, 'test_loss', '.4f') or 'not finite'}; "

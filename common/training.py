@@ -18,7 +18,7 @@ from common.batches import Batches, fed
 from common.center import GlobalParameters
 from common.checkpoints import Keeper
 from common.flags import KNOWN, Settings, UserError
-from common.hooks import EarlyStoppingHook, MeetingHook, WarmStartHook
+from common.hooks import EarlyStoppingHook, Gate, MeetingHook, StartHook, WarmStartHook
 from common.local import LocalParameters
 from common.metrics import EvaluationHook, MetricsHook, MetricsLog
 from common.run_dir import write_json
@@ -46,12 +46,7 @@ def train(scheme, task, settings):
     dataset = load_data(settings)
     x, y, *weights = data.shard(dataset, index, num_workers)
     doing(BUILDING)
-    # Of the initial values only the chief's count; the seed of Dropout is to differ.
-    model = models.build(settings.model, dataset, settings.seed + index, settings.loss)
-
-    if index == 0:
-        check_model(settings, model)
-
+    model = build_model(settings, dataset, index)
     doing("building the graph")
     with tf.Graph().as_default():
         center = GlobalParameters(model.initial_parameters, task.num_ps if task else 1, task and task.device_fn())
@@ -67,7 +62,14 @@ def train(scheme, task, settings):
                 tell(what_is_trained(model, dataset, num_workers, optimizers_of(center, local)))
             waits = center.waits(local)
             gradients = waits.gradients_per_update if waits else 1
-            copies = [there.assign(here, read_value=False) for there, here in zip(kept, local.state, strict=True)]
+            copies, final, evaluation = [], None, None
+            local_init_feed_dict = local.init_feed_dict
+            if index == 0:
+                parameters, step = center.read()
+                # That of the chief's own x is not that of x̃.
+                final = parameters, local.state_at(parameters)
+                copies = [there.assign(here, read_value=False) for there, here in zip(kept, final[1], strict=True)]
+                evaluation = step, model.evaluate(*final, *fed_test_set(dataset, local_init_feed_dict))
             keeper = Keeper(
                 center,
                 Path(settings.run_dir, "checkpoints"),
@@ -77,18 +79,10 @@ def train(scheme, task, settings):
                 samples_per_update(settings, gradients),
                 copies,
             )
-            local_init_feed_dict, evaluation, final = local.init_feed_dict, None, None
-            if index == 0:
-                parameters, step = center.read()
-                final = parameters, [v.read_value() for v in local.state]
-                evaluation = step, model.evaluate(*final, *fed_test_set(dataset, local_init_feed_dict))
             gate = ready = None
-            if task and (settings.warm_start_steps or waits):
-                with tf.device(center.step.device):
-                    gate = tf.get_variable("gate", initializer=True, trainable=False, collections=[])
-            if index > 0:
-                gates = [] if gate is None else [tf.report_uninitialized_variables([gate])]
-                ready = tf.concat([keeper.has_lost, *gates], axis=0)
+            if num_workers > 1:
+                gate = Gate(center.step.device)
+                ready = tf.concat([keeper.has_lost, gate.closed(index)], axis=0) if index > 0 else None
             scaffold = tf.train.Scaffold(
                 # It restores what the keeper saves. Not sharded: the ps tasks need no folder in common with the chief.
                 saver=Saver(sharded=False, save_relative_paths=True),
@@ -192,7 +186,7 @@ class Plan(NamedTuple):
     evaluation: Any  # the chief's: the global step, and loss and metrics on the test set, {name: scalar tensor}
     final: Any  # the chief's: tensors to fetch at the very end
     scaffold: Any  # a `tf.train.Scaffold`
-    gate: Any = None  # a variable that the other workers wait for, see `common.hooks.WarmStartHook`
+    gate: Any = None  # a `common.hooks.Gate`, where the other workers wait for the chief
     waits: Any = None  # a `common.together.Pace`, `Together` or `Ring`, where workers wait for each other
     gradients_per_update: int = 1  # of how many workers
     keeper: Any = None  # a `common.checkpoints.Keeper`, if there is one
@@ -239,14 +233,17 @@ def run_worker(plan, task, settings, server, interruption, open_session):
             ended.unlink(missing_ok=True)
         early_stopping = EarlyStoppingHook(stop if index == 0 else None, stop_session=False)
         hooks.append(early_stopping)
-    warm_start = meeting = None
+    meeting = None
     if plan.waits:
-        meeting = MeetingHook(plan.waits, plan.gate if index == 0 else None)
+        meeting = MeetingHook(plan.waits)
         interruption.release = meeting.release
         hooks.insert(1, meeting)
-    elif index == 0 and plan.gate is not None:
-        warm_start = WarmStartHook(plan.gate, plan.step, settings.warm_start_steps)
-        hooks.append(warm_start)
+    if index == 0 and plan.gate:
+        if settings.warm_start_steps:
+            hooks.append(WarmStartHook(plan.gate, plan.step, settings.warm_start_steps))
+        else:
+            waited = plan.keeper.pause if plan.keeper else lambda session, secs: None
+            hooks.append(StartHook(plan.gate, task.num_workers, settings.start_secs, lambda: interruption.requested, waited))
     rendezvous: Any = ending.Rendezvous(task, len(REPORT)) if task else None
     with tf.device(plan.step.device):
         clock = tf.timestamp()  # one clock for all workers
@@ -271,7 +268,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
             log.last_step = last
         deadline = time.monotonic() + (settings.seconds - trained if settings.seconds else math.inf)
         present = first_step
-        if index > 0 and plan.gate is not None and not meeting and not session.run(plan.gate):
+        if index > 0 and plan.gate and not session.run(plan.gate.variable):
             present = last  # the chief has ended before there was anything to do for others
         is_over, calls = False, 0
         while True:
@@ -300,8 +297,8 @@ def run_worker(plan, task, settings, server, interruption, open_session):
                 rendezvous.wait(session, report)
                 outcome = Outcome(0)
                 break
-            if warm_start:  # else workers that wait at the gate would wait for ever
-                session.run_step_fn(lambda step_context: warm_start.close(step_context.session))
+            if plan.gate:  # else workers that wait there would wait for ever
+                session.run_step_fn(lambda step_context: plan.gate.close(step_context.session))
             doing("waiting until the other workers have ended", waits=True)
             reports = rendezvous.gather(session, report) if task else [report]
             doing("evaluating the final parameters")
@@ -323,12 +320,22 @@ def run_worker(plan, task, settings, server, interruption, open_session):
     return outcome
 
 
-def check_model(settings, model):
-    """Notes in the run's folder what variables a model has, or, with `--resume`, compares it with the one of before.
+def build_model(settings, dataset, index=0):
+    """Returns the `common.models.Model` of worker `index`.
+
+    The chief notes in the run's folder what variables it has, or, with `--resume`, compares it with the one of before.
 
     Raises:
-      UserError: if it is another one, whose parameters those of the checkpoint are not.
+      UserError: if there is no such model, it does not fit the data, or its parameters are not those of the checkpoint.
     """
+    # Of the initial values only the chief's count; the seed of Dropout is to differ.
+    model = models.build(settings.model, dataset, settings.seed + index, settings.loss)
+    if index == 0:
+        _check_model(settings, model)
+    return model
+
+
+def _check_model(settings, model):
     path = Path(settings.run_dir, "model.json")
     if settings.resume and path.exists():
         try:

@@ -32,7 +32,7 @@ def layers_of_all_kinds():
 
 @pytest.fixture
 def model(images):
-    return models.Model(layers_of_all_kinds(), is_classification=True)
+    return models.by_labels(layers_of_all_kinds(), is_classification=True)
 
 
 def in_graph(function, *values):
@@ -159,6 +159,13 @@ class OwnTrainStep(keras.Sequential):
         return {}
 
 
+class VectorLoss(keras.Sequential):
+    """Has a loss for each sample."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+        return y_pred[:, 0]
+
+
 def several_outputs():
     x = keras.Input([3])
     return keras.Model(x, [keras.layers.Dense(4)(x), keras.layers.Dense(4)(x)])
@@ -173,7 +180,13 @@ def several_outputs():
             lambda: dense(4, activation="softmax"),
             ["ends with softmax, but the loss takes logits", "--loss=sparse_"],
         ),
-        (lambda: dense(4, dtype="mixed_float16", activation="softmax"), ["ends with softmax"]),
+        (lambda: dense(4, dtype="mixed_bfloat16", activation="softmax"), ["ends with softmax"]),
+        (
+            lambda: keras.Sequential([dense(8, activation="softmax"), keras.layers.Lambda(lambda p: p[:, :4] + p[:, 4:])]),
+            ["ends with softmax"],
+        ),
+        (lambda: dense(4, dtype="mixed_float16"), ["dense", "computes in float16", "choose mixed_bfloat16"]),
+        (lambda: VectorLoss([keras.layers.Dense(4)]), ["the loss of the model has shape (2,), expected one number"]),
         (lambda: subclassed(lambda x: keras.ops.softmax(x)), ["ends with softmax"]),
         (lambda: dense(1, activation="sigmoid"), ["outputs of shape [1]", "expected [4] logits"]),
         (lambda: dense(4, kernel_constraint="non_neg"), ["kernel has the constraint NonNeg", "use a regularizer"]),
@@ -186,7 +199,7 @@ def several_outputs():
         ),
         (lambda: subclassed(lambda x: x * float(keras.ops.sum(x))), ["cannot be a part of a graph"]),
         (lambda: keras.Sequential([keras.Input([5]), keras.layers.Dense(4)]), ["cannot be called on samples of shape [3]"]),
-        (several_outputs, ["--model=m.py:f"]),
+        (several_outputs, ["has 2 outputs and 1 arrays of labels"]),
         (lambda: dense(4, trainable=False), ["has no trainable variables"]),
         (lambda: dense(4, dtype="float16"), ["variables of type float16, expected float32"]),
         (lambda: keras.layers.Dense(4), ["must give a keras.Model, not Dense"]),
@@ -208,6 +221,7 @@ def test_model_that_cannot_be_trained(user_model, user_error, model, texts):
         (np.arange(9) % 2.0, 1, ["outputs of shape [1], but the labels have shape []"]),
         (np.eye(4, dtype=int)[np.arange(9) % 4], 4, ["labels are classes 0 to 1", "one-hot labels become", ".argmax(axis=-1)"]),
         (np.arange(9) % 2, 1, ["expected [2] logits; for one output compile the model", "--loss=binary_crossentropy"]),
+        ({"a": np.arange(9)}, 9, ["the labels are in a dict or tuple: give an array"]),
         (np.arange(9) - 1, 9, ["the labels hold the class -1, expected 0 or more"]),
         (
             np.arange(18).reshape(9, 2),
@@ -333,7 +347,7 @@ def test_layers_of_many_kinds(initialized, hogwild, hyperparameters, layers, win
     for layer in layers(dataset.x_train):
         x = layer(x, x) if isinstance(layer, keras.layers.MultiHeadAttention) else layer(x)
     keras_model = keras.Model(inputs, keras.layers.Dense(3)(keras.layers.Flatten()(x)))
-    model = models.Model(keras_model, is_classification=True)
+    model = models.by_labels(keras_model, is_classification=True)
     logits = keras_model(dataset.x_train, training=True)
     expected = keras.losses.SparseCategoricalCrossentropy(from_logits=True)(dataset.y_train, logits) + sum(keras_model.losses)
     with tf.Graph().as_default():
@@ -399,6 +413,35 @@ def test_evaluation_uses_the_trained_state(model, images):
     ours = evaluate(model, state, images.x_test, images.y_test, batch_size=10)
     np.testing.assert_allclose([ours[name] for name in expected], list(expected.values()), rtol=1e-5)
     assert abs(evaluate(model, model.initial_state, images.x_test, images.y_test)["loss"] - expected["loss"]) > 1e-3
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_state_at_other_parameters(model, images, trainable):
+    """The moving means are the averages of those of the batches, whatever they were; of a frozen layer they stay."""
+    norm = model.keras_model.layers[1]
+    norm.trainable = trainable
+    model = models.by_labels(model.keras_model, True)
+    parameters = np.random.default_rng(1).normal(size=model.size).astype(np.float32)
+    momentum = norm.momentum
+
+    def at(parameters, state, x, y):
+        batch = lambda k: (x[10 * k : 10 * k + 10], y[10 * k : 10 * k + 10])  # noqa: E731
+        return model.state_at(parameters, state, batch, 3)
+
+    state = in_graph(at, parameters, model.initial_state, images.x_train, images.y_train)
+    assert norm.momentum == momentum
+    start = 0
+    for variable, shape, size in zip(model.keras_model.trainable_variables, model.shapes, model.sizes, strict=True):
+        variable.assign(parameters[start : start + size].reshape(shape))
+        start += size
+    maps = [model.keras_model.layers[0](images.x_train[10 * k : 10 * k + 10]).numpy() for k in range(3)]
+    expected = {
+        "moving_mean": np.mean([each.mean(axis=(0, 1, 2)) for each in maps], axis=0),
+        "moving_variance": np.mean([each.var(axis=(0, 1, 2)) for each in maps], axis=0),
+    }
+    for variable, value, before in zip(model.keras_model.non_trainable_variables, state, model.initial_state, strict=True):
+        right = expected.get(variable.name, before) if trainable else before
+        np.testing.assert_allclose(value, right, rtol=1e-4, atol=1e-6, err_msg=variable.path)
 
 
 def test_saved_model_gives_the_same_outputs(model, images, tmp_path):
@@ -506,7 +549,42 @@ def weighted(n):
     return rng.random([n, 3]), np.arange(n) % 2, rng.random(n)
 
 
+def weighted_pairs(n):
+    x, _, weights = weighted(n)
+    return x, x[:, :2], weights
+
+
+class HandsNothingOn(keras.Model):
+    """Has Dropout and batch normalization, to which its call hands no `training`; counts what it is called with; a mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.lstm = keras.layers.Embedding(7, 4, mask_zero=True), keras.layers.LSTM(3)
+        self.dropout, self.norm = keras.layers.Dropout(0.5, seed=3), keras.layers.BatchNormalization()
+        self.dense, self.seen = keras.layers.Dense(2), keras.metrics.Sum("seen")
+
+    def call(self, x, training=None):
+        self.seen.update_state(keras.ops.cast(x, "float32"))
+        return self.dense(self.norm(self.dropout(self.lstm(self.embedding(x)))))
+
+
+class OwnMetrics(keras.Sequential):
+    """Gives a number of its own beside its metrics."""
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        return {**super().compute_metrics(x, y, y_pred, sample_weight), "largest": keras.ops.max(y_pred)}
+
+
 PROBLEMS = {
+    "layers that its call does not tell whether it trains": (
+        lambda: compiled(HandsNothingOn(), loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True)),
+        lambda n: (text(n)[0], np.arange(n) % 2),
+    ),
+    "a number of its own": (lambda: compiled(OwnMetrics([keras.layers.Dense(2)]), loss="mse", metrics=["mae"]), weighted_pairs),
+    "classes in a column": (
+        lambda: compiled(dense(1), loss=lambda y, p: keras.ops.mean(keras.ops.abs(p - keras.ops.cast(y, "float32")), axis=-1)),
+        lambda n: (weighted(n)[0], np.arange(n)[:, None]),
+    ),
     "two outputs, weights of losses and samples": (
         lambda: compiled(
             WithLosses(),
@@ -551,14 +629,18 @@ def test_loss_and_metrics_of_the_model_are_honoured(user_model, problem):
     model = user_model(make(), dataset)
     training._trace(model, dataset)
     x, y, *weights = dataset.train
-    (ours, _) = in_graph(
+    ours, state = in_graph(
         lambda p, state, x, y, *w: model.loss(model.split(p), state, x, y, *w),
         *(model.initial_parameters, model.initial_state, x, y, *weights),
     )
     inputs = data.mapped(models.as_input, x)
-    outputs = model.keras_model(inputs)
+    outputs = model.keras_model(inputs, **models._training(model.keras_model, True))
     expected = model.keras_model._compute_loss(inputs, y, outputs, *weights)
     np.testing.assert_allclose(ours, expected, rtol=1e-5)
+    for value, variable in zip(state, model.keras_model.non_trainable_variables, strict=True):
+        np.testing.assert_allclose(value, variable.numpy(), rtol=1e-5, err_msg=variable.path)
+    for variable, value in zip(model.keras_model.non_trainable_variables, model.initial_state, strict=True):
+        variable.assign(value)
     found = in_graph(
         lambda p, state, x, y, *w: model.evaluate(p, state, x, y, *w, batch_size=3),
         *(model.initial_parameters, model.initial_state, *dataset.test),
@@ -618,6 +700,34 @@ def test_loss_by_flag(monkeypatch, name, units, activation, y, minimizes):
 def test_flag_that_may_mean_logits_or_probabilities(user_error, name):
     with user_error(f"--loss={name} may take logits or probabilities: choose sparse_categorical_crossentropy, "):
         models.build("mlp", classes(9, [3], 4), loss=name)
+
+
+@pytest.mark.parametrize("labels", [[0, 1, 2, 3, 4, 2], [0, 1, 2, 3, -1, 2]])
+def test_labels_that_a_loss_cannot_take(user_model, user_error, labels):
+    """The largest and the smallest label are tried, not the first alone."""
+    x, y = np.zeros([6, 3]), np.array(labels)
+    for halves in ((x, y), (x[:4], y[:4])), ((x[:4], y[:4]), (x, y)):
+        model = compiled(dense(4), loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        with user_error("the loss, sparse categorical crossentropy of logits, does not fit the labels: InvalidArgumentError"):
+            user_model(model, data.checked(halves, "mine"))
+
+
+def test_shapes_that_fit_only_by_chance(user_model, user_error):
+    """A loss for outputs [n] and labels [n, 2] can be computed of two samples."""
+    x, y = np.zeros([6, 3]), np.zeros([6, 2])
+    model = compiled(subclassed(lambda x: x[:, 0]), loss=lambda y, p: keras.ops.mean(keras.ops.abs(p - y)))
+    with user_error("does not fit the labels"):
+        user_model(model, data.checked(((x, y), (x, y)), "mine"))
+
+
+def test_model_that_a_function_gives_again(monkeypatch):
+    """As for each thread of one process: what the flag compiled it with is no loss of its own."""
+    dataset, model = classes(9, [3], 4), dense(4)
+    monkeypatch.setattr(models, "call_user_function", lambda *_: model)
+    name = "sparse_categorical_crossentropy"
+    assert [models.build("m.py:f", dataset, loss=name).minimizes for _ in range(2)] == [
+        f"{name.replace('_', ' ')} of logits"
+    ] * 2
 
 
 def test_losses_of_layers_of_a_model_that_is_not_compiled(user_model):

@@ -204,7 +204,7 @@ with tf.Graph().as_default():
 with tf.distribute.MirroredStrategy(names).scope():
     model = mirrored_strategy.compiled(models.build("mlp", dataset), 0.1)
     found["copies"] = [[copy.device[-len(names[0]):] for copy in v.value.values] for v in model.trainable_variables]
-    replica = mirrored_strategy.FirstReplica(models.Model(model, True))
+    replica = mirrored_strategy.FirstReplica(models.by_labels(model, True))
     found["evaluated"] = replica.evaluate(dataset.x_test, dataset.y_test)
 print(json.dumps(found))
 """

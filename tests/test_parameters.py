@@ -46,7 +46,7 @@ def batches_of(regression):
 
 def model_of(*layers, is_classification=False):
     """To be called before a graph is entered."""
-    return models.Model(keras.Sequential(list(layers)), is_classification)
+    return models.by_labels(keras.Sequential(list(layers)), is_classification)
 
 
 @pytest.fixture

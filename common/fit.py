@@ -1,0 +1,352 @@
+"""Training from Python, or from a cell of a notebook: `train` starts the same cluster as a folder's run.sh.
+
+    from common import train
+
+    run = train("DOWNPOUR", model, ((x_train, y_train), (x_test, y_test)), num_workers=4, window=20)
+    run.model.evaluate(x_test, y_test)
+    run.plot()
+
+The processes of the cluster are new ones. What they need of this one is sent to them in a folder of files (`_send`), which a
+scheme's script reads as it reads any FILE.py:FUNCTION (`receive`).
+"""
+
+import datetime
+import difflib
+import functools
+import io
+import json
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common import data, plots, progress
+from common.flags import TrainingFailed, UserError
+
+ROOT = Path(__file__).resolve().parent.parent  # of the folders of the schemes
+DEFAULTS = {"epochs": 1, "batch_size": 32, "learning_rate": 0.01}  # of a scheme that is a function
+
+# What a scheme's script finds in the folder: the first for --data and --model, the second for a scheme that is a function.
+_PROBLEM = '''"""Data and model of a notebook, or a program; see common/fit.py."""
+
+from common.fit import receive
+
+
+def data():
+    return receive(__file__, "data")
+
+
+def model():
+    return receive(__file__, "model")
+'''
+_SCHEME = '''"""A scheme of a notebook, or a program; see common/fit.py."""
+
+from common.fit import receive
+from common.main import main
+
+scheme, settings = receive(__file__, "scheme")
+if __name__ == "__main__":
+    main(scheme, **settings)
+'''
+
+
+def train(scheme, model, data, *, run_dir=None, pace="own", **flags):
+    """Trains a model with parameter servers and workers as processes of this machine, and returns the `Run`.
+
+    Shows the progress meanwhile. An interruption (Ctrl-C, the stop button of a notebook) saves a checkpoint and raises
+    KeyboardInterrupt; `train(..., run_dir=FOLDER, resume=True)` goes on from there.
+
+    Args:
+      scheme: the name of a folder of this project, as "DOWNPOUR"; or a scheme, a generator function of (center, local, hp), see
+        Write-Your-Own-Scheme.
+      model: a `keras.Model`, which is not changed, and whose weights are where training begins; a function that returns one;
+        or "linear", "mlp", "cnn".
+      data: ((x_train, y_train), (x_test, y_test)), each pair with weights of the samples as a third if they have some; a
+        function that returns that; or "digits", "linear", "mnist".
+      run_dir: folder for all that the run writes; runs/SCHEME/TIME by default.
+      pace: of a scheme that is a function, see `common.main.main`.
+      **flags: the flags of the folder's run.sh, as num_workers=4; `bash DOWNPOUR/run.sh --help` lists them.
+
+    Raises:
+      UserError: if model, data or a flag cannot be used.
+      TrainingFailed: if training fails.
+    """
+    name = scheme if isinstance(scheme, str) else getattr(scheme, "__name__", type(scheme).__name__)
+    folder = Path(run_dir or f"runs/{name}/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S.%f}").resolve()
+    model = _SentModel(model) if _is_model(model) else model
+    with tempfile.TemporaryDirectory(prefix="sent-") as sent:
+        script, problem = _script_of(scheme, pace, flags, Path(sent)), Path(sent, "problem.py")
+        problem.write_text(_PROBLEM)
+        specs = {"data": _send(data, "data", problem), "model": _send(model, "model", problem)}
+        given = {**specs, "run_dir": str(folder), **flags}
+        arguments = [argument for flag in given.items() for argument in _as_arguments(*flag)]
+        names = {f"--{flag}={problem}:{flag}": f"the {flag}" for flag in specs}
+        _run([sys.executable, str(script), "--launch", *arguments], script.name, names)
+    return Run(folder, model, data, flags.get("loss"))
+
+
+class Run:
+    """What came of a training.
+
+    Attributes:
+      path: of its folder.
+      result: what `result.json` says: speed, samples, staleness, loss and metrics on the test set.
+    """
+
+    def __init__(self, path, model, data, loss):
+        self.path, self._model, self._data, self._loss = Path(path), model, data, loss
+        self.result = json.loads((self.path / "result.json").read_text())
+
+    @functools.cached_property
+    def model(self):
+        """The trained `keras.Model`, compiled with what was minimized."""
+        from common import models
+
+        dataset = _loaded(self._data)
+        if isinstance(self._model, str):
+            built = models.build(self._model, dataset, loss=self._loss)
+        else:
+            built = models.checked(self._model(), dataset, self._loss)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the model's own optimizer has slots, which no scheme trains
+            built.keras_model.load_weights(self.path / "model.keras")
+        return built.keras_model
+
+    @property
+    def history(self):
+        """Loss and metrics on the test set while training went on: {name: list}, with "global_step" and "seconds"."""
+        lines = plots.read_metrics(self.path)
+        keys = [key for _, key, _ in progress.measures(lines) if key.startswith("test_")]
+        lines = list({line["global_step"]: line for line in lines if all(key in line for key in keys)}.values())
+        found = {"global_step": [n["global_step"] for n in lines], "seconds": [n["time"] - lines[0]["time"] for n in lines]}
+        return {**found, **{key: [n[key] for n in lines] for key in keys}}
+
+    def plot(self):
+        """Draws loss, metrics and speed over time, and returns the figure of Matplotlib; a notebook shows it."""
+        import matplotlib.pyplot as plt
+
+        figure = plt.figure()
+        plots.draw(figure, self.path)
+        return figure
+
+    def __repr__(self):
+        measured = ", ".join(f"{name} {self.result[key]:{form}}" for name, key, form in progress.measures([self.result]))
+        return f"{self.result['scheme']}: {measured}; {self.path}"
+
+
+def _script_of(scheme, pace, flags, sent):
+    """Returns the path of a scheme's script; of one that is a function it is made in the folder `sent`."""
+    if isinstance(scheme, str):
+        scripts = {}
+        for path in ROOT.glob("*/run.sh"):
+            if script := re.search(r'/([$\w]+)\.py" --launch', path.read_text()):
+                own = path.parent.name.lower().replace("-", "_")  # where a flag of run.sh chooses between two
+                scripts[path.parent.name] = path.with_name(f"{own if script[1][0] == '$' else script[1]}.py")
+        if scheme not in scripts:
+            near = difflib.get_close_matches(scheme, scripts, 1, 0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(scripts))}"
+            raise UserError(f"there is no scheme {scheme!r}; {hint}")
+        if pace != "own":
+            raise UserError(f"pace={pace!r} is for a scheme that is a function: {scheme} has its own")
+        return scripts[scheme]
+    if not callable(scheme):
+        raise UserError(f"a scheme is the name of a folder, as 'HogWild', or a generator function, not {scheme!r:.60}")
+    path = sent / scheme.__name__ / f"{scheme.__name__}.py"
+    path.parent.mkdir()
+    path.write_text(_SCHEME)
+    own = {name: flags[name] for name in ("local_optimizer",) if name in flags}
+    settings: dict[str, Any] = {"pace": pace, **DEFAULTS, **own}
+    _dump((scheme, settings), path.parent / "scheme.pickle", "the scheme")
+    return path
+
+
+def _as_arguments(flag, value):
+    """Returns the arguments of a command line that give a flag this value."""
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [f"--{flag}" if value else f"--no{flag}"]
+    return [f"--{flag}={','.join(map(str, value)) if isinstance(value, (list, tuple)) else value}"]
+
+
+def _send(value, flag, problem):
+    """Returns what --data, or --model, is to be for this value; writes it beside the file `problem` if it has to be sent."""
+    if isinstance(value, str):
+        return value
+    if flag == "data" and not callable(value):
+        value = _Arrays(_loaded(value), problem.parent)
+    if not callable(value):
+        raise UserError(f"the model must be a keras.Model, a function that returns one, or a name, not {type(value).__name__}")
+    _dump(value, problem.with_name(f"{flag}.pickle"), f"the {flag}")
+    return f"{problem}:{flag}"
+
+
+def _is_model(value):
+    keras = sys.modules.get("keras")  # who has a model has imported it
+    return keras is not None and isinstance(value, keras.Model)
+
+
+class _Arrays:
+    """Arrays on their way to other processes: each is a file, which all of them map. So a machine has them in memory once."""
+
+    def __init__(self, dataset, folder):
+        self._folder, self._count = str(folder), 0
+        self._parts = [None if part is None else data.mapped(self._save, part) for part in dataset]
+
+    def _save(self, array):
+        name = f"array-{self._count}.npy"
+        np.save(Path(self._folder, name), array)
+        self._count += 1
+        return name
+
+    def __call__(self):
+        def load(name):
+            return np.load(Path(self._folder, name), mmap_mode="r")
+
+        x, y, x_test, y_test, *weights = (None if part is None else data.mapped(load, part) for part in self._parts)
+        return (x, y, weights[0]), (x_test, y_test, weights[1])
+
+
+class _SentModel:
+    """A Keras model on its way to another process: as Keras saves it, and the classes and functions of its own."""
+
+    def __init__(self, keras_model):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "model.keras")
+            try:
+                keras_model.save(path)
+            except Exception as error:
+                raise UserError(
+                    f"the model cannot be sent to the workers: {data.one_line(error)}; give a function that returns it"
+                ) from error
+            self._saved = path.read_bytes()
+        main = vars(sys.modules["__main__"])
+        with zipfile.ZipFile(io.BytesIO(self._saved)) as archive:
+            texts = set(_strings_in(json.loads(archive.read("config.json"))))
+        found = {text: main.get(text.rpartition(">")[2]) for text in texts}  # a registered one is called PACKAGE>NAME
+        self._own = {text: value for text, value in found.items() if getattr(value, "__module__", None) == "__main__"}
+
+    def __call__(self):
+        import keras
+
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "model.keras")
+            path.write_bytes(self._saved)
+            return keras.models.load_model(path, custom_objects=self._own, safe_mode=False)
+
+
+def _strings_in(value):
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if isinstance(value, list):
+        return [text for each in value for text in _strings_in(each)]
+    return [value] if isinstance(value, str) else []
+
+
+def _dump(value, path, what):
+    """Pickles a value, and what was defined for it in a notebook or a program; modules go by their name."""
+    import cloudpickle
+
+    try:
+        pickled = cloudpickle.dumps(value)
+    except Exception as error:
+        raise UserError(f"{what} cannot be sent to the workers: {data.one_line(error)}") from error
+    path.write_bytes(pickle.dumps(sys.path) + pickled)
+
+
+def receive(file, name):
+    """Returns what was sent: for data and model what they are, for a scheme the function and its defaults.
+
+    Args:
+      file: of the module that asks, beside which it lies.
+      name: "data", "model" or "scheme".
+    """
+    with open(Path(file).with_name(f"{name}.pickle"), "rb") as pickled:
+        sys.path += [folder for folder in pickle.load(pickled) if folder not in sys.path]  # of modules that go by their name
+        value = pickle.load(pickled)
+    return value if name == "scheme" else value()
+
+
+def _run(command, program, names):
+    """Runs a launcher to its end, and shows what it says. It ends with this process, at the latest.
+
+    Args:
+      command: its command line.
+      program: what its last line begins with if it fails.
+      names: {text: what stands for it} in that line.
+
+    Raises:
+      UserError, TrainingFailed: what it ended with.
+      KeyboardInterrupt: if this process was interrupted; the launcher has saved a checkpoint by then.
+    """
+    is_notebook = "ipykernel" in sys.modules
+    environ = {**os.environ, "LAUNCHER_PID": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    has_terminal = not is_notebook and sys.stdout is sys.__stdout__ and sys.stdout is not None and sys.stdout.isatty()
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        launcher = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=None if has_terminal else subprocess.PIPE,
+            stderr=errors,
+            env=environ,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # so that Ctrl-C reaches this process alone, which hands it on
+        )
+        is_interrupted = False
+        try:
+            while launcher.returncode is None:
+                try:
+                    _show(launcher.stdout, is_notebook)
+                    launcher.wait()
+                except KeyboardInterrupt:
+                    is_interrupted = True
+                    launcher.send_signal(signal.SIGINT)
+        finally:
+            if launcher.poll() is None:
+                os.killpg(launcher.pid, signal.SIGKILL)
+                launcher.wait()
+        errors.seek(0)
+        line = ([line for line in errors.read().splitlines() if line.strip()] or ["it said nothing"])[-1]
+    if launcher.returncode == 0:
+        return
+    if is_interrupted or launcher.returncode == 130:
+        raise KeyboardInterrupt
+    line = line.removeprefix(f"{program}: ")
+    for text, name in names.items():
+        line = line.replace(f"{text}: ", f"{name}: ").replace(text, name)
+    raise UserError(line) if launcher.returncode == 2 else TrainingFailed(line)
+
+
+def _show(lines, is_notebook):
+    """Shows what a launcher says; in a notebook a line of progress takes the place of the one before."""
+    width = 0
+    for line in lines or ():
+        line = line.rstrip("\n")
+        is_progress = is_notebook and line.startswith("step ")
+        if width:
+            print("\r" if is_progress else "\n", end="")
+        print(line.ljust(width) if is_progress else line, end="" if is_progress else "\n", flush=True)
+        width = len(line) if is_progress else 0
+    if width:
+        print()
+
+
+def _loaded(given):
+    """Returns the `common.data.Data` of what `train` got."""
+    if isinstance(given, str):
+        return data.load(given)
+    try:
+        return data.checked(given() if callable(given) else given, "")
+    except UserError as error:
+        raise UserError(f"the data{str(error).removeprefix('--data=')}") from None

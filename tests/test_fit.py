@@ -1,0 +1,230 @@
+"""common/fit.py: `train` from Python sends model, data and scheme to the tasks, shows what they say, and ends them."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import keras
+import numpy as np
+import pytest
+from runs import SECONDS, is_training, processes, read_until, wait_until_gone
+
+from common import fit, train
+
+X, Y = np.arange(24, dtype=np.float32).reshape(8, 3), np.arange(8) % 2
+DATA = (X, Y), (X, Y)
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        (("DOWNPUR", "mlp", DATA), "there is no scheme 'DOWNPUR'; did you mean 'DOWNPOUR'?"),
+        (("zzz", "mlp", DATA), "there is no scheme 'zzz'; there are AEAMSGD, AEASGD, AGN, "),
+        ((3, "mlp", DATA), "a scheme is the name of a folder, as 'HogWild', or a generator function, not 3"),
+        (("HogWild", 3, DATA), "the model must be a keras.Model, a function that returns one, or a name, not int"),
+        (("HogWild", "mlp", ((X, Y), (X, Y[:2]))), "the data: x_test has 8 samples, y_test has 2 labels"),
+        (("HogWild", "mlp", lambda: sys.exit(1)), None),  # the function is not called here
+        (
+            ("HogWild", (lambda lock: lambda: lock)(threading.Lock()), DATA),
+            "the model cannot be sent to the workers: TypeError",
+        ),
+    ],
+)
+def test_what_is_refused_before_anything_starts(user_error, monkeypatch, tmp_path, arguments, text):
+    monkeypatch.setattr(fit, "_run", lambda *_: None)
+    monkeypatch.setattr(fit, "Run", lambda *_: None)
+    if text is None:
+        train(*arguments, run_dir=tmp_path)
+        return
+    with user_error(text):
+        train(*arguments, run_dir=tmp_path)
+
+
+def test_pace_is_for_a_function(user_error):
+    with user_error("pace='ring' is for a scheme that is a function: HogWild has its own"):
+        train("HogWild", "mlp", DATA, pace="ring")
+
+
+@pytest.mark.parametrize(
+    "value, arguments",
+    [
+        (None, []),
+        (True, ["--f"]),
+        (False, ["--nof"]),
+        (3, ["--f=3"]),
+        (0.5, ["--f=0.5"]),
+        ([0, 0.5], ["--f=0,0.5"]),
+        ("a", ["--f=a"]),
+    ],
+)
+def test_arguments_of_a_flag(value, arguments):
+    assert fit._as_arguments("f", value) == arguments
+
+
+def test_every_scheme_has_a_name():
+    names = {path.parent.name for path in fit.ROOT.glob("*/run.sh") if "--launch" in path.read_text()}
+    assert len(names) > 14
+    for name in names:
+        assert fit._script_of(name, "own", {}, None).parent.name == name
+
+
+def test_arrays_are_mapped_not_copied(tmp_path):
+    x = {"a": X, "b": np.arange(8, dtype=np.uint8)}
+    arrays = fit._Arrays(fit._loaded(((x, Y, np.ones(8)), (x, Y, np.ones(8)))), tmp_path)
+    (x_train, y_train, weights), _ = arrays()
+    assert all(isinstance(array, np.memmap) for array in (*x_train.values(), y_train, weights))
+    np.testing.assert_array_equal(x_train["a"], X)
+    assert x_train["b"].dtype == np.uint8
+
+
+class Scale(keras.layers.Layer):
+    """A layer as one is defined in a cell."""
+
+    def build(self, shape):
+        self.factor = self.add_weight(shape=(shape[-1],), initializer="ones")
+
+    def call(self, x):
+        return x * self.factor
+
+
+def own_loss(y, p):
+    return keras.ops.mean(keras.ops.abs(p - keras.ops.cast(y[:, None], "float32")), axis=-1)
+
+
+def test_model_with_a_layer_and_a_loss_of_a_cell(monkeypatch):
+    """Their module is the notebook, which no other process can import."""
+    main = sys.modules["__main__"]
+    for own in Scale, own_loss:
+        monkeypatch.setattr(own, "__module__", "__main__")
+        monkeypatch.setattr(main, own.__name__, own, raising=False)
+    model = keras.Sequential([keras.Input([3]), Scale(), keras.layers.Dense(2)])
+    model.compile("adam", own_loss)
+    model.layers[0].factor.assign([1, 2, 3])
+    sent = fit._SentModel(model)
+    for own in Scale, own_loss:
+        monkeypatch.delattr(main, own.__name__)
+    received = sent()
+    np.testing.assert_allclose(received(X), model(X), rtol=1e-6)
+    assert received.loss is own_loss
+
+
+# --- With real processes -----------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import sys
+import keras
+import numpy as np
+from common import tf, train
+from common.flags import TrainingFailed, UserError
+
+rng = np.random.default_rng(0)
+x = rng.random([600, 6]).astype("float32")
+y = (x @ rng.normal(size=(6, 3))).argmax(axis=1)
+data = (x[:500], y[:500]), (x[500:], y[500:])
+
+
+class Scale(keras.layers.Layer):
+    def build(self, shape):
+        self.factor = self.add_weight(shape=(shape[-1],), initializer="ones")
+
+    def call(self, x):
+        return x * self.factor
+
+
+def own_loss(y, p):
+    return keras.losses.sparse_categorical_crossentropy(y, p, from_logits=True)
+
+
+def build():
+    model = keras.Sequential([keras.Input([6]), Scale(), keras.layers.Dense(16, "relu"), keras.layers.Dense(3)])
+    model.compile("adam", own_loss, metrics=["accuracy"])
+    return model
+
+
+def mine(center, local, hp):
+    yield local.pull(center)
+    yield local.train(hp.window, tf.train.GradientDescentOptimizer(hp.learning_rate))
+    yield center.push(tf.train.GradientDescentOptimizer(hp.learning_rate), local.gradient)
+
+"""
+
+
+def program(tmp_path, code, **options):
+    """Starts a program that defines a model, data and a scheme, and then does what `code` says."""
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM + code.replace("RUN", repr(str(tmp_path / "run"))))
+    environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    return subprocess.Popen(
+        [sys.executable, file], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ, **options
+    )
+
+
+@pytest.mark.cluster
+def test_model_and_data_of_a_program(tmp_path):
+    """The saved model is the one that was evaluated, and the given one is as before."""
+    code = """
+model = build()
+before = model.get_weights()
+run = train("DOWNPOUR", model, data, num_workers=2, window=4, epochs=40, run_dir=RUN)
+assert all((a == b).all() for a, b in zip(before, model.get_weights()))
+loss, accuracy = run.model.evaluate(*data[1], verbose=0)
+np.testing.assert_allclose([loss, accuracy], [run.result["test_loss"], run.result["test_accuracy"]], rtol=1e-4)
+assert accuracy > 0.9 and run.history["test_loss"][-1] == run.result["test_loss"]
+run.plot().savefig(RUN + "/mine.png")
+try:
+    train("HogWild", "mlp", data, num_wokers=3)
+except UserError as error:
+    print("refused:", error)
+print("ended")
+"""
+    process = program(tmp_path, code)
+    output, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0 and output.endswith("ended\n"), output
+    assert "minimizes own loss, by Adagrad on the ps, Adagrad on the workers (the model's own Adam is not used)" in output
+    assert "refused: unknown flag --num_wokers; did you mean --num_workers?" in output
+
+
+@pytest.mark.cluster
+def test_scheme_of_a_program(tmp_path):
+    """And functions in place of a model and arrays; then what makes it fail."""
+    code = """
+run = train(mine, lambda: keras.Sequential([keras.layers.Dense(3)]), lambda: data, epochs=20, learning_rate=0.5, run_dir=RUN)
+assert run.result["scheme"] == "mine" and run.result["test_accuracy"] > 0.8, run.result
+try:
+    train(mine, lambda: keras.Sequential([keras.layers.Dense(3)]), data, learning_rate=1e38, epochs=20)
+except TrainingFailed as error:
+    print("failed:", error)
+try:
+    train(mine, lambda: 1 / 0, data)
+except UserError as error:
+    print("refused:", error)
+"""
+    process = program(tmp_path, code, cwd=tmp_path)
+    output, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, output
+    assert "failed: " in output and "finite" in output
+    assert "refused: the model: model() raised ZeroDivisionError: division by zero" in output
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_interruption_leaves_no_process(tmp_path, number):
+    """The stop button of a notebook saves; the end of a kernel ends all that it has started."""
+    code = """
+try:
+    train("HogWild", build, data, epochs=1_000_000, run_dir=RUN)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    with program(tmp_path, code, start_new_session=True) as process:
+        read_until(process, is_training)
+        started = processes(tmp_path / "run")
+        assert len(started) >= 4  # the launcher, ps, workers
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == (0 if number == signal.SIGINT else -signal.SIGKILL), output
+    assert wait_until_gone(started) == []
+    if number == signal.SIGINT:
+        assert "stopped; a checkpoint is saved" in output and output.endswith("interrupted\n")
