@@ -33,7 +33,7 @@ from common import data, plots, progress
 from common.flags import TrainingFailed, UserError
 
 ROOT = Path(__file__).resolve().parent.parent  # of the folders of the schemes
-DEFAULTS = {"epochs": 1, "batch_size": 32, "learning_rate": 0.01}  # of a scheme that is a function
+DEFAULTS: dict[str, Any] = {"epochs": 1, "batch_size": 32, "learning_rate": 0.01}  # of a scheme that is a function
 
 # What a scheme's script finds in the folder: the first for --data and --model, the second for a scheme that is a function.
 _PROBLEM = '''"""Data and model of a notebook, or a program; see common/fit.py."""
@@ -149,8 +149,8 @@ def _script_of(scheme, pace, flags, sent):
         scripts = {}
         for path in ROOT.glob("*/run.sh"):
             if script := re.search(r'/([$\w]+)\.py" --launch', path.read_text()):
-                own = path.parent.name.lower().replace("-", "_")  # where a flag of run.sh chooses between two
-                scripts[path.parent.name] = path.with_name(f"{own if script[1][0] == '$' else script[1]}.py")
+                first = path.parent.name.lower().replace("-", "_")  # where a flag of run.sh chooses between two
+                scripts[path.parent.name] = path.with_name(f"{first if script[1][0] == '$' else script[1]}.py")
         if scheme not in scripts:
             near = difflib.get_close_matches(scheme, scripts, 1, 0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(scripts))}"
@@ -164,8 +164,7 @@ def _script_of(scheme, pace, flags, sent):
     path.parent.mkdir()
     path.write_text(_SCHEME)
     own = {name: flags[name] for name in ("local_optimizer",) if name in flags}
-    settings: dict[str, Any] = {"pace": pace, **DEFAULTS, **own}
-    _dump((scheme, settings), path.parent / "scheme.pickle", "the scheme")
+    _dump((scheme, {"pace": pace, **DEFAULTS, **own}), path.parent / "scheme.pickle", "the scheme")
     return path
 
 

@@ -362,7 +362,8 @@ class Model:
         """
         import keras
 
-        variables, is_moving = self.split(parameters), []
+        variables = self.split(parameters)
+        is_moving: list[bool] = []
         norms = [v for v in self.keras_model._flatten_layers() if isinstance(v, keras.layers.BatchNormalization)]
 
         def batch(k, state):

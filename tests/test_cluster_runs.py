@@ -34,6 +34,7 @@ DOWNPOUR = ROOT / "DOWNPOUR" / "downpour.py"
 DYNAMIC_SGD = ROOT / "Dynamic-SGD" / "dynamic_sgd.py"
 DC_ASGD = ROOT / "DC-ASGD" / "dc_asgd.py"
 AEASGD = ROOT / "AEASGD" / "aeasgd.py"
+SEMI_SYNCHRONOUS = ROOT / "Semi-Synchronous-SGD" / "semi_synchronous_sgd.py"
 
 MODEL = """
 import keras
@@ -384,6 +385,33 @@ def test_intervals_of_downpour(run_dir):
     assert result["window"] == 4
     assert result["test_accuracy"] >= 0.95
     assert updates_in_metrics(run_dir) == result["global_steps"] == result["samples"] / 32 / 4
+
+
+@pytest.fixture
+def late(tmp_path):
+    """--data for which worker 1 needs five seconds more than worker 0."""
+    file = tmp_path / "late.py"
+    file.write_text(
+        "import sys, time\nfrom common import data\n\n\ndef load():\n"
+        "    time.sleep(5 if '--task_index=1' in sys.argv else 0)\n    return data.digits()\n"
+    )
+    return f"--data={file}:load"
+
+
+@pytest.mark.parametrize("script", [HOGWILD, SEMI_SYNCHRONOUS])
+def test_workers_begin_together(run_dir, late, script):
+    """However late one is: a short run does not end before it has come. Waiting is no training."""
+    run(run_dir, late, "--epochs=30", script=script)
+    result = result_of(run_dir)
+    assert min(result["samples_per_worker"]) > 0.2 * result["samples"]
+
+
+def test_start_without_those_that_are_late(run_dir, late):
+    """And the summary says what came of it."""
+    output = run(run_dir, late, "--epochs=3", "--start_secs=0.1")
+    assert "1 of 2 workers have not come within --start_secs=0.1: the others begin" in output
+    assert "the workers' samples differ much" in output
+    assert result_of(run_dir)["samples_per_worker"][1] == 0
 
 
 def test_warm_start(run_dir):

@@ -117,9 +117,30 @@ def test_labels_of_any_whole_number(kind):
     assert good.is_classification and good.num_classes == 2
 
 
-def test_labels_in_one_column():
+def test_labels_in_one_column_stay_there():
+    """A loss of the user's own may want them so."""
     good = data.checked(spoilt(y_train=arrays()[0][1][:, None], y_test=arrays()[1][1][:, None]), "mine")
-    assert good.y_train.shape == (6,)
+    assert good.y_train.shape == (6, 1) and good.num_classes == 3
+
+
+def test_weights_that_are_none():
+    """As `fit` takes them."""
+    train, test = arrays()
+    assert data.checked(((*train, None), (*test, None)), "mine").w_train is None
+
+
+@pytest.mark.parametrize(
+    "x, text", [((), "x_train holds no arrays"), ({1: np.zeros([6, 2])}, "x_train has the key 1: expected a name")]
+)
+def test_arrays_without_arrays_or_names(user_error, x, text):
+    with user_error(f"--data=mine: {text}"):
+        data.checked(((x, np.zeros(6)), (x, np.zeros(6))), "mine")
+
+
+def test_key_with_a_colon():
+    """It once changed what the array was taken for."""
+    x, y = {"w: x": np.zeros([6, 2], np.uint8)}, np.arange(6)
+    assert data.checked(((x, y), (x, y)), "mine").x_train["w: x"].dtype == np.uint8
 
 
 def test_classes_that_only_the_test_has():

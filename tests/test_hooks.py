@@ -11,7 +11,7 @@ import pytest
 
 from common import metrics, tf
 from common.flags import TrainingFailed
-from common.hooks import SemiSyncRunHook
+from common.hooks import Gate, SemiSyncRunHook, StartHook
 from common.metrics import EvaluationHook, MetricsHook, MetricsLog, seconds_between
 from common.steps import Rounds
 
@@ -350,3 +350,66 @@ def test_semi_synchronous_hook_alone_waits_for_nobody(graph):
     with tf.train.MonitoredSession(hooks=[SemiSyncRunHook(0, 1, staleness=0)]) as session:
         for _ in range(3):
             session.run(step)
+
+
+# --- The start ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gate(graph):
+    return Gate("")
+
+
+def start(session, gate, said, **settings):
+    StartHook(gate, 3, **{"secs": 60, **settings}).after_create_session(session, None)
+    return said
+
+
+@pytest.fixture
+def said(monkeypatch):
+    lines: list[str] = []
+    monkeypatch.setattr("common.hooks.tell", lines.append)
+    return lines
+
+
+def test_all_workers_begin_when_the_last_has_come(gate, said):
+    """Each says that it has come whenever it looks whether it may begin."""
+    looks = [gate.closed(i) for i in (1, 2)]
+    waited = []
+    with tf.Session() as session:
+        for look in looks[0], looks[0], looks[1]:
+            assert not gate.is_open(session) and session.run(look).size == 1
+        assert start(session, gate, said, waited=lambda session, secs: waited.append(secs)) == []
+        assert gate.is_open(session) and session.run(looks[0]).size == 0 and session.run(gate.variable)
+    assert len(waited) == 1 and 0 <= waited[0] < 30
+
+
+def test_those_that_are_there_begin_without_the_others(gate, said):
+    look = gate.closed(2)
+    with tf.Session() as session:
+        session.run(look)
+        start(session, gate, said, secs=0.1)
+        assert said == ["1 of 3 workers have not come within --start_secs=0.1: the others begin"]
+        assert session.run(look).size == 0
+
+
+def test_a_chief_that_comes_back_waits_for_nobody(gate, said):
+    with tf.Session() as session:
+        gate.open(session)
+        assert start(session, gate, said, is_over=lambda: pytest.fail("it waits")) == []
+
+
+def test_an_interrupted_chief_waits_for_nobody(gate, said):
+    with tf.Session() as session:
+        assert start(session, gate, said, is_over=lambda: True) == []
+
+
+def test_workers_that_wait_learn_that_training_has_ended(gate):
+    look = gate.closed(1)
+    with tf.Session() as session:
+        gate.close(session)
+        assert session.run(look).size == 0 and not session.run(gate.variable)
+    with tf.Session() as session:
+        gate.open(session)
+        gate.close(session)
+        assert session.run(gate.variable)

@@ -80,6 +80,16 @@ def test_built_in_models_on_samples_of_any_shape(spec):
     assert models.build(spec, classes(9, [3, 7], 2)).keras_model.output_shape == (None, 2)
 
 
+def test_classes_in_a_column():
+    """As some files have them: each is still one class."""
+    x, y = np.random.default_rng(0).random([9, 3]), np.arange(9) % 4
+    dataset, same = (data.checked(((x, labels), (x, labels)), "mine") for labels in (y[:, None], y))
+    model = models.build("mlp", dataset)
+    np.testing.assert_allclose(loss(model, x.astype("f4"), dataset.y_train)[0], loss(model, x.astype("f4"), same.y_train)[0])
+    found = [evaluate(model, [], each.x_test, each.y_test) for each in (dataset, same)]
+    assert found[0] == found[1] and found[0]["accuracy"] > 0
+
+
 @pytest.mark.parametrize("shape", [[64], [8, 8], [3, 8, 1], [2, 8, 8, 1]])
 def test_cnn_needs_images(user_error, shape):
     with user_error("--model=cnn needs images of shape [height, width, channels]", f"{shape}"):

@@ -271,6 +271,7 @@ RESULT = dict(
     num_workers=2,
     global_steps=2697,
     samples=86336,
+    samples_per_worker=[43008, 43328],
     train_seconds=5.04,
     wall_seconds=29.56,
     samples_per_second=16980.02,
@@ -282,17 +283,17 @@ RESULT = dict(
 )
 
 
-def summary(tmp_path, capsys, status=0, **changes):
+def summary(tmp_path, capsys, status=0, delays=None, **changes):
     (tmp_path / "result.json").write_text(json.dumps(RESULT | changes))
     for name in ("curve.png", "model.keras"):
         (tmp_path / name).touch()
-    progress.summary(types.SimpleNamespace(run_dir=str(tmp_path)), status)
+    progress.summary(types.SimpleNamespace(run_dir=str(tmp_path), delays=delays), status)
     return capsys.readouterr().out.splitlines()
 
 
 def test_summary(tmp_path, capsys):
     assert summary(tmp_path, capsys) == [
-        "HogWild, 1 ps, 2 workers: 2,697 updates, 86,336 samples",
+        "HogWild, 1 ps, 2 workers: 2,697 updates, 86,336 samples (43,008 to 43,328 of each worker)",
         "5.0 s of training, 16,980 samples/s; 29.6 s in all",
         "test accuracy 0.975, test loss 0.0884; staleness 0.32 on average, 3 at most, 0 restarts",
         str(tmp_path / "curve.png"),
@@ -300,16 +301,32 @@ def test_summary(tmp_path, capsys):
     ]
 
 
+@pytest.mark.parametrize(
+    "shares, more, is_said",
+    [
+        ([100, 301], {}, True),
+        ([100, 300], {}, False),
+        ([0, 5], {}, True),
+        ([1, 9], {"delays": [0, 5]}, False),
+        ([1, 9], {"restarts": 1}, False),
+    ],
+)
+def test_summary_of_unequal_shares(tmp_path, capsys, shares, more, is_said):
+    """Of a worker that was started again only the last part is counted."""
+    lines = summary(tmp_path, capsys, samples_per_worker=shares, **more)
+    assert ("the workers' samples differ much" in lines[1]) is is_said
+
+
 def test_summary_promises_no_picture_that_is_not_there(tmp_path, capsys):
     summary(tmp_path, capsys)
     (tmp_path / "curve.png").unlink()
-    progress.summary(types.SimpleNamespace(run_dir=str(tmp_path)), 0)
+    progress.summary(types.SimpleNamespace(run_dir=str(tmp_path), delays=None), 0)
     assert capsys.readouterr().out.splitlines()[3:] == [str(tmp_path / "model.keras")]
 
 
 def test_summary_of_a_regression_in_one_process(tmp_path, capsys):
-    lines = summary(tmp_path, capsys, test_accuracy=None, num_ps=0, num_workers=1)
-    assert lines[0].startswith("HogWild, one process, 1 worker: ")
+    lines = summary(tmp_path, capsys, test_accuracy=None, num_ps=0, num_workers=1, samples_per_worker=[86336])
+    assert lines[0] == "HogWild, one process, 1 worker: 2,697 updates, 86,336 samples"
     assert lines[2].startswith("test loss 0.0884; ")
 
 
