@@ -59,10 +59,10 @@ if __name__ == "__main__":
 '''
 
 
-def train(scheme, model, data, *, run_dir=None, pace="own", **flags):
+def train(scheme, model, data, *, run_dir=None, pace="own", verbose=True, **flags):
     """Trains a model with parameter servers and workers as processes of this machine, and returns the `Run`.
 
-    Shows the progress meanwhile. An interruption (Ctrl-C, the stop button of a notebook) saves a checkpoint and raises
+    An interruption (Ctrl-C, the stop button of a notebook) saves a checkpoint and raises
     KeyboardInterrupt; `train(..., run_dir=FOLDER, resume=True)` goes on from there.
 
     Args:
@@ -74,6 +74,7 @@ def train(scheme, model, data, *, run_dir=None, pace="own", **flags):
         function that returns that; or "digits", "linear", "mnist".
       run_dir: folder for all that the run writes; runs/SCHEME/TIME by default.
       pace: of a scheme that is a function, see `common.main.main`.
+      verbose: whether to show the progress meanwhile.
       **flags: the flags of the folder's run.sh, as num_workers=4; `bash DOWNPOUR/run.sh --help` lists them.
 
     Raises:
@@ -90,7 +91,7 @@ def train(scheme, model, data, *, run_dir=None, pace="own", **flags):
         given = {**specs, "run_dir": str(folder), **flags}
         arguments = [argument for flag in given.items() for argument in _as_arguments(*flag)]
         names = {f"--{flag}={problem}:{flag}": f"the {flag}" for flag in specs}
-        _run([sys.executable, str(script), "--launch", *arguments], script.name, names)
+        _run([sys.executable, str(script), "--launch", *arguments], script.name, names, verbose)
     return Run(folder, model, data, flags.get("loss"))
 
 
@@ -121,12 +122,16 @@ class Run:
             built.keras_model.load_weights(self.path / "model.keras")
         return built.keras_model
 
+    @functools.cached_property
+    def metrics(self):
+        """What the workers wrote while training went on, a list of dicts: loss, speed, staleness of each half second."""
+        return plots.read_metrics(self.path)
+
     @property
     def history(self):
         """Loss and metrics on the test set while training went on: {name: list}, with "global_step" and "seconds"."""
-        lines = plots.read_metrics(self.path)
-        keys = [key for _, key, _ in progress.measures(lines) if key.startswith("test_")]
-        lines = list({line["global_step"]: line for line in lines if all(key in line for key in keys)}.values())
+        keys = [key for _, key, _ in progress.measures(self.metrics) if key.startswith("test_")]
+        lines = list({line["global_step"]: line for line in self.metrics if all(key in line for key in keys)}.values())
         found = {"global_step": [n["global_step"] for n in lines], "seconds": [n["time"] - lines[0]["time"] for n in lines]}
         return {**found, **{key: [n[key] for n in lines] for key in keys}}
 
@@ -275,13 +280,14 @@ def receive(file, name):
     return value if name == "scheme" else value()
 
 
-def _run(command, program, names):
+def _run(command, program, names, verbose):
     """Runs a launcher to its end, and shows what it says. It ends with this process, at the latest.
 
     Args:
       command: its command line.
       program: what its last line begins with if it fails.
       names: {text: what stands for it} in that line.
+      verbose: whether to show what it says.
 
     Raises:
       UserError, TrainingFailed: what it ended with.
@@ -290,7 +296,9 @@ def _run(command, program, names):
     is_notebook = "ipykernel" in sys.modules
     environ = {**os.environ, "LAUNCHER_PID": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    has_terminal = not is_notebook and sys.stdout is sys.__stdout__ and sys.stdout is not None and sys.stdout.isatty()
+    has_terminal = (
+        verbose and not is_notebook and sys.stdout is sys.__stdout__ and sys.stdout is not None and sys.stdout.isatty()
+    )
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
         launcher = subprocess.Popen(
             command,
@@ -306,7 +314,9 @@ def _run(command, program, names):
         try:
             while launcher.returncode is None:
                 try:
-                    _show(launcher.stdout, is_notebook)
+                    for line in _shown(launcher.stdout, is_notebook):
+                        if verbose:
+                            print(line, end="", flush=True)
                     launcher.wait()
                 except KeyboardInterrupt:
                     is_interrupted = True
@@ -327,18 +337,17 @@ def _run(command, program, names):
     raise UserError(line) if launcher.returncode == 2 else TrainingFailed(line)
 
 
-def _show(lines, is_notebook):
-    """Shows what a launcher says; in a notebook a line of progress takes the place of the one before."""
+def _shown(lines, is_notebook):
+    """Yields what to print of a launcher's lines: in a notebook a line of progress takes the place of the one before."""
     width = 0
     for line in lines or ():
-        line = line.rstrip("\n")
-        is_progress = is_notebook and line.startswith("step ")
-        if width:
-            print("\r" if is_progress else "\n", end="")
-        print(line.ljust(width) if is_progress else line, end="" if is_progress else "\n", flush=True)
-        width = len(line) if is_progress else 0
-    if width:
-        print()
+        if is_notebook and line.startswith("step "):
+            yield "\r" * (width > 0) + line.rstrip("\n").ljust(width)
+            width = len(line)
+        else:
+            yield "\n" * (width > 0) + line
+            width = 0
+    yield "\n" * (width > 0)
 
 
 def _loaded(given):

@@ -199,6 +199,7 @@ def define(defaults):
     flags.DEFINE_string("loss", None, "of a model that has none, a name of Keras's (default: by the labels)")
     define_integer("batch_size", own("batch_size"), "samples per step and worker", least=1)
     define_number("learning_rate", own("learning_rate"), "step size", above=0)
+    define_number("clip_norm", None, "largest norm of the gradient of a local step; longer ones are scaled down", above=0)
     # A loop of the graph counts them, in 32 bits.
     define_integer("window", own("window", 1), "local steps from one exchange with the ps to the next", least=1, most=INT32)
     if "local_optimizer" in defaults:

@@ -24,6 +24,7 @@ class LocalParameters:
       name: variable scope; different for each worker, since the ps know what they remember of it by this name.
       index, num_workers: which worker of how many this is.
       delay: seconds that each call of `train` takes longer, to see what a slow worker does.
+      clip_norm: the largest norm of the gradient of a step; a longer one is scaled down to it. None lets all be.
       kept: variables, see `GlobalParameters.keep`: where the state of this worker's model begins, in place of the model's own.
 
     Attributes:
@@ -33,8 +34,8 @@ class LocalParameters:
       windows: how many calls of `train` there were.
     """
 
-    def __init__(self, center, model, batches, name="local", index=0, num_workers=1, delay=0.0, kept=()):
-        self.model, self.batches, self.name = model, batches, name
+    def __init__(self, center, model, batches, name="local", index=0, num_workers=1, delay=0.0, clip_norm=None, kept=()):
+        self.model, self.batches, self.name, self._clip_norm = model, batches, name, clip_norm
         self.index, self.num_workers, self.delay = index, num_workers, delay
         self.init_feed_dict = dict(batches.init_feed_dict)
         with tf.variable_scope(name):
@@ -101,7 +102,7 @@ class LocalParameters:
     def train(self, window, optimizer, at=None, accumulate=False):
         """`window` local steps in one call: g ← gradient of the next batch's mean loss; x ← optimizer(x, g).
 
-        The sum of the g, each taken where the walk then stood, is in `gradient` afterwards.
+        The sum of the g, each taken where the walk then stood, and clipped if `clip_norm` says so, is in `gradient` afterwards.
 
         Args:
           window: number of steps.
@@ -158,6 +159,8 @@ class LocalParameters:
 
     def _loss_and_gradient(self, parameters, *samples):
         loss, gradient, state = self.model.loss_and_gradient(parameters, [v.read_value() for v in self.state], *samples)
+        if self._clip_norm is not None:
+            gradient = tf.clip_by_norm(gradient, self._clip_norm)
         with tf.control_dependencies([v.assign(s, read_value=False) for v, s in zip(self.state, state, strict=True)]):
             return tf.identity(loss), tf.identity(gradient)
 

@@ -131,7 +131,7 @@ def _run(scheme, train, pace, without, check, evaluate, script, arguments, defau
     if train or pace != "own":  # workers that wait for each other begin together
         without = (*without, "warm_start_steps")
     if train:
-        without = (*without, "start_secs")
+        without = (*without, "start_secs", "clip_norm")
     if "launch" in without:
         without = (*without, "gpus")
     settings = flags.parse(values, arguments, script.name, without)

@@ -252,7 +252,8 @@ def summary(settings, status):
     if run_dir.is_relative_to(Path.cwd()):
         run_dir = run_dir.relative_to(Path.cwd())  # as a user would type it
     if status == 130 and any(run_dir.glob("checkpoints/*.index")):
-        say(f"stopped; a checkpoint is saved: --resume --run_dir={run_dir} goes on from there")
+        saved = ", and so is the model" if (run_dir / "model.keras").exists() else ""
+        say(f"stopped; a checkpoint is saved{saved}: --resume --run_dir={run_dir} goes on from there")
     if status != 0:
         return
     result = json.loads((run_dir / "result.json").read_text())

@@ -55,6 +55,7 @@ def train(scheme, task, settings):
             kept = center.keep(model.initial_state)
             local = LocalParameters(
                 *(center, model, batches, f"worker_{index}", index, num_workers, delay_of(settings.delays, index)),
+                clip_norm=settings.clip_norm,
                 kept=kept if index == 0 else (),
             )
             last, next_call = build_calls(scheme, center, local, settings, dataset.num_samples)
@@ -96,6 +97,7 @@ def train(scheme, task, settings):
     doing("writing the result")
     if outcome.final:
         model.save(*outcome.final, Path(settings.run_dir, "model.keras"))
+    if outcome.reports:
         optimizers = ", ".join(sorted(center.optimizers.names | local.optimizers.names))
         more = {"samples": outcome.samples, "parameters": model.size, "optimizer": optimizers, "minimizes": model.minimizes}
         write_result(settings, task, outcome.reports, *outcome.evaluated, gradients_per_update=gradients, **more)
@@ -193,10 +195,10 @@ class Plan(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of a worker's main loop; all but the status only for the chief, at the end of all training."""
+    """What came of a worker's main loop; all but the status only for the chief."""
 
     status: int  # exit status
-    final: Any = None  # values of `Plan.final`
+    final: Any = None  # values of `Plan.final`, also of a training that was interrupted
     reports: Any = None  # of all workers, see REPORT
     evaluated: Any = None  # global step, and loss and metrics on the test set, {name: number}
     samples: Any = None  # how many the parameters were trained with, in all runs that they come from; None: see the reports
@@ -284,7 +286,8 @@ def run_worker(plan, task, settings, server, interruption, open_session):
                 rounds = session.run(*plan.next_call(present + plan.last - last))
                 present, is_over, calls = rounds.steps[-1, 1], rounds.training_ended, calls + 1
             if interruption.requested:
-                return Outcome(130)  # leaving the session saves a checkpoint
+                # Leaving the session saves a checkpoint.
+                return Outcome(130, session.run(plan.final) if index == 0 else None)
             doing("ending")
             stop_time = session.run(clock)
             interruption.training_ends()

@@ -26,7 +26,7 @@ from runs import (
     wait_until_gone,
 )
 
-from common import launch, tf
+from common import data, launch, tf
 
 pytestmark = pytest.mark.cluster
 
@@ -247,7 +247,8 @@ def test_ctrl_c_saves_and_resume_goes_on_with_another_number_of_ps(run_dir, tmp_
     read_until(process, is_training)
     process.send_signal(signal.SIGINT)
     output = finish(process, status=130)
-    assert f"--resume --run_dir={run_dir}" in output
+    assert f"a checkpoint is saved, and so is the model: --resume --run_dir={run_dir}" in output
+    assert accuracy_of_saved_model(run_dir, data.load("digits")) > 0.5
     assert processes(run_dir) == []
     checkpoint = tf.train.latest_checkpoint(run_dir / "checkpoints")
     saved = int(tf.train.load_variable(checkpoint, "global_step"))

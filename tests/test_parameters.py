@@ -60,10 +60,10 @@ def model():
 def make(model, graph, batches_of, known_batches):
     """A function that makes global parameters and workers of a linear regression."""
 
-    def make(num_ps=1, num_workers=1):
+    def make(num_ps=1, num_workers=1, **more):
         center = GlobalParameters(model.initial_parameters, num_ps)
         return center, *(
-            LocalParameters(center, model, known_batches(*batches_of, f"b{i}"), f"w{i}") for i in range(num_workers)
+            LocalParameters(center, model, known_batches(*batches_of, f"b{i}"), f"w{i}", **more) for i in range(num_workers)
         )
 
     return make
@@ -75,12 +75,13 @@ def numpy_gradient(parameters, x, y):
     return np.mean(residual**2), np.append(2 * (x.astype(float).T @ residual).ravel(), 2 * residual.sum()) / residual.size
 
 
-def numpy_window(parameters, batches, window, start=0):
+def numpy_window(parameters, batches, window, start=0, clip_norm=np.inf):
     """Returns parameters, sum of gradients and mean loss after `window` steps from batch number `start` on."""
     total = np.zeros(4)
     losses: list[float] = []
     for t in range(start, start + window):
         loss, gradient = numpy_gradient(parameters, *(b[t % len(b)] for b in batches))
+        gradient *= min(1, clip_norm / np.linalg.norm(gradient))
         parameters, total, losses = parameters - RATE * gradient, total + gradient, [*losses, loss]
     return parameters, total, np.mean(losses)
 
@@ -132,6 +133,20 @@ def test_push(make, initialized, num_ps):
         assert session.run(push.fetches())["updated"] == i
         close(session.run(center.read()[0]), before - i * RATE * gradient)
         assert session.run(center.step) == i
+
+
+@pytest.mark.parametrize("clip_norm", [0.1, 3.0, 1e6])
+@pytest.mark.parametrize("window", [1, 4])
+def test_gradients_are_clipped_step_by_step(make, initialized, batches_of, window, clip_norm):
+    """Not their sum. One that is short enough stays as it is."""
+    center, local = make(clip_norm=clip_norm)
+    train = local.train(window, sgd())
+    session = initialized(center, local)
+    session.run(train.fetches())
+    initial = local.model.initial_parameters.astype(float)
+    expected, total, _ = numpy_window(initial, batches_of, window, clip_norm=clip_norm)
+    close(session.run(local.value), expected)
+    close(session.run(local.gradient), total)
 
 
 @pytest.mark.parametrize("window", [1, 2, 7])
