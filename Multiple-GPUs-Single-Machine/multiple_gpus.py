@@ -186,7 +186,7 @@ def train(task, settings):
         outcome = run_worker(plan, None, whole, None, interruption, functools.partial(monitored_session, keeper=keeper))
     if outcome.final:
         built[0].save(*outcome.final, Path(settings.run_dir, "model.keras"))
-    if outcome.reports:
+    if outcome.evaluated:
         write_result(whole, None, outcome.reports, *outcome.evaluated, samples=outcome.samples)
         end(settings, names)
     return outcome.status

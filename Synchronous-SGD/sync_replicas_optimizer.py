@@ -119,7 +119,7 @@ def train(task, settings):
     path = Path(settings.run_dir, "contributions", f"worker-{index}.json")
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps([int(step) for step in steps[:-1]]))
-    if outcome.reports:
+    if outcome.evaluated:
         model = models.build(settings.model, dataset)
         model.save(np.concatenate([w.ravel() for w in outcome.final]), [], Path(settings.run_dir, "model.keras"))
         more = {"parameters": model.size, "optimizer": sgd.get_name(), "gradients_per_update": num_workers}

@@ -102,7 +102,7 @@ def train(task, settings):
         plan = training.Plan(last, global_step, next_call, evaluation, tf.trainable_variables(), tf.train.Scaffold())
         # The main loop is that of the schemes, and so is how it is measured; the session is the textbooks'.
         outcome = training.run_worker(plan, task, settings, server, interruption, textbook_session)
-    if outcome.reports:
+    if outcome.evaluated:
         model = models.build(settings.model, dataset)
         assert [w.shape for w in outcome.final] == model.shapes, "this is not the mlp that the schemes train"
         model.save(np.concatenate([w.ravel() for w in outcome.final]), [], Path(settings.run_dir, "model.keras"))

@@ -139,7 +139,7 @@ class Run:
         """Draws loss, metrics and speed over time, and returns the figure of Matplotlib; a notebook shows it."""
         import matplotlib.pyplot as plt
 
-        figure = plt.figure()
+        figure = plt.figure(layout="constrained")
         plots.draw(figure, self.path)
         return figure
 
@@ -320,6 +320,7 @@ def _run(command, program, names, verbose):
                     launcher.wait()
                 except KeyboardInterrupt:
                     is_interrupted = True
+                    print()  # the line of progress stays as it is
                     launcher.send_signal(signal.SIGINT)
         finally:
             if launcher.poll() is None:

@@ -97,7 +97,7 @@ def train(scheme, task, settings):
     doing("writing the result")
     if outcome.final:
         model.save(*outcome.final, Path(settings.run_dir, "model.keras"))
-    if outcome.reports:
+    if outcome.evaluated:
         optimizers = ", ".join(sorted(center.optimizers.names | local.optimizers.names))
         more = {"samples": outcome.samples, "parameters": model.size, "optimizer": optimizers, "minimizes": model.minimizes}
         write_result(settings, task, outcome.reports, *outcome.evaluated, gradients_per_update=gradients, **more)
