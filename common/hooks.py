@@ -65,22 +65,25 @@ class StartHook(tf.train.SessionRunHook):
 
     def __init__(self, gate, num_workers, secs, is_over=lambda: False, waited=lambda session, secs: None):
         self._gate, self._others, self._secs = gate, num_workers - 1, secs
-        self._is_over, self._waited, self._began = is_over, waited, None
+        self._is_over, self._waited = is_over, waited
+        self._deadline, self._has_waited = math.inf, False
 
     def after_create_session(self, session, coord):
         """Waits, if training has not begun yet."""
         if self._gate.is_open(session):
             return
-        if self._began is None:
-            self._began = time.monotonic()
+        if not self._has_waited:
+            began = time.monotonic()
+            self._deadline = min(self._deadline, began + self._secs)  # a ps may die meanwhile, and this be called again
             with meanwhile("waiting for all workers to come", waits=True):
                 self._wait(session)
-            self._waited(session, time.monotonic() - self._began)
+            self._waited(session, time.monotonic() - began)
+            self._has_waited = True
         self._gate.open(session)
 
     def _wait(self, session):
         while (count := session.run(self._gate.count)) < self._others and not self._is_over():
-            if time.monotonic() >= self._began + self._secs:
+            if time.monotonic() >= self._deadline:
                 missing = f"{self._others - count} of {self._others + 1} workers"
                 tell(f"{missing} have not come within --start_secs={self._secs:g}: the others begin")
                 break

@@ -393,6 +393,24 @@ def test_those_that_are_there_begin_without_the_others(gate, said):
         assert session.run(look).size == 0
 
 
+def test_a_ps_that_is_lost_while_the_chief_waits(gate, said):
+    """In the new session the chief waits on, but not once more when it has waited."""
+    looks = [gate.closed(i) for i in (1, 2)]
+    hook = StartHook(gate, 3, 60)
+    with tf.Session() as session:
+        session.run(looks[0])
+        hook._is_over = lambda: 1 / 0  # stands for the error of a session
+        with pytest.raises(ZeroDivisionError):
+            hook.after_create_session(session, None)
+    with tf.Session() as session:
+        hook._is_over = lambda: session.run(looks) and False  # by now both look again
+        hook.after_create_session(session, None)
+        assert gate.is_open(session)
+    with tf.Session() as session:  # training had begun: nobody has come to the new ps yet
+        hook.after_create_session(session, None)
+        assert gate.is_open(session) and said == []
+
+
 def test_a_chief_that_comes_back_waits_for_nobody(gate, said):
     with tf.Session() as session:
         gate.open(session)
