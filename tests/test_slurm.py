@@ -143,7 +143,7 @@ def test_scancel_and_resume(slurm, tmp_path):
     """The chief saves a checkpoint when the job is cancelled, from which another job goes on."""
     run_dir = tmp_path / "run"
     job = slurm.submit("HogWild", f"--run_dir={run_dir}", "--epochs=1e9", "--checkpoint_secs=600")
-    slurm.wait(job, lambda: "loss" in slurm.output(job), "no worker trains")
+    slurm.wait(job, lambda: "samples/s" in slurm.output(job), "no worker trains")
     assert newest_checkpoint(run_dir) == 0
     pids = processes(run_dir)
     slurm.run("scancel", job)
@@ -164,7 +164,7 @@ def test_requeue_resumes(slurm, tmp_path):
     """A job that Slurm puts back into its queue, as after the loss of a node, goes on from its checkpoint."""
     run_dir = tmp_path / "run"
     job = slurm.submit("HogWild", f"--run_dir={run_dir}", "--epochs=1e9", "--seconds=6", "--checkpoint_secs=600")
-    slurm.wait(job, lambda: "loss" in slurm.output(job), "no worker trains")
+    slurm.wait(job, lambda: "samples/s" in slurm.output(job), "no worker trains")
     slurm.run("scontrol", "requeue", job)
     slurm.wait(job, lambda: slurm.state(job) in ("PENDING", "RUNNING") and newest_checkpoint(run_dir) > 0, "nothing is saved")
     saved = newest_checkpoint(run_dir)
