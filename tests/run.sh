@@ -29,6 +29,6 @@ for argument in "$@"; do
     [[ ! -e ${argument%%::*} ]] || what=() parallel=() # the caller says which
 done
 # A notebook runs in its own folder, with this Python as its kernel whatever kernel it was saved with. Of its outputs,
-# those of cells marked `# NBVAL_CHECK_OUTPUT` are compared with the committed ones; elsewhere an error is what fails.
-"$PYTHON" -m pytest -rs --nbval-lax --nbval-current-env ${parallel[@]+"${parallel[@]}"} ${what[@]+"${what[@]}"} "$@" || status=$?
+# those of cells tagged `nbval-check-output` are compared with the committed ones; elsewhere an error is what fails.
+"$PYTHON" -m pytest -rs -p tests.nbval_numbers --nbval-lax --nbval-current-env ${parallel[@]+"${parallel[@]}"} ${what[@]+"${what[@]}"} "$@" || status=$?
 exit "$status"

@@ -1,0 +1,43 @@
+"""The notebooks as files: their form, and how their outputs are compared. Their cells run under nbval, see run.sh."""
+
+import json
+from pathlib import Path
+
+import pytest
+from nbval_numbers import agree
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = sorted([*ROOT.glob("[!.]*/*.ipynb"), *ROOT.glob("Basics-Tutorial/*/*.ipynb")])
+
+
+@pytest.mark.parametrize(
+    ("text", "reference", "same"),
+    [
+        ("accuracy 0.981", "accuracy 0.981", True),
+        ("accuracy 0.983", "accuracy 0.981", True),
+        ("accuracy 0.987", "accuracy 0.981", False),
+        ("loss 1,234.5", "loss 1,236.5", True),
+        ("loss 1,234.5", "loss 1,264.5", False),
+        ("loss -0.5", "loss 0.5", False),
+        ("loss 2.5e-03", "loss 2.6e-03", True),
+        ("loss 2.5e-03", "loss 2.5e-02", False),
+        ("step 12", "step 13", False),
+        ("accuracy 0.981", "loss 0.981", False),
+        ("0.981 0.5", "0.981", False),
+        ("version 1.2.3", "version 1.2.4", False),
+    ],
+)
+def test_numbers_are_compared_as_numbers(text, reference, same):
+    assert agree(text, reference) == same
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_form(path):
+    notebook = json.loads(path.read_text())
+    assert path.read_text() == json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"  # a diff shows what changed alone
+    for cell in notebook["cells"]:
+        assert "execution" not in cell["metadata"], "times of the last run: a change with every run"
+        if cell["cell_type"] == "code":
+            source = "".join(cell["source"])
+            assert "NBVAL" not in source, "a cell whose outputs are compared has the tag nbval-check-output"
+            assert not [line for line in source.splitlines() if len(line) > 88], "a page of 1,280 pixels cuts longer lines"
