@@ -72,12 +72,12 @@ def _named(part, name):
 
 
 def load(spec, seed=0):
-    """Returns the `Data` that `--data=spec` names: digits, linear, mnist or FILE.py:FUNCTION.
+    """Returns the `Data` that `--data=spec` names: digits, linear, mnist, text or FILE.py:FUNCTION.
 
     Raises:
       UserError: if there is no such data or no training could use it.
     """
-    loaders = {"digits": digits, "linear": lambda: linear(seed), "mnist": mnist}
+    loaders = {"digits": digits, "linear": lambda: linear(seed), "mnist": mnist, "text": text}
     if spec in loaders:
         arrays = loaders[spec]()
     elif ":" in spec:
@@ -123,6 +123,53 @@ def mnist():
     return tuple(
         ((x[..., None] / 255).astype(np.float32), y.astype(np.int32)) for x, y in ((x_train, y_train), (x_test, y_test))
     )
+
+
+ALPHABET = "\n" + "".join(map(chr, range(32, 127)))  # of a language model: 96 characters, each the number of its place
+_AS_ASCII = str.maketrans({"‘": "'", "’": "'", "“": '"', "”": '"', "–": "-", "—": "-", "…": "...", "\t": "    "})
+
+
+def encoded(text):
+    """Returns the places in `ALPHABET` of a text's characters, uint8 `[n]`; one that is not there becomes a question mark."""
+    codes = np.frombuffer(text.translate(_AS_ASCII).encode("ascii", "replace"), np.uint8)
+    return np.where(codes == ord("\n"), 0, np.where((codes < 32) | (codes > 126), ord("?"), codes) - 31).astype(np.uint8)
+
+
+def decoded(places):
+    """Returns the text whose characters have these places in `ALPHABET`, an array `[n]` of whole numbers."""
+    return "".join(ALPHABET[place] for place in places)
+
+
+def next_characters(text, length=64):
+    """Returns training and test set of a language model, of windows that follow each other: x, y `[n, length]` each.
+
+    x are the characters of a window, y the ones that follow each of them, as places in `ALPHABET`. The last tenth of the
+    text is for the test.
+
+    Args:
+      text: a string, of at least 10 * length + 10 characters.
+      length: characters in a window.
+    """
+    codes = encoded(text)
+    test = len(codes) - len(codes) // 10
+
+    def windows(codes):
+        end = (len(codes) - 1) // length * length
+        return codes[:end].reshape(-1, length), codes[1 : end + 1].reshape(-1, length)
+
+    return windows(codes[:test]), windows(codes[test:])
+
+
+def text():
+    """`next_characters` of Python's own help, `pydoc_data.topics`: English, about 370,000 characters, in every Python.
+
+    A paragraph that occurs several times is taken once: else a tenth of the test set would also be in the training set. The
+    text differs a little between versions of Python.
+    """
+    from pydoc_data.topics import topics
+
+    paragraphs = "\n\n".join(topics[name] for name in sorted(topics)).split("\n\n")
+    return next_characters("\n\n".join(dict.fromkeys(paragraphs)))
 
 
 def checked(arrays, spec):

@@ -71,7 +71,7 @@ def train(scheme, model, data, *, run_dir=None, pace="own", verbose=True, **flag
       model: a `keras.Model`, which is not changed, and whose weights are where training begins; a function that returns one;
         or "linear", "mlp", "cnn".
       data: ((x_train, y_train), (x_test, y_test)), each pair with weights of the samples as a third if they have some; a
-        function that returns that; or "digits", "linear", "mnist".
+        function that returns that; or "digits", "linear", "mnist", "text".
       run_dir: folder for all that the run writes; runs/SCHEME/TIME by default.
       pace: of a scheme that is a function, see `common.main.main`.
       verbose: whether to show the progress meanwhile.

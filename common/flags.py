@@ -194,7 +194,7 @@ def define(defaults):
     define_number("epochs", own("epochs"), "passes over the training set, all workers together", above=0, most=2**32)
     define_integer("steps", None, "stop at this many global updates (default: from --epochs)", least=1)
     define_number("seconds", None, "stop after this many seconds of training", above=0, most=SECONDS)
-    flags.DEFINE_string("data", own("data", "digits"), "digits, linear, mnist, or FILE.py:FUNCTION")
+    flags.DEFINE_string("data", own("data", "digits"), "digits, linear, mnist, text, or FILE.py:FUNCTION")
     flags.DEFINE_string("model", own("model", "mlp"), "linear, mlp, cnn, or FILE.py:FUNCTION")
     flags.DEFINE_string("loss", None, "of a model that has none, a name of Keras's (default: by the labels)")
     define_integer("batch_size", own("batch_size"), "samples per step and worker", least=1)

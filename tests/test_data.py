@@ -81,9 +81,36 @@ def test_mnist_without_a_network(monkeypatch, user_error):
         data.load("mnist")
 
 
+def test_text():
+    """Windows follow each other, in the training set and then in the test set: no character is in both."""
+    text = data.load("text")
+    assert text.x_train.shape[0] > 9 * text.x_test.shape[0] - 20 and text.x_test.shape[0] > 300
+    assert text.x_train.shape[1:] == text.y_test.shape[1:] == (64,)
+    assert (text.x_train.dtype, text.y_train.dtype) == (np.uint8, np.int32)
+    for x, y in text.train, text.test:
+        np.testing.assert_array_equal(y.ravel()[:-1], x.ravel()[1:])
+        assert x.max() < len(data.ALPHABET)
+    train, test = (data.decoded(x.ravel()) for x in (text.x_train, text.x_test))
+    seen = {paragraph for paragraph in train.split("\n\n") if len(paragraph) > 100}
+    assert len(seen) > 500 and not seen & set(test.split("\n\n"))
+
+
+def test_next_characters():
+    (x, y), (x_test, y_test) = data.next_characters("abcdefghij" * 3, length=2)
+    assert [data.decoded(row) for row in x[:2]] == ["ab", "cd"] and [data.decoded(row) for row in y[:2]] == ["bc", "de"]
+    assert (len(x), [data.decoded(row) for row in x_test], [data.decoded(row) for row in y_test]) == (13, ["hi"], ["ij"])
+
+
+def test_characters_have_places_in_the_alphabet():
+    assert len(data.ALPHABET) == len(set(data.ALPHABET)) == 96
+    np.testing.assert_array_equal(data.encoded(data.ALPHABET), np.arange(96, dtype=np.uint8))
+    assert data.decoded(data.encoded(data.ALPHABET)) == data.ALPHABET
+    assert data.decoded(data.encoded("It’s “a”\t… é\r")) == 'It\'s "a"    ... ??'
+
+
 @pytest.mark.parametrize("spec", ["digit", "", "data.py"])
 def test_no_such_data(user_error, spec):
-    with user_error(f"--data must be one of digits, linear, mnist or FILE.py:FUNCTION, not {spec!r}"):
+    with user_error(f"--data must be one of digits, linear, mnist, text or FILE.py:FUNCTION, not {spec!r}"):
         data.load(spec)
 
 
