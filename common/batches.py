@@ -1,11 +1,45 @@
 """Batches of one worker's samples, drawn inside the graph, and variables of a worker's own."""
 
 import itertools
+import os
+import sys
 
 import numpy as np
 
 from common import tf
 from common.data import arrays_in, check_batch, mapped
+from common.run_dir import open_own
+
+
+class Position:
+    """How many samples a worker has drawn: kept in a file of the run's folder, so that it outlives the process.
+
+    It is that of the calls that have come to their end; a worker that dies draws those of the call that it was making again.
+
+    Args:
+      path: of the file.
+      order: whole numbers that tell the order of the samples from others, as its seed; in another order the position is 0.
+    """
+
+    def __init__(self, path, *order):
+        self._descriptor = open_own(path, os.O_RDWR)
+        numbers = np.array([*order, 0], np.int64)
+        kept = os.pread(self._descriptor, numbers.nbytes, 0)
+        is_same = len(kept) == numbers.nbytes and kept[:-8] == numbers.tobytes()[:-8]
+        self.value = int(np.frombuffer(kept[-8:], np.int64)[0]) if is_same else 0
+        self._place = numbers.nbytes - 8
+        os.pwrite(self._descriptor, numbers[:-1].tobytes() + np.int64(self.value).tobytes(), 0)
+
+    def add(self, count):
+        """Notes that so many more samples were drawn. Takes a microsecond."""
+        self.value += count
+        os.pwrite(self._descriptor, self.value.to_bytes(8, sys.byteorder), self._place)
+
+    def start(self):
+        """Returns the value, a tensor (int64) that is that of the moment when it is computed."""
+        value = tf.numpy_function(lambda: np.int64(self.value), [], tf.int64)
+        value.set_shape([])
+        return value
 
 
 class Batches:
@@ -21,9 +55,10 @@ class Batches:
       seed: of the order; equal seeds give equal orders.
       name: variable scope.
       weights: of the samples, arrays `[n]`, or None.
+      position: a `Position` at which to begin, in every session; None for 0.
     """
 
-    def __init__(self, x, y, batch_size, seed, name="batches", weights=None):
+    def __init__(self, x, y, batch_size, seed, name="batches", weights=None, position=None):
         self.num_samples, self.batch_size = len(arrays_in(x)[0]), batch_size
         self._check = lambda window: check_batch(x, y, batch_size, window)
         self.init_feed_dict: dict = {}
@@ -33,7 +68,7 @@ class Batches:
             rng = np.random.default_rng(seed)
             orders = {name: rng.permutation(self.num_samples) for name in ("first", "second")}
             self._first, self._second = (fed(name, order, self.init_feed_dict) for name, order in orders.items())
-            self._position = local_variable("position", tf.zeros([], tf.int64))
+            self._position = local_variable("position", position.start() if position else tf.zeros([], tf.int64))
 
     def next(self, window):
         """Returns the indices `[window, batch_size]` of the next samples.

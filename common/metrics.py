@@ -108,13 +108,14 @@ class MetricsHook(tf.train.SessionRunHook):
     Args:
       log: a `MetricsLog`.
       samples_per_update: batch size × window.
+      drawn: function that is told after each call how many samples it was made of, or None.
 
     Raises:
       TrainingFailed: after a call whose loss was not finite.
     """
 
-    def __init__(self, log, samples_per_update, every_secs=0.5):
-        self._log, self._samples_per_update, self._every_secs = log, samples_per_update, every_secs
+    def __init__(self, log, samples_per_update, every_secs=0.5, drawn=None):
+        self._log, self._samples_per_update, self._every_secs, self._drawn = log, samples_per_update, every_secs, drawn
         self.staleness: collections.Counter[int] = collections.Counter()  # number of updates by their staleness
         self._new: collections.Counter[int] = collections.Counter()  # the same since the last line
         self.dropped = self._new_dropped = 0  # gradients that no update was made of
@@ -143,6 +144,8 @@ class MetricsHook(tf.train.SessionRunHook):
         if run_values.results is None:
             return
         loss, steps = run_values.results
+        if self._drawn:
+            self._drawn(len(steps) * self._samples_per_update)
         for pulled, updated in steps.tolist():
             if updated > pulled:
                 self._new[updated - pulled - 1] += 1

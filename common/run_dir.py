@@ -22,6 +22,7 @@ from common.flags import UserError
 # What a run writes into its folder; the names of files that are not complete yet begin with the names of those that are.
 FOLDERS = ("checkpoints", "logs", "metrics", "tensorboard", "best")
 FILES = ("lock", "result.json", "curve.", "model.", "evaluator-says-stop", "training-has-ended")
+WRITTEN_INTO = (".log", ".jsonl", ".position")  # what such files are called; others are replaced
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 # How long a lock is waited for that another machine holds: NFS keeps it 90 s for a machine that was lost.
@@ -66,6 +67,9 @@ def prepare_run_dir(settings, task=None):
             raise UserError(f"--run_dir={run_dir} holds a run already: --resume goes on with it, another folder starts anew")
 
     held = lock_folder(run_dir, "--run_dir", FOLDERS[:3], None if task is None else task_name(task), check)
+    if task is None and not settings.resume:
+        for path in (run_dir / "metrics").glob("*.position"):  # of a run that has left no checkpoint
+            path.unlink()
     return str(run_dir.resolve()), held
 
 
@@ -226,13 +230,13 @@ def _problem(path, found, owners):
     if found.st_uid not in owners:
         return "belongs to another user"
     if kind == stat.S_IFDIR:
-        is_file = path.name.startswith((*FILES, "checkpoint")) or path.suffix in (".log", ".jsonl", ".json", ".index")
+        is_file = path.name.startswith((*FILES, "checkpoint")) or path.suffix in (*WRITTEN_INTO, ".json", ".index")
         return "is a folder, where a file belongs" if is_file and path.name not in FOLDERS else None
     if kind != stat.S_IFREG:
         return {stat.S_IFLNK: "is a link", stat.S_IFIFO: "is a pipe", stat.S_IFSOCK: "is a socket"}.get(kind, "is a device")
     if path.name in FOLDERS:
         return "is a file, where a folder belongs"
-    if found.st_nlink > 1 and (path.suffix in (".log", ".jsonl") or path.name.startswith("lock")):  # others are replaced
+    if found.st_nlink > 1 and (path.suffix in WRITTEN_INTO or path.name.startswith("lock")):
         return "is a file that has another name, too"
     return None
 

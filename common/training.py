@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common import data, ending, models, plots, signals, tf
-from common.batches import Batches, fed
+from common.batches import Batches, Position, fed
 from common.center import GlobalParameters
 from common.checkpoints import Keeper
 from common.flags import KNOWN, Settings, UserError
@@ -51,7 +51,9 @@ def train(scheme, task, settings):
     with tf.Graph().as_default():
         center = GlobalParameters(model.initial_parameters, task.num_ps if task else 1, task and task.device_fn())
         with tf.device(task and task.device):
-            batches = Batches(x, y, settings.batch_size, settings.seed + index, weights=weights[0] if weights else None)
+            position = position_of(settings, index, num_workers, dataset.num_samples)
+            weights = weights[0] if weights else None
+            batches = Batches(x, y, settings.batch_size, settings.seed + index, weights=weights, position=position)
             kept = center.keep(model.initial_state)
             local = LocalParameters(
                 *(center, model, batches, f"worker_{index}", index, num_workers, delay_of(settings.delays, index)),
@@ -92,7 +94,7 @@ def train(scheme, task, settings):
                 local_init_op=tf.local_variables_initializer(),
                 local_init_feed_dict=local_init_feed_dict,
             )
-        plan = Plan(last, center.step, next_call, evaluation, final, scaffold, gate, waits, gradients, keeper)
+        plan = Plan(last, center.step, next_call, evaluation, final, scaffold, gate, waits, gradients, keeper, position)
         outcome = run_worker(plan, task, settings, server, interruption, functools.partial(monitored_session, keeper=keeper))
     doing("writing the result")
     if outcome.final:
@@ -192,6 +194,7 @@ class Plan(NamedTuple):
     waits: Any = None  # a `common.together.Pace`, `Together` or `Ring`, where workers wait for each other
     gradients_per_update: int = 1  # of how many workers
     keeper: Any = None  # a `common.checkpoints.Keeper`, if there is one
+    position: Any = None  # a `common.batches.Position`, if it is to be kept
 
 
 class Outcome(NamedTuple):
@@ -220,7 +223,8 @@ def run_worker(plan, task, settings, server, interruption, open_session):
     """
     index = task.shard_index if task else 0
     log = MetricsLog(settings.run_dir, index, plan.last)
-    metrics = MetricsHook(log, settings.batch_size * settings.window)
+    drawn = plan.position.add if plan.position else None
+    metrics = MetricsHook(log, settings.batch_size * settings.window, drawn=drawn)
     hooks: list = [interruption, metrics]
     if index == 0:
         step, results = plan.evaluation
@@ -383,6 +387,12 @@ def load_data(settings):
 def training_part(dataset, settings):
     """Returns what there is to train with of all the data."""
     return data.hold_out(dataset, settings.validation, settings.seed)[0] if settings.num_evaluators else dataset
+
+
+def position_of(settings, index, num_workers, num_samples):
+    """Returns the `common.batches.Position` of a worker in the order of its samples, where the process before left it."""
+    path = Path(settings.run_dir, "metrics", f"worker-{index}.position")
+    return Position(path, settings.seed, index, num_workers, num_samples)
 
 
 def delay_of(delays, index):
