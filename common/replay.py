@@ -69,9 +69,17 @@ class Replay:
         self._waiting: list[int] = []
         self._global_step = 0
 
+    def steps(self, worker):
+        """Returns the `common.steps.Step`s of this worker's round."""
+        return self._steps[worker]
+
+    def next_step(self, worker):
+        """Returns the `common.steps.Step` that `step(worker)` runs next."""
+        return self._steps[worker][self._next[worker]]
+
     def has_to_wait(self, worker):
         """Returns whether the next step of this worker's round waits for other workers."""
-        may_go_on = self._steps[worker][self._next[worker]].may_go_on
+        may_go_on = self.next_step(worker).may_go_on
         return may_go_on is not None and not self.session.run(may_go_on)
 
     def step(self, worker):

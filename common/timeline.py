@@ -1,0 +1,125 @@
+"""What each worker of a scheme does when: a picture for the top of a notebook, drawn from the scheme itself.
+
+The workers are those of `common.replay.Replay`, on a problem of two parameters. Their clock is made up: a local step and a
+message take as long as the caller says. So the picture shows the order of things, not the speed of a machine.
+"""
+
+import heapq
+from typing import NamedTuple
+
+from common import data, models
+from common.batches import Batches
+from common.replay import Replay
+
+COLORS = {"pull": "tab:green", "train": "tab:blue", "push": "tab:orange", "pull and push": "tab:purple", "wait": "lightgray"}
+
+
+class Span(NamedTuple):
+    """What one worker does for a while."""
+
+    worker: int
+    part: str  # a key of COLORS
+    start: float
+    end: float
+    steps: int  # local steps, of a train
+
+
+class _CountedBatches(Batches):
+    """Batches that note how many local steps each call of `train` makes."""
+
+    windows: list[int]
+
+    def next(self, window):
+        self.windows.append(window)
+        return super().next(window)
+
+
+def part_of(step):
+    """Returns what a `common.steps.Step` does, a key of COLORS; None for what takes no message and no gradient."""
+    if step.losses:
+        return "train"
+    if step.may_go_on is not None:
+        return "wait"
+    if step.updated is not None:
+        return "pull and push" if step.pulled is not None else "push"
+    return "pull" if step.pulled is not None else None
+
+
+def spans(scheme, hp, seconds=(1.0, 1.2, 1.7), message=0.6, until=20.0):
+    """Returns the `Span`s of a scheme's workers, which all begin at 0.
+
+    Args:
+      scheme: generator function, see `common.steps`.
+      hp: the hyperparameters that it asks for, as a namespace.
+      seconds: how long a local step takes, of each worker.
+      message: how long a pull, or a push, takes.
+      until: no step begins later.
+    """
+    line, n, windows = data.load("linear"), len(seconds), []
+
+    def make_batches(i):
+        batches = _CountedBatches(*data.shard(line, i, n), 32, seed=i, name=f"batches_{i}")
+        batches.windows = []
+        windows.append(batches.windows)
+        return batches
+
+    replay = Replay(scheme, hp, models.build("linear", line), make_batches, n)
+    found, waiting, heap, last_wake = [], {}, [], [0.0] * n
+
+    def begin(worker, now):
+        step, windows_of = replay.next_step(worker), windows[worker]
+        part = part_of(step)
+        if now >= until:
+            return
+        if replay.has_to_wait(worker):
+            waiting[worker] = now
+            return
+        trains = [s for s in replay.steps(worker) if s.losses]
+        steps = windows_of[trains.index(step)] if part == "train" else 0
+        takes = steps * seconds[worker] if part == "train" else message if part and part != "wait" else 0.0
+        if takes:
+            found.append(Span(worker, part, now, now + takes, steps))
+        heapq.heappush(heap, (now + takes, len(last_wake) * round(1e6 * now) + worker, worker))
+
+    for worker in range(n):
+        begin(worker, 0.0)
+    while heap:
+        now, _, worker = heapq.heappop(heap)
+        replay.step(worker)
+        begin(worker, now)
+        for each in [w for w in waiting if not replay.has_to_wait(w)]:
+            if now > waiting[each]:
+                found.append(Span(each, "wait", waiting[each], now, 0))
+            del waiting[each]
+            begin(each, now)
+    found += [Span(worker, "wait", start, until, 0) for worker, start in waiting.items() if start < until]
+    replay.close()
+    return found
+
+
+def draw(scheme, hp, seconds=(1.0, 1.2, 1.7), message=0.6, until=20.0):
+    """Shows what the workers of a scheme do when; the arguments are those of `spans`."""
+    import matplotlib.pyplot as plt
+
+    found = spans(scheme, hp, seconds, message, until)
+    figure, axes = plt.subplots(figsize=(11, 0.55 * len(seconds) + 0.9), layout="constrained")
+    for worker, part, start, end, steps in found:
+        axes.broken_barh([(start, end - start)], (worker - 0.36, 0.72), color=COLORS[part], lw=0)
+        for k in range(1, steps):
+            axes.plot([start + k * (end - start) / steps] * 2, [worker - 0.36, worker + 0.36], color="white", lw=1)
+    shown = [part for part in COLORS if any(span.part == part for span in found)]
+    names = {"train": "local steps", "wait": "waits for others"}
+    handles = [plt.Rectangle((0, 0), 1, 1, color=COLORS[part]) for part in shown]
+    axes.legend(
+        handles,
+        [names.get(part, part) for part in shown],
+        ncol=len(shown),
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        frameon=False,
+    )
+    axes.set(xlim=(0, until), ylim=(len(seconds) - 0.5, -0.5), xlabel="time")
+    axes.set(yticks=range(len(seconds)), yticklabels=[f"worker {i}" for i in range(len(seconds))], xticks=[])
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(left=False)
+    plt.show()

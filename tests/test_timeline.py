@@ -1,0 +1,55 @@
+"""common/timeline.py: what each worker of a scheme does when."""
+
+import types
+
+import pytest
+
+from common import tf, timeline
+
+
+def asynchronous(center, local, hp):
+    """Pull, train a window, push."""
+    sgd = tf.train.GradientDescentOptimizer(hp.learning_rate)
+    yield local.pull(center)
+    yield local.train(hp.window, sgd)
+    yield center.push(sgd, local.gradient)
+
+
+def synchronous(center, local, hp):
+    """The same, and all wait for each other."""
+    sgd = tf.train.GradientDescentOptimizer(hp.learning_rate)
+    others = center.together(local)
+    yield local.pull(center)
+    yield local.train(hp.window, sgd)
+    yield others.push(sgd, local.gradient)
+    yield others.wait()
+
+
+def spans_of(scheme, worker):
+    hp = types.SimpleNamespace(window=2, learning_rate=0.1)
+    found = timeline.spans(scheme, hp, seconds=(1.0, 2.0), message=0.5, until=9.0)
+    return [tuple(span)[1:] for span in sorted(found, key=lambda span: span.start) if span.worker == worker]
+
+
+def test_workers_at_their_own_pace():
+    assert spans_of(asynchronous, 0)[:4] == [
+        ("pull", 0, 0.5, 0),
+        ("train", 0.5, 2.5, 2),
+        ("push", 2.5, 3, 0),
+        ("pull", 3, 3.5, 0),
+    ]
+    slow = spans_of(asynchronous, 1)
+    assert slow[1] == ("train", 0.5, 4.5, 2) and slow[3] == ("pull", 5, 5.5, 0)
+
+
+def test_workers_that_wait_for_each_other():
+    fast, slow = (spans_of(synchronous, worker) for worker in (0, 1))
+    assert fast[2:5] == [("push", 2.5, 3, 0), ("wait", 3, 5, 0), ("pull", 5, 5.5, 0)]
+    assert [part for part, *_ in slow] == ["pull", "train", "push", "pull", "train"] and slow[3] == ("pull", 5, 5.5, 0)
+
+
+@pytest.mark.parametrize("scheme", [asynchronous, synchronous])
+def test_a_worker_does_one_thing_at_a_time(scheme):
+    for worker in (0, 1):
+        spans = spans_of(scheme, worker)
+        assert all(one[2] == other[1] for one, other in zip(spans, spans[1:]))
