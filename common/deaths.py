@@ -6,7 +6,8 @@ import signal
 from pathlib import Path
 
 NOTHING = "it printed nothing"
-_REPORT = re.compile(r"[IW]\d{4} ")  # begins what C++ code of tensorflow reports that is no error,
+# Begins what C++ code of tensorflow reports that is no error, as that there is no GPU,
+_REPORT = re.compile(r"[IW]\d{4} |E\d{4} .* failed call to cuInit")
 _FATAL = re.compile(r"F\d{4} ")  # and what it ends a process with
 
 

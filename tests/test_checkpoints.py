@@ -41,6 +41,17 @@ class Worker:
             saver = session.Saver(sharded=False, save_relative_paths=True)
             self._scaffold = tf.train.Scaffold(saver=saver, init_feed_dict=center.init_feed_dict)
             self.spoil = [piece.assign(piece * np.inf) for piece in center.pieces]
+            with center.lock.held([]) as done, tf.device(self._task.device_fn()):  # an update that stops midway
+                half = [piece.assign_add(tf.ones_like(piece)) for piece in center.pieces[:1]]
+                with tf.control_dependencies(half), tf.device(center.step.device):
+                    self.half_done = tf.queue.FIFOQueue(1, tf.bool, [], shared_name="half_done")
+                    self.go_on = tf.queue.FIFOQueue(1, tf.bool, [], shared_name="go_on")
+                    with tf.control_dependencies([self.half_done.enqueue(True)]):
+                        told = self.go_on.dequeue()
+                with tf.control_dependencies([told]):
+                    done += [piece.assign_add(tf.ones_like(piece)) for piece in center.pieces[1:]]
+                    done.append(center.step.assign_add(1))
+            self.slow_update, self.midway, self.tell = done, self.half_done.dequeue(), self.go_on.enqueue(True)
             self.forget_last_piece = tf.raw_ops.DestroyResourceOp(resource=center.pieces[-1].handle)
 
     def begin(self):
@@ -93,6 +104,21 @@ def test_name_and_pieces_are_of_one_moment_while_others_push(chief):
     assert len(seen) > 2
     for name, (step, parameters) in seen.items():
         assert name == step and parameters == [step] * SIZE
+
+
+def test_an_update_under_the_lock_is_saved_as_a_whole(chief):
+    """It stops when one ps of two has it, and goes on when the checkpoint is there, or waits for it."""
+    opened = chief.begin()
+    updating = threading.Thread(target=opened.run, args=(chief.slow_update,))
+    updating.start()
+    opened.run(chief.midway)
+    saving = threading.Thread(target=chief.keeper.save, args=(opened,))
+    saving.start()
+    saving.join(0.5)  # if it does not wait, it has long ended by then
+    opened.run(chief.tell)
+    for thread in (updating, saving):
+        thread.join()
+    assert saved(chief.folder) == {0: (0, [0] * SIZE), 1: (1, [1] * SIZE)}
 
 
 def test_only_the_newest_five_are_kept(chief):

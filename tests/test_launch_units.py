@@ -103,6 +103,7 @@ def test_start_forgets_how_the_task_has_ended_before(tmp_path):
         ("print('F0000 00:00:17 12 env.cc:84] Check failed'); print('@ a()')", "F0000 00:00:17 12 env.cc:84] Check failed"),
         ("", "it printed nothing"),
         ("print('I0000 00:00:1795 120 grpc_server_lib.cc:467] Started server')", "it printed nothing"),
+        ("print('E0000 00:00:17 5 cuda_platform.cc:52] failed call to cuInit: INTERNAL: CUDA error')", "it printed nothing"),
     ],
 )
 def test_last_words(start, code, words):
