@@ -120,7 +120,7 @@ class MetricsHook(tf.train.SessionRunHook):
         self._new: collections.Counter[int] = collections.Counter()  # the same since the last line
         self.dropped = self._new_dropped = 0  # gradients that no update was made of
         self._loss_sum, self._num_calls = 0.0, 0  # since the last line
-        self._first = self._began = 0.0  # the time of the first call, and of the last line
+        self._first = self._began = self._called = 0.0  # the time of the first call, of the last line, and of the last call
         self._step = 0
 
     def totals(self):
@@ -156,7 +156,7 @@ class MetricsHook(tf.train.SessionRunHook):
             raise self._log.failure(self._step, loss)
         self._loss_sum += float(loss)
         self._num_calls += 1
-        now = time.perf_counter()
+        now = self._called = time.perf_counter()
         if now - self._began >= seconds_between(self._every_secs, now - self._first):
             self.flush()
 
@@ -165,12 +165,18 @@ class MetricsHook(tf.train.SessionRunHook):
         self.flush()
 
     def flush(self):
-        """Writes a line for the time since the last one, if there was a call."""
+        """Writes a line for the time since the last one, until the last call, if there was a call.
+
+        It says no speed if that was much less than the usual time: at the end of training a worker prepares the graph of a
+        shorter call, and that is most of it.
+        """
         updates = self._new.total()
         gradients = updates + self._new_dropped
         if not gradients:
             return
-        now = time.perf_counter()
+        seconds = self._called - self._began
+        is_rest = self.staleness and seconds < self._every_secs / 2
+        speed = {} if is_rest else {"samples_per_second": gradients * self._samples_per_update / seconds}
         self.staleness.update(self._new)
         self.dropped += self._new_dropped
         dropped = {"gradients_dropped": self._new_dropped} if self._new_dropped else {}
@@ -179,12 +185,12 @@ class MetricsHook(tf.train.SessionRunHook):
             self._step,
             loss=self._loss_sum / self._num_calls,
             samples=self.totals()[0],
-            samples_per_second=gradients * self._samples_per_update / (now - self._began),
+            **speed,
             staleness_mean=sum(k * n for k, n in staleness.items()) / updates if updates else None,
             staleness={str(k): n for k, n in sorted(staleness.items())},
             **dropped,
         )
-        self._loss_sum, self._num_calls, self._began = 0.0, 0, now
+        self._loss_sum, self._num_calls, self._began = 0.0, 0, time.perf_counter()
 
 
 class EvaluationHook(tf.train.SessionRunHook):

@@ -187,6 +187,16 @@ def test_lines_are_of_the_time_since_the_last(log, lines, call):
     assert hook.totals() == (30, 3, 2, 2, 0)
 
 
+def test_what_is_left_at_the_end_is_no_measure_of_speed(log, lines, call):
+    hook = MetricsHook(log, samples_per_update=10, every_secs=0)
+    with tf.train.MonitoredSession(hooks=[hook]) as session:
+        train(session, call, 1, [[0, 1]])
+        hook._every_secs = 1e9  # the next line is that of the end, after far less time
+        train(session, call, 3, [[1, 2]])
+    assert ["samples_per_second" in line for line in lines()] == [True, False]
+    assert [line["samples"] for line in lines()] == [10, 20]
+
+
 def test_dropped_gradients_are_no_updates_but_of_samples(log, lines, call):
     hook = MetricsHook(log, samples_per_update=10, every_secs=0)
     with tf.train.MonitoredSession(hooks=[hook]) as session:
