@@ -1,6 +1,8 @@
 """A Keras model as a pure function of one flat vector of parameters."""
 
 import contextlib
+import contextvars
+import functools
 import math
 import os
 import re
@@ -139,15 +141,15 @@ def checked(keras_model, data, loss=None, last_operation=None):
 
     Args:
       keras_model, data, loss: as in `build`.
-      last_operation: function that returns the type of the operation that the model ends with, where that is known.
+      last_operation: function that returns "Softmax" or "Sigmoid", if the model ends so, or None, where that is known.
 
     Raises:
       UserError: if it cannot be trained with these samples.
     """
     from common import objectives
 
+    _refuse_layers(keras_model)  # before they are called: Keras's own complaints about them say something else
     x, y, *weights = _telling_samples(data.train)
-    x = mapped(as_input, x)
     shapes = ", ".join(str(list(array.shape[1:])) for array in arrays_in(x))
     with _as_user_error(f"the model cannot be called on samples of shape {shapes}"):
         outputs = keras_model(x, **_training(keras_model, False))
@@ -158,17 +160,17 @@ def checked(keras_model, data, loss=None, last_operation=None):
         if values.dtype.kind == "f" and not np.isfinite(values).all():
             count = np.sum(~np.isfinite(values))
             raise UserError(f"{v.path} begins with {count} values that are NaN or infinite")
+    _refuse_layers(keras_model)  # also those that the call has made
     _refuse_what_is_not_honoured(keras_model)
     own_optimizer = type(keras_model.optimizer).__name__ if keras_model.compiled and keras_model.optimizer else None
     last_operation = last_operation or (lambda: _last_operation(keras_model, x, outputs))
     minimizes = objectives.choose(keras_model, outputs, last_operation, data, loss)
-    with _as_user_error(f"the loss, {minimizes}, does not fit the labels"):
+    with _as_user_error(f"the loss, {minimizes.removeprefix('the loss of ')}, does not fit the labels"):
         keras_model._compute_loss(x, y, outputs, *weights)
         if data.num_samples > 2:  # shapes that differ may fit by chance, with as many samples as one of them has
             two = [tf.nest.map_structure(lambda array: array[:2], part) for part in (x, y, outputs, *weights)]
             keras_model._compute_loss(*two)
         x_test, y_test, *weights_test = _telling_samples(data.test)
-        x_test = mapped(as_input, x_test)
         keras_model._compute_loss(x_test, y_test, keras_model(x_test, **_training(keras_model, False)), *weights_test)
     with _as_user_error("the metrics of the model do not fit the labels"):
         measures = list(keras_model.compute_metrics(x, y, outputs, *weights))
@@ -177,13 +179,16 @@ def checked(keras_model, data, loss=None, last_operation=None):
 
 def _telling_samples(samples):
     """Returns the first three samples, and those with the smallest and the largest label, where labels may be classes."""
+    import keras
+
     n = len(arrays_in(samples[0])[0])
     chosen = [*range(min(3, n))]
     for y in arrays_in(samples[1]):
         if y.dtype.kind == "i":
             flat = y.reshape(n, -1)
             chosen += [int(flat.min(axis=1).argmin()), int(flat.max(axis=1).argmax())]
-    return [mapped(lambda array: array[chosen], part) for part in samples]
+    x, *others = [mapped(lambda array: keras.ops.convert_to_tensor(array[chosen]), part) for part in samples]
+    return [mapped(as_input, x), *others]  # tensors, as `fit` has them
 
 
 def _refuse_what_is_not_honoured(keras_model):
@@ -199,12 +204,6 @@ def _refuse_what_is_not_honoured(keras_model):
     others = {v.dtype for v in keras_model.trainable_variables} - {"float32"}
     if others:
         raise UserError(f"the model has trainable variables of type {', '.join(sorted(others))}, expected float32")
-    for layer in keras_model._flatten_layers():
-        if layer.compute_dtype == "float16":
-            raise UserError(
-                f"{layer.name} computes in float16, where small gradients become 0: fit scales the loss, no scheme does; "
-                "choose mixed_bfloat16"
-            )
     for name in ("train_step", "test_step"):
         if getattr(type(keras_model), name) is not getattr(keras.Model, name):
             raise UserError(
@@ -212,23 +211,50 @@ def _refuse_what_is_not_honoured(keras_model):
             )
 
 
-def _last_operation(keras_model, x, outputs):
-    """Returns the type of the operation of TensorFlow that the model ends with, as "Softmax", whatever converts it then.
+def _refuse_layers(keras_model):
+    """Raises a `UserError` for layers that no worker can train as `fit` does."""
+    for layer in keras_model._flatten_layers():
+        if layer.compute_dtype == "float16":
+            raise UserError(
+                f"{layer.name} computes in float16, where small gradients become 0: fit scales the loss, no scheme does; "
+                "choose mixed_bfloat16"
+            )
+        if getattr(layer, "stateful", False) is True:
+            raise UserError(
+                f"{layer.name} is stateful: it would go on where the batch before has ended, but workers draw batches at random"
+            )
 
-    Also of outputs that are probabilities all the same: a part, or the mean, of what Softmax gives.
+
+# Operations that move numbers, or take means of them: what they give of probabilities alone are no logits either.
+_MOVES = {"Identity", "Cast", "Reshape", "Squeeze", "ExpandDims", "Transpose", "StridedSlice", "Slice", "GatherV2", "Pack"}
+_MOVES |= {"Split", "SplitV", "Unpack", "ConcatV2", "Mean", "Sum", "AddV2", "AddN", "Mul", "RealDiv"}
+
+
+def _last_operation(keras_model, x, outputs):
+    """Returns "Softmax" or "Sigmoid" if the model gives what these operations of TensorFlow give, a part of it, or means.
+
+    "Softmax" also for outputs that are such probabilities by some other way; None for others.
     """
     import tensorflow
 
+    from common import objectives
+
     with _as_user_error("the model cannot be a part of a graph"), _scope(keras_model):
         graph = tensorflow.function(lambda x: keras_model(x, **_training(keras_model, False))).get_concrete_function(x)
-    found = tf.nest.flatten(graph.structured_outputs)
-    operation = graph.graph.outputs[0].op if found else None
-    while operation is not None and operation.type in ("Identity", "Cast", "Reshape", "Squeeze") and operation.inputs:
-        operation = operation.inputs[0].op
     given = [np.asarray(output, np.float32) for output in tf.nest.flatten(outputs)]
     if all(y.shape[-1:] > (1,) and (y >= 0).all() and np.allclose(y.sum(axis=-1), 1, atol=1e-2) for y in given):
         return "Softmax"
-    return operation.type if operation is not None else None
+    sources, seen = set(), set()
+    waiting = [output.op for output in graph.graph.outputs]
+    while waiting:
+        operation = waiting.pop()
+        if operation not in seen and operation.type != "Const":
+            seen.add(operation)
+            moved = [value.op for value in operation.inputs] if operation.type in _MOVES else []
+            waiting += moved
+            sources |= set() if moved else {operation.type}
+    are_within = all((y >= 0).all() and (y <= 1).all() for y in given)
+    return min(sources) if are_within and sources and sources <= objectives.PROBABILITIES.keys() else None
 
 
 def _scope(keras_model, *values):
@@ -241,6 +267,37 @@ def _scope(keras_model, *values):
     variables = keras_model.trainable_variables, keras_model.non_trainable_variables, keras_model.metrics_variables
     pairs = [pair for some, its in zip(variables, values) for pair in zip(some, its, strict=True)]
     return keras.StatelessScope(state_mapping=pairs, collect_losses=True)
+
+
+_by_value: contextvars.ContextVar[bool] = contextvars.ContextVar("_by_value", default=False)
+
+
+@contextlib.contextmanager
+def _compared_by_value():
+    """`==` and `!=` of tensors compare their values meanwhile, as they do under `fit`: a loss may mask with `y != 0`.
+
+    In a graph that is no function, TensorFlow would compare the objects: that mask would be True, whatever y is.
+    """
+    _override_comparisons()
+    token = _by_value.set(True)
+    try:
+        yield
+    finally:
+        _by_value.reset(token)
+
+
+@functools.cache
+def _override_comparisons():
+    def override(name, by_value):
+        otherwise = getattr(tf.Tensor, name)
+
+        def compare(tensor, other):
+            return by_value(tensor, other) if _by_value.get() and other is not None else otherwise(tensor, other)
+
+        setattr(tf.Tensor, name, compare)
+
+    override("__eq__", tf.math.equal)
+    override("__ne__", tf.math.not_equal)
 
 
 def _training(keras_model, training):
@@ -263,7 +320,14 @@ def _as_user_error(what):
         raise
     except Exception as error:
         why = re.search(r"\x1b\[1m(.*?)\x1b\[0m", str(error), re.DOTALL)  # what Keras puts around it says nothing
-        raise UserError(f"{what}: {one_line(type(error)(why[1])) if why else one_line(error)}") from error
+        line = f"{type(error).__name__}: {why[1].strip().splitlines()[0]}" if why else one_line(error)
+        if "Attempting to capture an EagerTensor" in line:
+            line = (
+                "it needs a variable or table that is none of its layers' keras.Variables, as a tf.Variable, a lookup layer, "
+                "keras.random without a SeedGenerator, or the compiled optimizer"
+            )
+        line = re.sub(r"{{function_node .*?}} | \[Op:\w+\].*|  Label values: .*", "", line)  # nor does TensorFlow
+        raise UserError(f"{what}: {line}") from error
 
 
 def _make_constant(keras_model):
@@ -393,7 +457,8 @@ class Model:
           The scope in which the model's variables are what they are afterwards, the loss, and the outputs.
         """
         model, x = self.keras_model, tf.nest.map_structure(as_input, x)
-        with _as_user_error("the model cannot be a part of a graph"), _scope(model, variables, state, metrics) as scope:
+        scope = _scope(model, variables, state, metrics)
+        with _as_user_error("the model cannot be a part of a graph"), scope, _compared_by_value():
             outputs = model(x, **_training(model, training))
             loss = tf.cast(model._compute_loss(x, y, outputs, weights, training), tf.float32)
         if loss.shape.rank != 0:
@@ -417,7 +482,7 @@ class Model:
             x, y, *weights = part
             weights = weights[0] if weights else None
             scope, loss, outputs = self._call(variables, state, metrics, x, y, weights, training=False)
-            with _as_user_error("the metrics of the model cannot be a part of a graph"), scope:
+            with _as_user_error("the metrics of the model cannot be a part of a graph"), scope, _compared_by_value():
                 found = model.compute_metrics(tf.nest.map_structure(as_input, x), y, outputs, weights)
                 found = {name: tf.cast(value, tf.float32) for name, value in found.items()}
             for name, value in found.items():

@@ -9,7 +9,7 @@ import numpy as np
 from common.data import arrays_in
 from common.flags import UserError
 
-_CROSS_ENTROPIES = {  # the loss, its measure, and what a model's last operation is called that makes probabilities for it
+_CROSS_ENTROPIES = {  # the loss and its measure
     "sparse_categorical_crossentropy": (keras.losses.SparseCategoricalCrossentropy, keras.metrics.SparseCategoricalAccuracy),
     "categorical_crossentropy": (keras.losses.CategoricalCrossentropy, keras.metrics.CategoricalAccuracy),
     "binary_crossentropy": (keras.losses.BinaryCrossentropy, keras.metrics.BinaryAccuracy),
@@ -26,7 +26,7 @@ def choose(keras_model, outputs, last_operation, data, loss=None):
     Args:
       keras_model: called on samples before.
       outputs: what it gave, arrays in any structure.
-      last_operation: function that returns the type of the operation of TensorFlow that it ends with.
+      last_operation: function that returns a key of `PROBABILITIES`, if it ends so, or None.
       data: a `common.data.Data`.
       loss: `--loss`, a name of Keras's, or None.
 

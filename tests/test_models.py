@@ -176,6 +176,13 @@ class VectorLoss(keras.Sequential):
         return y_pred[:, 0]
 
 
+class Noise(keras.layers.Layer):
+    """Draws from Keras's own generator of random numbers, which is no part of the model."""
+
+    def call(self, x):
+        return x + keras.random.normal(keras.ops.shape(x))
+
+
 def several_outputs():
     x = keras.Input([3])
     return keras.Model(x, [keras.layers.Dense(4)(x), keras.layers.Dense(4)(x)])
@@ -191,6 +198,13 @@ def several_outputs():
             ["ends with softmax, but the loss takes logits", "--loss=sparse_"],
         ),
         (lambda: dense(4, dtype="mixed_bfloat16", activation="softmax"), ["ends with softmax"]),
+        (lambda: keras.Sequential([dense(6, activation="softmax"), keras.layers.Lambda(lambda p: p[:, :4])]), ["with softmax"]),
+        (lambda: subclassed(lambda x: keras.ops.sigmoid(x[:, :4]) / 2), ["ends with sigmoid"]),
+        (
+            lambda: keras.Sequential([keras.layers.Reshape([3, 1]), keras.layers.GRU(4, stateful=True, name="gru")]),
+            [": gru is stateful: it would go on where the batch before has ended"],
+        ),
+        (lambda: keras.Sequential([Noise(), keras.layers.Dense(4)]), ["keras.random without a SeedGenerator"]),
         (
             lambda: keras.Sequential([dense(8, activation="softmax"), keras.layers.Lambda(lambda p: p[:, :4] + p[:, 4:])]),
             ["ends with softmax"],
@@ -211,7 +225,8 @@ def several_outputs():
         (lambda: keras.Sequential([keras.Input([5]), keras.layers.Dense(4)]), ["cannot be called on samples of shape [3]"]),
         (several_outputs, ["has 2 outputs and 1 arrays of labels"]),
         (lambda: dense(4, trainable=False), ["has no trainable variables"]),
-        (lambda: dense(4, dtype="float16"), ["variables of type float16, expected float32"]),
+        (lambda: dense(4, dtype="float16"), ["computes in float16"]),
+        (lambda: dense(4, dtype="float64"), ["variables of type float64, expected float32"]),
         (lambda: keras.layers.Dense(4), ["must give a keras.Model, not Dense"]),
         (lambda: None, ["must give a keras.Model, not NoneType"]),
     ],
@@ -578,6 +593,31 @@ class HandsNothingOn(keras.Model):
         return self.dense(self.norm(self.dropout(self.lstm(self.embedding(x)))))
 
 
+def masked_loss(y, p):
+    """The mean over labels that are not 0, as a language model without its padding."""
+    counts = keras.ops.cast(y != 0, "float32")
+    losses = keras.losses.sparse_categorical_crossentropy(y, p, from_logits=True)
+    return keras.ops.sum(counts * losses) / keras.ops.sum(counts)
+
+
+class HalfRight(keras.metrics.Mean):
+    """The share of right answers among those to 2."""
+
+    def update_state(self, y, p, sample_weight=None):
+        hits = keras.ops.cast(keras.ops.argmax(p, axis=-1), "int32") == keras.ops.cast(y, "int32")
+        super().update_state(hits, sample_weight=keras.ops.cast(y == 2, "float32"))
+
+
+class Penalty(keras.Sequential):
+    """Keeps the gradient by its inputs small."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            outputs = self(x)
+        return keras.ops.mean((y_pred - y) ** 2) + keras.ops.mean(tape.gradient(outputs, x) ** 2)
+
+
 class OwnMetrics(keras.Sequential):
     """Gives a number of its own beside its metrics."""
 
@@ -624,6 +664,14 @@ PROBLEMS = {
         lambda: compiled(dense(3), loss=keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.1)),
         lambda n: (weighted(n)[0], np.eye(3)[np.arange(n) % 3]),
     ),
+    "comparisons of tensors": (
+        lambda: compiled(keras.Sequential(language_model().layers), loss=masked_loss, metrics=[HalfRight("half")]),
+        text,
+    ),
+    "a gradient by its inputs": (
+        lambda: Penalty([keras.layers.Dense(2, activation="tanh")]),
+        lambda n: (weighted(n)[0], weighted(n)[0][:, :2]),
+    ),
     "a function": (
         lambda: compiled(dense(2), loss=lambda y, p: keras.ops.mean(keras.ops.abs(p - y) ** 3, axis=-1)),
         lambda n: (weighted(n)[0], weighted(n)[0][:, :2]),
@@ -643,7 +691,7 @@ def test_loss_and_metrics_of_the_model_are_honoured(user_model, problem):
         lambda p, state, x, y, *w: model.loss(model.split(p), state, x, y, *w),
         *(model.initial_parameters, model.initial_state, x, y, *weights),
     )
-    inputs = data.mapped(models.as_input, x)
+    inputs = data.mapped(lambda array: keras.ops.convert_to_tensor(models.as_input(array)), x)
     outputs = model.keras_model(inputs, **models._training(model.keras_model, True))
     expected = model.keras_model._compute_loss(inputs, y, outputs, *weights)
     np.testing.assert_allclose(ours, expected, rtol=1e-5)
