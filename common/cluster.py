@@ -15,6 +15,7 @@ from typing import Any
 
 from common import ending, signals, slurm, tf
 from common.flags import UserError
+from common.words import say_waits_of
 
 
 @dataclass
@@ -159,6 +160,8 @@ class TaskSpecDef:
                     f"{self.job} {self.job_index} cannot listen at {address}: the port is taken on this machine, or not "
                     "allowed; give all tasks another one for it"
                 ) from None
+            if self.is_worker():
+                say_waits_of(f"{self.job} {self.job_index}", self.hosts)
         return self._server
 
     def is_serving(self):

@@ -91,6 +91,12 @@ class Clocks:
             is_released = self._of(self._released, worker) > 0
             return tf.logical_or(is_released, clocks[worker] - self.low(clocks) <= self._staleness)
 
+    def behind(self, worker):
+        """Returns which workers this one has to wait for just now, booleans `[num_workers]`."""
+        with tf.device(self.lock.device):
+            clocks = self.read()
+            return tf.logical_and(~self.may_go_on(worker), clocks <= self.low(clocks))
+
     def wait(self, worker):
         """Operations that end when this worker may go on."""
         with tf.device(self.lock.device):

@@ -19,7 +19,7 @@ class Rendezvous:
     """
 
     def __init__(self, task, size):
-        self._num_workers = task.num_workers
+        self._num_workers, self._came = task.num_workers, {task.shard_index}
         self._report = report = tf.placeholder(tf.float64, [size])
         with tf.device("/job:ps/task:0"):
             table = tf.raw_ops.MutableHashTableOfTensorsV2(
@@ -49,9 +49,14 @@ class Rendezvous:
         while True:
             # Its own again each time, since a ps that was restarted has forgotten it.
             workers, reports = session.run(self._hand_in_and_list, {self._report: report})
+            self._came = set(workers.tolist())
             if len(workers) == self._num_workers:
                 return reports[workers.argsort()]
             session.run(self._next_arrival)
+
+    def missing(self):
+        """Returns the workers whose reports `gather` waits for, as ["worker 3"]."""
+        return [f"worker {i}" for i in range(self._num_workers) if i not in self._came]
 
     def dismiss(self, session):
         """The chief's: lets the other workers go."""

@@ -344,6 +344,7 @@ def _beat():
     log = os.environ["LAUNCHER_LOG"]
     while True:
         words.say_progress()
+        words.look_for_waits()
         log = _made_again(log)
         time.sleep(BEAT_SECONDS)
 

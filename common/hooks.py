@@ -8,7 +8,7 @@ from common import tf
 from common.coordination import Clocks, Lock
 from common.flags import UserError
 from common.session import restoring
-from common.words import meanwhile, tell
+from common.words import meanwhile, tell, workers_away
 
 
 class Gate:
@@ -25,6 +25,7 @@ class Gate:
             self._end = self.variable.assign(False, read_value=False)
             self._came = tf.raw_ops.MutableHashTableV2(key_dtype=tf.int64, value_dtype=tf.int64, shared_name="came_to_gate")
             self.count = tf.raw_ops.LookupTableSizeV2(table_handle=self._came)
+            self._who_came = tf.raw_ops.LookupTableExportV2(table_handle=self._came, Tkeys=tf.int64, Tvalues=tf.int64).keys
             self._is_open = tf.is_variable_initialized(self.variable)
 
     def closed(self, index):
@@ -43,6 +44,10 @@ class Gate:
     def open(self, session):
         """Lets them begin."""
         session.run(self.variable.initializer)
+
+    def who_came(self, session):
+        """Returns the indices of the workers that have come to it, a set."""
+        return set(session.run(self._who_came).tolist())
 
     def close(self, session):
         """Lets workers that still wait know that training has ended."""
@@ -75,11 +80,15 @@ class StartHook(tf.train.SessionRunHook):
         if not self._has_waited:
             began = time.monotonic()
             self._deadline = min(self._deadline, began + self._secs)  # a ps may die meanwhile, and this be called again
-            with meanwhile("waiting for all workers to come", waits=True):
+            with meanwhile("waiting for all workers to come", waits=True, whom=lambda: self._missing(session)):
                 self._wait(session)
             self._waited(session, time.monotonic() - began)
             self._has_waited = True
         self._gate.open(session)
+
+    def _missing(self, session):
+        came = self._gate.who_came(session)
+        return [f"worker {i}" for i in range(1, self._others + 1) if i not in came]
 
     def _wait(self, session):
         while (count := session.run(self._gate.count)) < self._others and not self._is_over():
@@ -138,6 +147,16 @@ class MeetingHook(tf.train.SessionRunHook):
         session.run(self._meeting.leave if self._has_left else self._meeting.enter)
         if self._is_released:
             session.run(self._meeting.release)
+
+    def missing(self):
+        """Returns which workers this one waits for just now, as ["worker 3"]. Called from any thread."""
+        if self._meeting.behind is None:
+            return workers_away()
+        try:
+            behind = self._session.run(self._meeting.behind) if self._session else []
+        except (tf.errors.OpError, RuntimeError):
+            return []  # the session has failed or was closed
+        return [f"worker {i}" for i, is_behind in enumerate(behind) if is_behind]
 
     def leave(self, session):
         """The others need not wait for this worker any more."""

@@ -7,7 +7,7 @@ import re
 from common import ending, tf
 from common.checkpoints import checkpoints_in, newest_good_checkpoint, writing_into
 from common.flags import UserError
-from common.words import meanwhile
+from common.words import meanwhile, nobody
 
 
 class Saver(tf.train.Saver):
@@ -37,7 +37,8 @@ class _Creator(tf.train.SessionCreator):
     def create_session(self):
         is_chief = self._task is None or self._task.is_master()
         what = "initializing or restoring the parameters" if is_chief else "waiting for the chief to initialize the parameters"
-        with meanwhile(what, waits=not is_chief):
+        # The chief lets them begin when all have come: that it waits for these, it says itself.
+        with meanwhile(what, waits=not is_chief, whom=nobody if is_chief else lambda: ["worker 0"]):
             return self._create_session()
 
     def _create_session(self):

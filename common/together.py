@@ -26,6 +26,7 @@ class Pace:
       gradients_per_update: of how many workers.
       enter, leave, release: operations. `enter` runs when a session begins; `leave` when this worker has finished, so that the
         others stop waiting for it; `release` when it is to stop, so that it no longer waits itself.
+      behind: which workers this one waits for just now, booleans `[num_workers]`.
       vote: None, as a worker stops by itself.
     """
 
@@ -39,6 +40,7 @@ class Pace:
             self.enter, self.leave, self.release = (
                 make(index) for make in (self._clocks.enter, self._clocks.leave, self._clocks.release)
             )
+            self.behind = self._clocks.behind(index)
 
     def wait(self):
         """Ends when this worker is at most `staleness` ticks ahead of the slowest. A read after it misses no older update."""
@@ -74,7 +76,7 @@ class Together:
 
     Attributes:
       gradients_per_update: N.
-      enter, leave, release, vote: as of `Pace`; it is over when one of the workers leaves.
+      enter, leave, release, behind, vote: as of `Pace`; it is over when one of the workers leaves.
     """
 
     vote = None
@@ -89,7 +91,7 @@ class Together:
             reduction = "MEAN" if mean else "SUM"
             self._sums = [_Total(f"gradients_{i}", piece, reduction) for i, piece in enumerate(center.pieces)]
             self.enter, self.leave = self._enter(local), self._leave(local)
-            self.release = self._clocks.release(local.index)
+            self.release, self.behind = self._clocks.release(local.index), self._clocks.behind(local.index)
 
     def push(self, optimizer, message, at_ps=None, of_all=None):
         """x̃ ← optimizer(x̃, mean of the gradients of N workers), once N have arrived that were taken at this x̃; one update.
@@ -189,10 +191,11 @@ class Ring:
     Attributes:
       gradients_per_update: the number of workers.
       enter, leave, release: as of `Pace`; there is nothing to do.
+      behind: None, as nobody keeps account of it.
       vote: this worker is to stop, and all others together with it after the call, in which it has to take part.
     """
 
-    enter, leave, release = (), (), ()
+    enter, leave, release, behind = (), (), (), None
 
     def __init__(self, center, local):
         self._center, self._local, self._num_means = center, local, 0

@@ -25,7 +25,7 @@ from common.run_dir import write_json
 from common.session import Saver, monitored_session
 from common.steps import build_rounds, repeat_rounds
 from common.together import Pace, Ring, Together
-from common.words import BUILDING, LOADING, doing, tell
+from common.words import BUILDING, LOADING, doing, nobody, tell
 
 
 def train(scheme, task, settings):
@@ -264,7 +264,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
         else:
             plan.scaffold.saver.save(opened, os.path.join(checkpoints, "model.ckpt"), plan.step)
 
-    doing("opening the session", waits=bool(meeting))
+    doing("opening the session", waits=bool(meeting), whom=nobody)
     with open_session(task, target, plan.scaffold, checkpoints, settings.checkpoint_secs, hooks) as session:
         first_time, first_step = session.run([clock, plan.step])
         last, trained = plan.last, 0.0
@@ -286,13 +286,13 @@ def run_worker(plan, task, settings, server, interruption, open_session):
                         break
                 if calls == 1:  # the first one had to prepare the graph, which is no training
                     first_time, first_step = session.run([clock, plan.step])
-                doing("running a call", waits=bool(meeting))
+                doing("running a call", waits=bool(meeting), whom=meeting.missing if meeting else nobody)
                 rounds = session.run(*plan.next_call(present + plan.last - last))
                 present, is_over, calls = rounds.steps[-1, 1], rounds.training_ended, calls + 1
             if interruption.requested:
                 # Leaving the session saves a checkpoint.
                 return Outcome(130, session.run(plan.final) if index == 0 else None)
-            doing("ending")
+            doing("ending", whom=nobody)
             stop_time = session.run(clock)
             interruption.training_ends()
             if meeting:
@@ -300,15 +300,15 @@ def run_worker(plan, task, settings, server, interruption, open_session):
             metrics.flush()
             report = [index, first_time, first_step, stop_time, *metrics.totals()]
             if index > 0:
-                doing("waiting until all workers have ended", waits=True)
+                doing("waiting until all workers have ended", waits=True, whom=lambda: ["worker 0"])
                 rendezvous.wait(session, report)
                 outcome = Outcome(0)
                 break
             if plan.gate:  # else workers that wait there would wait for ever
                 session.run_step_fn(lambda step_context: plan.gate.close(step_context.session))
-            doing("waiting until the other workers have ended", waits=True)
+            doing("waiting until the other workers have ended", waits=True, whom=rendezvous and rendezvous.missing)
             reports = rendezvous.gather(session, report) if task else [report]
-            doing("evaluating the final parameters")
+            doing("evaluating the final parameters", whom=nobody)
             present = session.run(plan.step)
             if present >= last or is_over or meeting:
                 session.run_step_fn(lambda step_context: save(step_context.session))

@@ -1,10 +1,12 @@
-"""What a task tells the launcher that has started it: lines for the user, what it is doing, signs of life."""
+"""What a task tells the launcher that has started it: lines for the user, what it does and waits for, signs of life."""
 
 import contextlib
 import json
 import os
+import socket
+import threading
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # A task's environment has these: the process that has started it, its own name, and the pipe to the launcher.
 VARIABLES = ("LAUNCHER_PID", "LAUNCHER_KEY", "LAUNCHER_WORDS")
@@ -25,11 +27,12 @@ class Progress(NamedTuple):
     longest: float | None  # seconds that this took at most, if it has done the same again and again; None for the first time
 
 
-_progress: tuple = (0, "", False, None, 0.0)  # as `Progress`, and when that began; replaced as a whole: another thread reads it
+# As `Progress`, when that began, and for whom it may wait; replaced as a whole: another thread reads it.
+_progress: tuple = (0, "", False, None, 0.0, None)
 is_done = False
 
 
-def doing(what, waits=False):
+def doing(what, waits=False, whom=None):
     """Notes what this task does from now on; the launcher kills one that does the same for too long, see `common.launch.Run`.
 
     Costs less than a microsecond if it is the same as before, once more: a call of the main loop, say.
@@ -37,25 +40,151 @@ def doing(what, waits=False):
     Args:
       what: as in "while loading the data".
       waits: whether it may take as long as other tasks take.
+      whom: if it needs the ps, a function that returns for which other tasks it waits just now, as ["worker 3"]. Only called
+        when this has taken `WAIT_SECONDS` and all ps can be reached; in a thread of its own.
     """
     global _progress
-    number, before, _, longest, began = _progress
+    number, before, _, longest, began, _ = _progress
     now = time.monotonic()
     longest = max(now - began, longest or 0) if what == before else None
-    _progress = number + 1, what, waits, longest, now
+    _progress = number + 1, what, waits, longest, now, whom
+    if _wait.said:
+        _wait.is_over(number + 1)
     if what != before:
         say_progress()
 
 
 @contextlib.contextmanager
-def meanwhile(what, waits=False):
+def meanwhile(what, waits=False, whom=None):
     """A context in which this task does something else than what it does before and after."""
-    _, before, waited, *_ = _progress
-    doing(what, waits)
+    _, before, waited, _, _, for_whom = _progress
+    doing(what, waits, whom)
     try:
         yield
     finally:
-        doing(before, waited)
+        doing(before, waited, for_whom)
+
+
+WAIT_SECONDS = 5  # so long may a task wait without a line
+
+
+def nobody():
+    """For whom a task waits that needs the ps alone."""
+    return []
+
+
+class _Wait:
+    """Says for whom this task waits, when it has waited for `WAIT_SECONDS`, and when that is over.
+
+    Attributes:
+      said: what it has said last: the number of what the task did, for whom it waits, since when; None if that is over.
+    """
+
+    def __init__(self):
+        self.said: Any = None
+        self._lock, self._inquiry, self._next = threading.Lock(), None, 0.0
+        self._name, self._hosts = "", {}
+        self.is_looked_at = False  # whether a thread calls `look`
+
+    def of(self, name, hosts):
+        """Sets the name of this task, and the addresses of all: {"ps 0": "host:port"}."""
+        self._name, self._hosts = name, hosts
+
+    def look(self):
+        """Inquires if it is time. To be called about once a second, by one thread. It returns at once."""
+        number, _, _, _, began, whom = _progress
+        now = time.monotonic()
+        if whom is None or not self._hosts or now < max(began + WAIT_SECONDS, self._next):
+            return
+        if self._inquiry and self._inquiry.is_alive():
+            return
+        self._next = now + WAIT_SECONDS
+        self._inquiry = threading.Thread(target=self.inquire, args=(number, began, whom), daemon=True)
+        self._inquiry.start()
+
+    def inquire(self, number, began, whom):
+        """Finds out for whom this task waits, and says so if that is news."""
+        names = self.unreachable("ps ") or [self._with_address(name) for name in whom()]
+        who = ", ".join(names[:4]) + (f" and {len(names) - 4} others" if names[4:] else "")
+        with self._lock:
+            if number != _progress[0] or (self.said and self.said[1] == who):
+                return
+            if self.said and not who:
+                self._say_over()
+            if who:
+                since = time.strftime("%H:%M:%S", time.localtime(time.time() - (time.monotonic() - began)))
+                self.said = number, who, began
+                _tell_and_log(f"{self._name} has waited {time.monotonic() - began:.0f} s, since {since}, for {who}")
+
+    def is_over(self, number):
+        """The task now does what has this number."""
+        with self._lock:
+            if self.said and self.said[0] < number:
+                self._say_over()
+
+    def _say_over(self):
+        _, who, began = self.said
+        self.said = None
+        _tell_and_log(f"{self._name} waits no longer for {who}: it took {time.monotonic() - began:.0f} s")
+
+    def _with_address(self, name):
+        return f"{name} at {self._hosts[name]}" if name in self._hosts else name
+
+    def unreachable(self, job):
+        """Returns the tasks of a job that accept no connection, with their addresses and why."""
+        found = []
+        for name, address in self._hosts.items():
+            if name.startswith(job) and (why := _why_unreachable(address)):
+                found.append(f"{self._with_address(name)} ({why})")
+        return found
+
+
+_wait = _Wait()
+
+
+def workers_away():
+    """Returns the workers that accept no connection, for a task that waits for all of them."""
+    return _wait.unreachable("worker ")
+
+
+def _why_unreachable(address):
+    """Returns why nobody answers at host:port; an empty text if somebody does."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=2):
+            return ""
+    except (OSError, UnicodeError) as error:  # the latter of a name that cannot be one
+        return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def _tell_and_log(line):
+    tell(line)
+    if os.environ.get("LAUNCHER_LOG"):
+        print(line, flush=True)  # else that was on the terminal
+
+
+def look_for_waits():
+    """See `_Wait.look`."""
+    _wait.is_looked_at = True
+    _wait.look()
+
+
+def say_waits_of(name, hosts):
+    """From now on says for whom this task, as "worker 0", waits when that takes long.
+
+    Args:
+      hosts: the addresses of all tasks, {job: list of host:port}.
+    """
+    _wait.of(name, {f"{job} {i}": host for job, of_job in hosts.items() for i, host in enumerate(of_job)})
+    if not _wait.is_looked_at:  # by the thread that gives signs of life, where there is a launcher
+        _wait.is_looked_at = True
+        threading.Thread(target=_look_often, daemon=True).start()
+
+
+def _look_often():
+    while True:
+        _wait.look()
+        time.sleep(1)
 
 
 def read_progress(text):

@@ -714,7 +714,7 @@ def test_what_a_task_is_doing(monkeypatch, pipe):
     """It says so at once when it is something else; what it does again and again has a time that is the longest so far."""
     clock = types.SimpleNamespace(now=10.0)
     monkeypatch.setattr(words, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
-    monkeypatch.setattr(words, "_progress", (0, "", False, None, 0.0))
+    monkeypatch.setattr(words, "_progress", (0, "", False, None, 0.0, None))
 
     def said():
         os.set_blocking(pipe, False)

@@ -1,0 +1,205 @@
+"""What common/words.py says of a task that waits: for whom, at which address, since when, and when that is over."""
+
+import contextlib
+import os
+import re
+import signal
+import types
+
+import pytest
+from runs import ROOT, finish, is_training, processes, read_until, start
+
+from common import ending, launch, tf, words
+from common.coordination import Clocks, Lock
+from common.hooks import Gate, MeetingHook, StartHook
+
+HOSTS = {"ps": ["127.0.0.1:1"], "worker": ["host:1", "host:2"]}
+
+
+@pytest.fixture
+def waiting(monkeypatch):
+    """The waits of a worker 0, a list of what it says, and a clock."""
+    wait, said, clock = words._Wait(), list[str](), types.SimpleNamespace(now=100.0)
+    monkeypatch.setattr(words, "_wait", wait)
+    monkeypatch.setattr(words, "_progress", (0, "", False, None, 0.0, None))
+    fake = types.SimpleNamespace(
+        monotonic=lambda: clock.now, time=lambda: clock.now, localtime=lambda at: at, strftime=lambda _, at: f"{at:.0f}"
+    )
+    monkeypatch.setattr(words, "time", fake)
+    monkeypatch.setattr(words, "tell", said.append)
+    monkeypatch.setattr(words, "_why_unreachable", lambda address: "")
+    wait.is_looked_at = True
+    words.say_waits_of("worker 0", HOSTS)
+
+    def look():
+        wait.look()
+        if wait._inquiry:
+            wait._inquiry.join()
+        seen = said[:]
+        said.clear()
+        return seen
+
+    return types.SimpleNamespace(look=look, clock=clock, said=said)
+
+
+def test_wait_is_said_after_five_seconds_and_when_it_is_over(waiting):
+    words.doing("a call", whom=lambda: ["worker 1"])
+    waiting.clock.now += 4.9
+    assert waiting.look() == []
+    waiting.clock.now += 0.1
+    assert waiting.look() == ["worker 0 has waited 5 s, since 100, for worker 1 at host:2"]
+    waiting.clock.now += 10
+    assert waiting.look() == []  # nothing new
+    words.doing("a call", whom=lambda: ["worker 1"])
+    assert waiting.said == ["worker 0 waits no longer for worker 1 at host:2: it took 15 s"]
+
+
+def test_each_call_begins_anew(waiting):
+    for _ in range(5):
+        words.doing("a call", whom=lambda: ["worker 1"])
+        waiting.clock.now += 4
+        assert waiting.look() == []
+
+
+def test_work_is_no_wait(waiting):
+    """Nor is a call that takes long while nobody is missing."""
+    for whom in None, words.nobody:
+        words.doing("a call", whom=whom)
+        waiting.clock.now += 60
+        assert waiting.look() == []
+
+
+def test_ps_that_does_not_answer_comes_first(waiting, monkeypatch):
+    asked = []
+
+    def whom():
+        asked.append(1)
+        return ["worker 1"]
+
+    words.doing("a call", whom=whom)
+    monkeypatch.setattr(words, "_why_unreachable", lambda address: "Connection refused")
+    waiting.clock.now += 5
+    assert waiting.look() == ["worker 0 has waited 5 s, since 100, for ps 0 at 127.0.0.1:1 (Connection refused)"]
+    assert not asked  # that would take a ps
+    monkeypatch.setattr(words, "_why_unreachable", lambda address: "")
+    waiting.clock.now += 5
+    assert waiting.look() == ["worker 0 has waited 10 s, since 100, for worker 1 at host:2"]
+
+
+def test_wait_that_is_over_while_the_same_goes_on(waiting):
+    missing = ["worker 1"]
+    words.doing("a call", whom=lambda: missing)
+    waiting.clock.now += 5
+    waiting.look()
+    missing.clear()
+    waiting.clock.now += 5
+    assert waiting.look() == ["worker 0 waits no longer for worker 1 at host:2: it took 10 s"]
+
+
+def test_many_are_not_all_named(waiting):
+    words.doing("a call", whom=lambda: [f"worker {i}" for i in range(2, 9)])
+    waiting.clock.now += 5
+    assert waiting.look()[0].endswith("for worker 2, worker 3, worker 4, worker 5 and 3 others")
+
+
+def test_address_where_nobody_listens():
+    with launch.reserved_port() as reserved:
+        assert words._why_unreachable(f"127.0.0.1:{reserved.getsockname()[1]}") == "Connection refused"
+        reserved.listen()
+        assert words._why_unreachable(f"127.0.0.1:{reserved.getsockname()[1]}") == ""
+    assert words._why_unreachable(f"{'a' * 64}.invalid:1")  # no name of a host
+
+
+@pytest.mark.parametrize(
+    "staleness, quorum, ticks, behind",
+    [
+        (0, None, [1, 0, 1], [[1], [], [1]]),  # synchronous: who has ticked waits for who has not
+        (2, None, [4, 1, 2], [[1], [], []]),  # at most two ahead of the slowest
+        (0, 2, [1, 0, 0], [[1, 2], [], []]),  # one of the two others is enough
+        (0, 2, [1, 1, 0], [[], [], []]),
+    ],
+)
+def test_who_is_behind(initialized, graph, staleness, quorum, ticks, behind):
+    clocks = Clocks(3, Lock("", "lock"), staleness, quorum, name=f"behind_{staleness}_{quorum}_{ticks}")
+    tick = [clocks.tick(i) for i in range(3)]
+    found = [clocks.behind(i) for i in range(3)]
+    session = initialized()
+    for i, count in enumerate(ticks):
+        for _ in range(count):
+            session.run(tick[i])
+    assert [session.run(each).nonzero()[0].tolist() for each in found] == behind
+
+
+def test_meeting_names_workers(graph):
+    hook = MeetingHook(types.SimpleNamespace(vote=None, enter=(), behind=tf.constant([True, False, True])))
+    assert hook.missing() == []  # there is no session yet
+    with tf.Session() as session:
+        hook.after_create_session(session, None)
+        assert hook.missing() == ["worker 0", "worker 2"]
+    assert hook.missing() == []  # it is closed
+
+
+def test_ring_names_workers_that_do_not_answer(waiting, monkeypatch):
+    hook = MeetingHook(types.SimpleNamespace(vote=None, enter=(), behind=None))
+    words.doing("a call", whom=hook.missing)
+    monkeypatch.setattr(words, "_why_unreachable", lambda address: "Connection refused" if address == "host:2" else "")
+    waiting.clock.now += 5
+    assert waiting.look() == ["worker 0 has waited 5 s, since 100, for worker 1 at host:2 (Connection refused)"]
+
+
+def test_start_names_workers(servers, graph):
+    worker, server = servers(1)
+    with tf.device("/job:ps/task:0"):
+        gate = Gate("/job:ps/task:0")
+    closed, hook = gate.closed(2), StartHook(gate, 4, 60)
+    with tf.Session(server.target, config=worker.config()) as session:
+        session.run(closed)
+        assert hook._missing(session) == ["worker 1", "worker 3"]
+
+
+def test_end_names_workers(servers, graph):
+    worker, server = servers(1)
+    rendezvous = ending.Rendezvous(types.SimpleNamespace(num_workers=3, shard_index=0), 1)
+    assert rendezvous.missing() == ["worker 1", "worker 2"]
+    rendezvous._came = {0, 2}
+    assert rendezvous.missing() == ["worker 1"]
+
+
+@pytest.mark.cluster
+def test_tasks_by_hand_say_what_they_wait_for(run_dir):
+    """A ps that was not started, then the chief, then, for the chief, a worker that has not come."""
+    with contextlib.ExitStack() as stack:
+        ports = [stack.enter_context(launch.reserved_port()).getsockname()[1] for _ in range(4)]
+        ps, *workers = (f"127.0.0.1:{port}" for port in ports)
+        hosts = [f"--ps_hosts={ps}", f"--worker_hosts={','.join(workers)}", "--steps=2000", "--start_secs=300"]
+        environ = {"TF_GRPC_REUSE_PORT": "true"}  # lets the test hold the ports
+
+        def begin(job, index):
+            return start(run_dir, *hosts, f"--job_name={job}", f"--task_index={index}", environ=environ)
+
+        one = begin("worker", 1)
+        read_until(one, lambda line: re.match(rf"worker 1 has waited \d+ s, since [\d:]+, for ps 0 at {ps} \(Connection", line))
+        tasks = [begin("ps", 0)]
+        read_until(one, lambda line: re.match(rf"worker 1 has waited .* for worker 0 at {workers[0]}$", line))
+        chief = begin("worker", 0)
+        read_until(chief, lambda line: re.match(rf"worker 0 has waited .* for worker 2 at {workers[2]}$", line))
+        tasks += [begin("worker", 2)]
+        assert f"worker 0 waits no longer for worker 2 at {workers[2]}: it took " in finish(chief)
+        assert f"worker 1 waits no longer for worker 0 at {workers[0]}: it took " in finish(one)
+        for task in tasks:
+            finish(task)
+
+
+@pytest.mark.cluster
+def test_worker_that_others_wait_for(run_dir):
+    """One that is stopped, in a synchronous scheme: the launcher shows it, and it stands in the log."""
+    script = ROOT / "Synchronous-SGD" / "synchronous_sgd.py"
+    run = start(run_dir, "--launch", "--seconds=15", script=script)
+    read_until(run, is_training)
+    (victim,) = processes(run_dir, "--job_name=worker", "--task_index=1")
+    os.kill(victim, signal.SIGSTOP)
+    read_until(run, lambda line: re.match(r"worker 0 has waited \d+ s, since [\d:]+, for worker 1 at 127.0.0.1:", line))
+    os.kill(victim, signal.SIGCONT)
+    read_until(run, lambda line: line.startswith("worker 0 waits no longer for worker 1 at 127.0.0.1:"))
+    finish(run)
+    assert (run_dir / "logs" / "worker-0.log").read_text().count("worker 0 waits no longer for worker 1") == 1
