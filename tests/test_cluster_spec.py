@@ -8,6 +8,7 @@ import types
 from unittest import mock
 
 import pytest
+from runs import SECONDS
 
 from common import TaskSpec, TaskSpecDef, launch, tf
 from common.cluster import task_from
@@ -422,7 +423,7 @@ def test_variables_go_to_the_ps_tasks_in_turn(graph):
 def ends(function, *arguments):
     thread = threading.Thread(target=function, args=arguments, daemon=True)
     thread.start()
-    thread.join(60)
+    thread.join(SECONDS)
     return not thread.is_alive()
 
 

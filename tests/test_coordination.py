@@ -5,6 +5,7 @@ import random
 import threading
 
 import pytest
+from runs import SECONDS
 
 from common import tf
 from common.coordination import FINISHED, Clocks, Lock
@@ -42,7 +43,7 @@ class Run:
 
 
 def ended(thread):
-    thread.join(60)
+    thread.join(SECONDS)
     return not thread.is_alive()
 
 

@@ -414,7 +414,7 @@ def who_am_i(hosts, job, index, how):
 
 def test_who_am_i_needs_no_tensorflow():
     code = "import sys, common; common.TaskSpecDef(); assert common.TaskSpec() is None; assert 'tensorflow' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], env=environment(), check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], env=environment(), check=True, timeout=runs.SECONDS)
 
 
 @pytest.mark.parametrize("how", ["TF_CONFIG", "JOB_NAME"])
@@ -422,7 +422,9 @@ def test_a_mistake_is_one_line_and_status_2(tmp_path, how):
     script = tmp_path / "script.py"
     script.write_text("from common import TaskSpec\nTaskSpec()\n")
     names = who_am_i({"ps": ["a:1"], "worker": ["b:2", "c:3"]}, "worker", 5, how)
-    done = subprocess.run([sys.executable, script], env=environment(**names), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, script], env=environment(**names), capture_output=True, text=True, timeout=runs.SECONDS
+    )
     source, number, those = ("TF_CONFIG", 5, "2: 0 to 1") if how == "TF_CONFIG" else ("the environment", 4, "1: 0 to 0")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"script.py: {source}: this is worker {number}, but of those the cluster has {those}\n"

@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 from conftest import CHECKOUT
+from runs import SECONDS
 
 from common import launch
 
@@ -32,7 +33,7 @@ def outputs(num_ps, script, tmp_path):
                 process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=log, text=True)
             processes.append(stack.enter_context(process))
             stack.callback(process.kill)
-        printed = [process.communicate(timeout=120)[0] for process in processes]
+        printed = [process.communicate(timeout=SECONDS)[0] for process in processes]
         for (job, index), process in zip(jobs, processes, strict=True):
             assert process.returncode == 0, (tmp_path / f"{job}-{index}.log").read_text()
     return [json.loads(text) for text in printed[num_ps:]]

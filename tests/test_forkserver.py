@@ -187,7 +187,7 @@ except BlockingIOError:  # which words.say suppresses
     sys.exit(7)
 """
     server.start("a", command(talking), str(folder / "log"), {})
-    assert ends.get(timeout=60) == ("a", 7)
+    assert ends.get(timeout=SECONDS) == ("a", 7)
     ended.set()
 
 

@@ -8,6 +8,7 @@ import types
 
 import numpy as np
 import pytest
+from runs import SECONDS
 
 from common import metrics, tf
 from common.flags import TrainingFailed
@@ -271,7 +272,7 @@ class Measured:
         return np.float32(2 * step)
 
     def wait_for_one(self):
-        assert self.evaluated.acquire(timeout=60)
+        assert self.evaluated.acquire(timeout=SECONDS)
 
 
 def evaluation_threads(before):
@@ -316,7 +317,7 @@ def test_no_thread_is_left_when_training_fails(graph, log):
             measured.wait_for_one()
             raise ZeroDivisionError
     for thread in evaluation_threads(before):
-        thread.join(timeout=60)
+        thread.join(timeout=SECONDS)
     assert evaluation_threads(before) == []
 
 

@@ -61,13 +61,13 @@ def start(tmp_path):
             task = launch.Task("ps", 3, [sys.executable, str(script)], str(tmp_path), environ or {})
             task.start(server)
             assert task.is_running
-            name, task.status = ends.get(timeout=60)
+            name, task.status = ends.get(timeout=SECONDS)
             assert name == task.name == "ps 3"
             return task
 
         yield start
         server.signal("ps 3", signal.SIGTERM)  # has ended: nothing happens, least of all to another process of that number
-    assert ends.get(timeout=60) == (None, None)  # no other end was told
+    assert ends.get(timeout=SECONDS) == (None, None)  # no other end was told
 
 
 def test_task_has_an_environment_and_logs(start, tmp_path):

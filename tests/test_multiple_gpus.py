@@ -9,7 +9,7 @@ import types
 
 import numpy as np
 import pytest
-from runs import ROOT, accuracy_of_saved_model, finish, is_training, processes, read_until, result_of, start
+from runs import ROOT, SECONDS, accuracy_of_saved_model, finish, is_training, processes, read_until, result_of, start
 
 from common import data, devices, models, tf
 from common.center import GlobalParameters
@@ -212,7 +212,7 @@ print(json.dumps(found))
 
 def test_every_tower_and_every_replica_has_a_device_of_its_own():
     program = [sys.executable, "-c", PLACEMENT, str(FOLDER)]
-    found = json.loads(subprocess.run(program, capture_output=True, text=True, check=True, timeout=120).stdout)
+    found = json.loads(subprocess.run(program, capture_output=True, text=True, check=True, timeout=SECONDS).stdout)
     assert found["names"] == ["/device:CPU:0", "/device:CPU:1"]
     # three layers forward; backward for each its weights, and for two of them what came in
     assert sorted(found["matmuls"]) == [["tower_0", "/device:CPU:0"]] * 8 + [["tower_1", "/device:CPU:1"]] * 8

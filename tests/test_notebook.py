@@ -43,7 +43,7 @@ class Kernel:
         return json.loads(self.process.stdout.readline().replace("'", '"'))
 
     def end(self):
-        self.process.communicate(timeout=60)
+        self.process.communicate(timeout=runs.SECONDS)
 
 
 @pytest.fixture

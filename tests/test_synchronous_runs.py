@@ -112,9 +112,7 @@ def test_a_task_that_may_not_be_restarted_ends_the_run(run_dir, script):
     read_until(process, is_training)
     (victim,) = processes(run_dir, "--job_name=worker", "--task_index=2")
     os.kill(victim, signal.SIGKILL)
-    output, _ = process.communicate(timeout=30)
-    assert process.returncode == 1, output
-    last = output.splitlines()[-1]
+    last = finish(process, status=1).splitlines()[-1]
     assert "worker 2 was killed by SIGKILL after 0 restarts" in last and "worker-2.log" in last
     assert processes(run_dir) == []
 
