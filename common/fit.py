@@ -331,7 +331,9 @@ def _run(command, program, names, verbose):
     if launcher.returncode == 0:
         return
     if is_interrupted or launcher.returncode == 130:
-        raise KeyboardInterrupt
+        interrupted: Any = KeyboardInterrupt()
+        interrupted._render_traceback_ = lambda: ["KeyboardInterrupt"]  # for IPython: the launcher has said what came of it
+        raise interrupted
     line = line.removeprefix(f"{program}: ")
     for text, name in names.items():
         line = line.replace(f"{text}: ", f"{name}: ").replace(text, name)

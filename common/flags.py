@@ -19,7 +19,14 @@ LOCAL_OPTIMIZERS = ("sgd", "momentum", "adagrad", "adam")  # see LocalParameters
 KNOWN = {"data": ("digits", "linear"), "model": ("linear", "mlp")}
 
 
-class UserError(Exception):
+class _OneLine(Exception):
+    """An exception whose text says all: IPython shows that, and no stack trace, as a program does."""
+
+    def _render_traceback_(self):
+        return [f"{type(self).__name__}: {self}"]
+
+
+class UserError(_OneLine):
     """What the user asked for cannot be done. Its text is one line: what was wrong, what was expected, what to do.
 
     No caller has to catch it: a program that it ends prints that line, and no stack trace, and exits with status 2.
@@ -63,7 +70,7 @@ def check_backend(name):
         raise UserError(f"Keras runs on {name}; unset KERAS_BACKEND or set it to tensorflow")
 
 
-class TrainingFailed(Exception):
+class TrainingFailed(_OneLine):
     """Training cannot go on, and a new start would not mend it. Its text is one line: what happened, where, what to do.
 
     As with a `UserError`, a program that it ends prints that line, but exits with status 1.

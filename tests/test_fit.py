@@ -10,9 +10,12 @@ import threading
 import keras
 import numpy as np
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 from runs import SECONDS, is_training, processes, read_until, wait_until_gone
+from traitlets.config import Config
 
 from common import fit, train
+from common.flags import TrainingFailed, UserError
 
 X, Y = np.arange(24, dtype=np.float32).reshape(8, 3), np.arange(8) % 2
 DATA = (X, Y), (X, Y)
@@ -65,7 +68,7 @@ def test_arguments_of_a_flag(value, arguments):
 
 
 def test_every_scheme_has_a_name():
-    names = {path.parent.name for path in fit.ROOT.glob("*/run.sh") if "--launch" in path.read_text()}
+    names = {path.parent.name for path in fit.ROOT.glob("*/run.sh") if re.search("^exec .* --launch", path.read_text(), re.M)}
     assert len(names) > 14
     for name in names:
         assert fit._script_of(name, "own", {}, None).parent.name == name
@@ -229,3 +232,12 @@ except KeyboardInterrupt:
     assert wait_until_gone(started) == []
     if number == signal.SIGINT:
         assert "stopped; a checkpoint is saved" in output and output.endswith("interrupted\n")
+
+
+@pytest.mark.parametrize("kind", [UserError, TrainingFailed])
+def test_a_notebook_shows_one_line(capsys, kind):
+    """In place of a stack trace."""
+    shell = InteractiveShell(config=Config({"HistoryManager": {"enabled": False}}), user_ns={"kind": kind})
+    capsys.readouterr()
+    shell.run_cell("raise kind('what was wrong')")
+    assert capsys.readouterr().out.strip() == f"{kind.__name__}: what was wrong"
