@@ -113,7 +113,7 @@ def test_address_where_nobody_listens():
 @pytest.mark.parametrize(
     "staleness, quorum, ticks, behind",
     [
-        (0, None, [1, 0, 1], [[1], [], [1]]),  # synchronous: who has ticked waits for who has not
+        (0, None, [1, 0, 1], [[1], [], [1]]),  # synchronous: a worker that has ticked waits for those that have not
         (2, None, [4, 1, 2], [[1], [], []]),  # at most two ahead of the slowest
         (0, 2, [1, 0, 0], [[1, 2], [], []]),  # one of the two others is enough
         (0, 2, [1, 1, 0], [[], [], []]),
