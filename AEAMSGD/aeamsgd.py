@@ -35,4 +35,4 @@ def check(settings):
 if __name__ == "__main__":
     define_number("beta", 0.9, "elastic force of all workers together; of each it is beta / --num_workers", least=0)
     define_number("momentum", 0.99, "δ of the local steps", least=0, below=1)
-    main(aeamsgd, epochs=60, batch_size=32, learning_rate=0.001, window=10, check=check)
+    main(aeamsgd, optimizer_on="worker", epochs=60, batch_size=32, learning_rate=0.001, window=10, check=check)

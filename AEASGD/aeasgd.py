@@ -31,4 +31,5 @@ def check(settings):
 
 if __name__ == "__main__":
     define_number("beta", 0.9, "elastic force of all workers together; of each it is beta / --num_workers", least=0)
-    main(aeasgd, epochs=60, batch_size=32, learning_rate=0.1, window=10, local_optimizer="sgd", check=check)
+    defaults = {"epochs": 60, "batch_size": 32, "learning_rate": 0.1, "window": 10, "local_optimizer": "sgd"}
+    main(aeasgd, optimizer_on="worker", check=check, **defaults)

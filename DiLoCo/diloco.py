@@ -33,4 +33,4 @@ if __name__ == "__main__":
     define_number("momentum", 0.9, "μ of the outer step", least=0, below=1)
     define_number("weight_decay", 0.1, "λ of AdamW", least=0)
     define_number("local_learning_rate", 0.002, "η' of AdamW", above=0)
-    main(diloco, pace="together", epochs=60, batch_size=32, learning_rate=0.7, window=10)
+    main(diloco, pace="together", optimizer_on="worker", epochs=60, batch_size=32, learning_rate=0.7, window=10)

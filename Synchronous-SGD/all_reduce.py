@@ -18,4 +18,4 @@ def all_reduce(center, local, hp):
 
 
 if __name__ == "__main__":
-    main(all_reduce, pace="ring", without=("window",), epochs=60, batch_size=32, learning_rate=0.2)
+    main(all_reduce, pace="ring", optimizer_on="worker", without=("window",), epochs=60, batch_size=32, learning_rate=0.2)

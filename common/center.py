@@ -9,7 +9,8 @@ from common import tf
 from common.coordination import Lock
 from common.exact import Exact
 from common.flags import UserError
-from common.messages import AtUpdate, gradient_of, parts_of, tensors_of
+from common.messages import AtUpdate, arrived, gradient_of, parts_of, tensors_of
+from common.schedules import factor_is
 from common.steps import Optimizers, Step, before_read, before_write, check_pieces
 from common.together import Pace, Ring, Together
 
@@ -22,6 +23,7 @@ class GlobalParameters:
         graph it would travel with every graph, and break at 2 GB.
       num_ps: pieces to cut the vector into.
       device_fn: puts piece i on ps task i; None puts all on this process.
+      schedule: a `common.schedules.Schedule`, or another function of the global step, of the learning rate; None for none.
 
     Attributes:
       size: of the vector.
@@ -29,9 +31,12 @@ class GlobalParameters:
       step: the global step, a variable: the number of updates.
       lock: for what is to be indivisible over all ps tasks.
       optimizers: the `common.steps.Optimizers` that change x̃.
+      decay: η λ of weight decay, see `apply`; None for none.
+      has_decayed: whether there is an update with it.
     """
 
-    def __init__(self, initial_parameters, num_ps=1, device_fn=None):
+    def __init__(self, initial_parameters, num_ps=1, device_fn=None, schedule=None):
+        self.schedule, self.decay, self.has_decayed = schedule, None, False
         self.size = len(initial_parameters)
         feed = tf.placeholder(tf.float32, [self.size], "initial_parameters")
         self._num_pieces = min(num_ps, self.size)
@@ -103,7 +108,7 @@ class GlobalParameters:
         optimizer = self.optimizers.use(optimizer)
 
         def apply(i, piece, part):
-            return optimizer.apply_gradients([(gradient_of(part, at_ps, AtUpdate(self, i)), piece)])
+            return self.apply(optimizer, [(gradient_of(part, at_ps, AtUpdate(self, i)), piece)])
 
         step = self._update(message, apply)
         check_pieces(optimizer, self.pieces)
@@ -120,10 +125,44 @@ class GlobalParameters:
             for i, (piece, part) in enumerate(zip(self.pieces, parts, strict=True)):
                 # On that ps the learning rate, too, or it would be a message.
                 with tf.device(piece.device), tf.control_dependencies(before_write(piece.device)):
-                    applied.append(apply(i, piece, part))
+                    is_scheduled = self.schedule is not None and piece.device == self.step.device
+                    applied.append((self._scheduled(apply) if is_scheduled else apply)(i, piece, part))
             count, updated = self.count([op for op in applied if op.device == self.step.device])
         sent = [tensor.op for part in parts for tensor in tensors_of(part)]
         return Step((*sent, *applied, count), updated=updated)
+
+    def _scheduled(self, apply):
+        """Returns `apply` with the learning rates of the global step that the part of a message finds.
+
+        On another ps than the step's they are those of the step that the worker pulled last, which it sends: one ps does not
+        ask another.
+        """
+
+        def scheduled(i, piece, part):
+            part = arrived(part)
+            with tf.control_dependencies([tensor.op for tensor in tensors_of(part)]):
+                factor = self.schedule(self.step.read_value())
+            with factor_is(factor):
+                return apply(i, piece, part)
+
+        return scheduled
+
+    def apply(self, optimizer, pairs):
+        """piece ← optimizer(piece, gradient) for pairs of a gradient and its piece, where they are; returns the operation.
+
+        With weight decay λ it is piece ← piece − η λ piece before, no part of the gradient: AdamW, if the optimizer is Adam
+        (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101).
+        """
+        if self.decay is None:
+            return optimizer.apply_gradients(pairs)
+        self.has_decayed, decayed, here = True, [], []
+        for gradient, piece in pairs:
+            with tf.device(piece.device):
+                here.append(arrived(gradient))
+                with tf.control_dependencies([tensor.op for tensor in tensors_of(here[-1])]):  # which may depend on the piece
+                    decayed.append(piece.assign_sub(self.decay * piece.read_value(), read_value=False))
+        with tf.control_dependencies(decayed):
+            return optimizer.apply_gradients([(gradient, piece) for gradient, (_, piece) in zip(here, pairs, strict=True)])
 
     def count(self, after):
         """Counts one update after these operations; returns the operation, and the global step that it makes."""

@@ -354,11 +354,11 @@ def check_batch(x, y, batch_size, window=1, num_workers=1):
         )
 
 
-def call_user_function(flag, spec):
-    """Returns what FUNCTION of `spec`, FILE.py:FUNCTION, returns. The file's folder is importable to it, as if it was run.
+def user_function(flag, spec):
+    """Returns FUNCTION of `spec`, FILE.py:FUNCTION. The file's folder is importable to it, as if it was run.
 
     Raises:
-      UserError: if there is no such file or function, or it raises.
+      UserError: if there is no such file or function.
     """
     path, _, name = spec.rpartition(":")
     file = Path(path).expanduser().resolve()
@@ -382,9 +382,20 @@ def call_user_function(flag, spec):
     function = getattr(module, name, None)
     if not callable(function):
         raise UserError(f"{flag}={spec}: {path} has no function {name!r}")
+    return function
+
+
+def call_user_function(flag, spec):
+    """Returns what FUNCTION of `spec`, FILE.py:FUNCTION, returns; see `user_function`.
+
+    Raises:
+      UserError: if there is no such file or function, or it raises.
+    """
+    function = user_function(flag, spec)
     try:
         return function()
     except (Exception, SystemExit) as error:
+        name = spec.rpartition(":")[2]
         raise UserError(f"{flag}={spec}: {name}() raised {one_line(error)}") from error
 
 

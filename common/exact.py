@@ -1,9 +1,13 @@
 """Pull and push as indivisible actions over all ps tasks: the ps know, at the update, what came since this worker's pull."""
 
+import contextlib
+from typing import Any
+
 from common import tf
 from common.batches import local_variable
 from common.flags import UserError
 from common.messages import AtUpdate, arrived, gradient_of, parts_of, tensors_of
+from common.schedules import factor_is
 from common.steps import Step, before_read, check_pieces
 
 
@@ -47,7 +51,8 @@ class Exact:
                         values.append(piece.read_value())
                         done += [self._pieces[i].assign(values[-1], read_value=False) if self._pieces else values[-1].op]
         x = tf.concat(values, axis=0) if len(values) > 1 else values[0]
-        return Step((value.assign(x, read_value=False), *done), pulled=step, done=((self, "pull"),))
+        mine = value.assign(x, read_value=False), *self._local.note(step)
+        return Step((*mine, *done), pulled=step, done=((self, "pull"),))
 
     def push(self, optimizer, message, at_ps):
         """x̃ ← optimizer(x̃, at_ps(part, at_update)) as one indivisible action over all ps tasks; counts one update.
@@ -70,19 +75,26 @@ class Exact:
                 with tf.device(piece.device):
                     here.append(arrived(part))
             with center.lock.held([tensor.op for part in here for tensor in tensors_of(part)]) as done:
-                staleness = None
+                staleness, read = None, []  # what depends on the global step before this update
+                scheduled: Any = contextlib.nullcontext()
+                if center.schedule is not None:
+                    with tf.device(center.step.device):
+                        factor = tf.convert_to_tensor(center.schedule(center.step.read_value()))
+                    scheduled, read = factor_is(factor), [factor.op]
                 if self._step is not None:
                     with tf.device(center.step.device):
                         # A ps that was restarted may have lost updates which this worker has seen.
                         staleness = tf.maximum(center.step.read_value() - self._step.read_value(), 0)
                         staleness = tf.cast(staleness, tf.float32)
-                for i, (piece, part) in enumerate(zip(center.pieces, here, strict=True)):
-                    with tf.device(piece.device):
-                        pulled = self._pieces[i].read_value() if self._pieces else None
-                        gradient = gradient_of(part, at_ps, AtUpdate(center, i, pulled, staleness))
-                        done.append(optimizer.apply_gradients([(gradient, piece)]))
+                    read.append(staleness.op)
+                with scheduled:
+                    for i, (piece, part) in enumerate(zip(center.pieces, here, strict=True)):
+                        with tf.device(piece.device):
+                            pulled = self._pieces[i].read_value() if self._pieces else None
+                            gradient = gradient_of(part, at_ps, AtUpdate(center, i, pulled, staleness))
+                            done.append(center.apply(optimizer, [(gradient, piece)]))
                 check_pieces(optimizer, center.pieces)
-                count, updated = center.count([] if staleness is None else [staleness.op])
+                count, updated = center.count(read)
                 done.append(count)
         return Step((*sent, *done), updated=updated, done=((self, "push"),))
 

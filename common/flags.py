@@ -16,7 +16,8 @@ SECONDS = threading.TIMEOUT_MAX  # the longest that anybody can wait, 292 years
 LOCAL_OPTIMIZERS = ("sgd", "momentum", "adagrad", "adam")  # see LocalParameters.optimizer
 
 # Data and models that come with this project and fit each other: nothing about them is to be found out before a run
-KNOWN = {"data": ("digits", "linear"), "model": ("linear", "mlp")}
+SCHEDULES = ("cosine", "linear")
+KNOWN = {"data": ("digits", "linear"), "model": ("linear", "mlp"), "learning_rate_schedule": (None, *SCHEDULES)}
 
 
 class _OneLine(Exception):
@@ -206,6 +207,11 @@ def define(defaults):
     flags.DEFINE_string("loss", None, "of a model that has none, a name of Keras's (default: by the labels)")
     define_integer("batch_size", own("batch_size"), "samples per step and worker", least=1)
     define_number("learning_rate", own("learning_rate"), "step size", above=0)
+    flags.DEFINE_string("learning_rate_schedule", None, "cosine, linear, or FILE.py:FUNCTION (default: constant)")
+    define_integer("warmup_steps", 0, "global updates in which the learning rate grows to its full size", least=0)
+    if "weight_decay" not in values:  # of a scheme whose optimizer always has it
+        text = "λ: the parameters shrink by learning rate × λ of themselves, where the scheme's optimizer stands"
+        define_number("weight_decay", 0, text, least=0)
     define_number("clip_norm", None, "largest norm of the gradient of a local step; longer ones are scaled down", above=0)
     # A loop of the graph counts them, in 32 bits.
     define_integer("window", own("window", 1), "local steps from one exchange with the ps to the next", least=1, most=INT32)

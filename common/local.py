@@ -1,5 +1,6 @@
 """x, a worker's own parameters: pull, train a window, and what the worker has beside them."""
 
+import contextlib
 import math
 import time
 from typing import Any
@@ -7,7 +8,8 @@ from typing import Any
 from common import tf
 from common.batches import local_variable
 from common.flags import UserError
-from common.steps import Optimizers, Step
+from common.schedules import factor_is
+from common.steps import Optimizers, Step, before_local
 
 STATE_SAMPLES = 2000  # with so many the moving means of a model are estimated anew, where it is evaluated
 
@@ -32,6 +34,7 @@ class LocalParameters:
       state: variables, what the model has that is not trained.
       optimizers: the `common.steps.Optimizers` that change x.
       windows: how many calls of `train` there were.
+      decay: η λ of weight decay in each local step, see `train`; None for none.
     """
 
     def __init__(self, center, model, batches, name="local", index=0, num_workers=1, delay=0.0, clip_norm=None, kept=()):
@@ -46,7 +49,14 @@ class LocalParameters:
                     feed = tf.placeholder(value.dtype, value.shape)
                     self.init_feed_dict[feed] = value
                 self.state.append(local_variable(f"state_{i}", kept[i].read_value() if kept else feed))
+            self._schedule, self._counts_updates = center.schedule, False
+            self._known_step: Any = None
+            if self._schedule is not None:
+                with tf.device(center.step.device):
+                    step = center.step.read_value()
+                self._known_step = local_variable("known_step", step)
         self._vectors: dict[str, Any] = {}
+        self.decay = None
         self.optimizers = Optimizers()
         self.windows = 0
 
@@ -55,6 +65,27 @@ class LocalParameters:
         count = math.ceil(min(self.batches.num_samples, STATE_SAMPLES) / self.batches.batch_size)
         state = [v.read_value() for v in self.state]
         return self.model.state_at(parameters, state, lambda k: self.batches.samples(self.batches.batch(k)), count)
+
+    def note(self, step):
+        """Keeps a global step that was pulled, for the schedule of the learning rate; returns operations, none without one."""
+        if self._schedule is None or self._counts_updates:
+            return []
+        return [self._known_step.assign(step, read_value=False)]
+
+    def counts_updates_in(self, variable):
+        """From now on the schedule goes by this variable, not by what was pulled, and each local step is an update more."""
+        self._known_step, self._counts_updates = variable, True
+
+    def factor(self):
+        """Returns the schedule's factor of the learning rate, a scalar tensor, at the global step that was pulled last."""
+        with tf.control_dependencies(None), tf.control_dependencies(before_local()), tf.device(self.value.device):
+            return self._schedule(self._known_step.read_value())
+
+    def _scheduled(self, t=None):
+        """Returns a context in which learning rates are those of a window, or of its local step t if that is an update."""
+        if self._schedule is None or (t is not None) != self._counts_updates:
+            return contextlib.nullcontext()
+        return factor_is(self.factor() if t is None else self._schedule(self._known_step.read_value() + tf.cast(t, tf.int64)))
 
     def vector(self, name):
         """Returns a vector `[size]` of this worker's own, a variable, zero at first; the same one for the same name."""
@@ -78,12 +109,12 @@ class LocalParameters:
     def pull(self, center):
         """x ← x̃. One message from each ps."""
         value, step = center.read()
-        return Step((self.value.assign(value, read_value=False),), pulled=step)
+        return Step((self.value.assign(value, read_value=False), *self.note(step)), pulled=step)
 
     def compare(self, center):
         """d ← x − x̃, which is in `difference` afterwards. One message from each ps."""
         value, step = center.read()
-        return Step((self.vector("difference").assign(self.value - value, read_value=False),), pulled=step)
+        return Step((self.vector("difference").assign(self.value - value, read_value=False), *self.note(step)), pulled=step)
 
     def add(self, difference):
         """x ← x + difference, a tensor `[size]`."""
@@ -103,6 +134,7 @@ class LocalParameters:
         """`window` local steps in one call: g ← gradient of the next batch's mean loss; x ← optimizer(x, g).
 
         The sum of the g, each taken where the walk then stood, and clipped if `clip_norm` says so, is in `gradient` afterwards.
+        With weight decay λ on the worker it is x ← x − η λ x before each step, see `GlobalParameters.apply`.
 
         Args:
           window: number of steps.
@@ -118,12 +150,14 @@ class LocalParameters:
         x, before = self.value, self.gradient.read_value() if accumulate else tf.zeros([self.model.size])
 
         def change(g):
-            return self.apply(optimizer, g) if isinstance(optimizer, tf.train.Optimizer) else optimizer(g)
+            decayed = [] if self.decay is None else [x.assign_sub(self.decay * x.read_value(), read_value=False)]
+            with tf.control_dependencies(decayed):
+                return self.apply(optimizer, g) if isinstance(optimizer, tf.train.Optimizer) else optimizer(g)
 
         def step(t):
             present = x.read_value()
             loss, g = self._loss_and_gradient(at(present) if at else present, *self.batches.samples(indices[t]))
-            with tf.control_dependencies([g]):  # x is read before it is written
+            with tf.control_dependencies([g]), self._scheduled(t):  # x is read before it is written
                 return loss, g, change(g)
 
         def next_step(t, total, loss):
@@ -131,15 +165,17 @@ class LocalParameters:
             with tf.control_dependencies([changed]):
                 return t + 1, total + g, loss + step_loss
 
-        if window == 1:
-            loss, total, changed = step(0)
-            total = before + total if accumulate else total
-        else:
-            # An unrolled window would cost tens of seconds of graph optimization. An optimizer's slots cannot be
-            # created inside the loop, hence the call beforehand, whose operation is never run.
-            change(before)
-            changed, total, loss = tf.while_loop(lambda t, *_: t < window, next_step, (0, before, 0.0), parallel_iterations=1)
-            loss /= window
+        with self._scheduled():
+            if window == 1:
+                loss, total, changed = step(0)
+                total = before + total if accumulate else total
+            else:
+                # An unrolled window would cost tens of seconds of graph optimization. An optimizer's slots cannot be
+                # created inside the loop, hence the call beforehand, whose operation is never run.
+                change(before)
+                walk = tf.while_loop(lambda t, *_: t < window, next_step, (0, before, 0.0), parallel_iterations=1)
+                changed, total, loss = walk
+                loss /= window
         loss = tf.identity(loss)
         return Step((self.gradient.assign(total, read_value=False), loss.op, changed), (loss,))
 

@@ -15,11 +15,13 @@ import threading
 import time
 from pathlib import Path
 
+from absl import flags as absl_flags
+
 from common import cluster, devices, ending, flags, isolation, launch, limits, progress, run_dir, signals, words
 from common.flags import TrainingFailed, UserError, why_unwritable
 
 
-def main(scheme=None, train=None, pace="own", without=(), check=None, evaluate=None, **defaults):
+def main(scheme=None, train=None, pace="own", without=(), check=None, evaluate=None, optimizer_on="ps", **defaults):
     """Runs a scheme's script and exits: 0 trained, 1 failed, 2 bad flags or input, 130 stopped by Ctrl-C.
 
     Args:
@@ -29,6 +31,8 @@ def main(scheme=None, train=None, pace="own", without=(), check=None, evaluate=N
         and `center.pace`; "ring" if they do among themselves, with `center.ring`: then all are started again when one has died.
       check: function of the flags, a namespace, that raises a `UserError` if they do not go together.
       evaluate: what the last worker of a cluster does instead of training, a function `evaluate(task, settings)`.
+      optimizer_on: "ps" or "worker", where the optimizer of the scheme's paper stands: whose learning rates follow a schedule,
+        and which parameters weight decay shrinks, see `common.schedules.hyperparameters`.
       without: names of flags that mean nothing to this script; those of a cluster for one that always trains alone.
       **defaults: the scheme's own defaults, by the name of the flag.
     """
@@ -41,7 +45,7 @@ def main(scheme=None, train=None, pace="own", without=(), check=None, evaluate=N
         sys.exit(2)
     failed = launch.FAILED_FOR_GOOD if os.environ.get("LAUNCHER_KEY") else 1
     try:
-        status = _run(scheme, train, pace, without, check, evaluate, script, sys.argv[1:], defaults)
+        status = _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, sys.argv[1:], defaults)
         words.work_is_done()  # this end is ours: a function of the user's may end the process, too, with sys.exit
         sys.exit(status)
     except UserError as error:
@@ -123,19 +127,21 @@ def _say(status, line):
     return status
 
 
-def _run(scheme, train, pace, without, check, evaluate, script, arguments, defaults):
+def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, arguments, defaults):
     launcher = os.environ.get("LAUNCHER_PID")
     if launcher:
         isolation.die_with_parent(int(launcher))
+    has_own_decay = "weight_decay" in absl_flags.FLAGS
     values = flags.define(defaults)
     if train or pace != "own":  # workers that wait for each other begin together
         without = (*without, "warm_start_steps")
     if train:
-        without = (*without, "start_secs", "clip_norm")
+        without = (*without, "start_secs", "clip_norm", "learning_rate_schedule", "warmup_steps", "weight_decay")
     if "launch" in without:
         without = (*without, "gpus")
     settings = flags.parse(values, arguments, script.name, without)
     settings = settings.but(scheme=script.parent.name, began=time.time(), pace=pace, steps_per_call=1)
+    settings = settings.but(optimizer_on=optimizer_on, decay=0 if has_own_decay else settings.weight_decay)
     task = cluster.task_from(settings) if "job_name" not in without else None
     if task and evaluate:
         # TF_CONFIG has a type of its own for an evaluator, which is no member of the cluster: no worker has to be taken for it.

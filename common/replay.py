@@ -12,6 +12,7 @@ import numpy as np
 from common import tf
 from common.center import GlobalParameters
 from common.local import LocalParameters
+from common.schedules import hyperparameters
 from common.steps import build_steps
 
 
@@ -34,6 +35,7 @@ class Replay:
       make_batches: function of a worker's index that returns its batches, see `common.batches.Batches`.
       num_workers: how many.
       num_ps: pieces of the global parameters.
+      schedule: function of the global step, a tensor, that returns a factor of the learning rate; None for none.
 
     Attributes:
       updates: list of `Update`, in their order; of a synchronous scheme, of the gradients that each is made of.
@@ -42,17 +44,20 @@ class Replay:
       graph, session: what it runs in, to look at other variables.
     """
 
-    def __init__(self, scheme, hp, model, make_batches, num_workers=2, num_ps=1):
+    def __init__(self, scheme, hp, model, make_batches, num_workers=2, num_ps=1, schedule=None):
         self.updates: list[Update] = []
         self.dropped: list[tuple[int, int]] = []
         self.losses: list[tuple[int, float]] = []
         self._model, self.graph = model, tf.Graph()
         with self.graph.as_default():
-            self._center = GlobalParameters(model.initial_parameters, num_ps)
+            self._center = GlobalParameters(model.initial_parameters, num_ps, schedule=schedule)
             workers = [
                 LocalParameters(self._center, model, make_batches(i), f"worker_{i}", i, num_workers) for i in range(num_workers)
             ]
-            self._workers, self._steps = workers, [build_steps(scheme, self._center, worker, hp) for worker in workers]
+            self._workers, self._steps = workers, []
+            for worker in workers:
+                own = hyperparameters(hp, self._center, worker)
+                self._steps.append(build_steps(scheme, self._center, worker, own))
             self._fetches = [[step.fetches() for step in steps] for steps in self._steps]
             self._value = self._center.read()[0]
             self._step = self._center.step.read_value()

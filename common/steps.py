@@ -83,6 +83,7 @@ class _Round:
 
     def __init__(self, here, there, blocking):
         self.operations = here + there
+        self.here = here
         self.blocking = blocking
         self.optimizers: dict[int, list[Any]] = {}
         self.made: list[Step] = []
@@ -116,6 +117,12 @@ def before_write(device):
     """Returns the operations that a write on a device comes after: earlier ones there. The rest comes with the message."""
     round = _round.get()
     return [op for op in round.operations if op.device == device] if round else []
+
+
+def before_local():
+    """Returns the operations on the worker that this step comes after."""
+    round = _round.get()
+    return list(round.here) if round else []
 
 
 def before_all():
@@ -333,6 +340,7 @@ class _Chain:
             self.training_ended = step.training_ended
         on_ps = [op for op in step.operations if is_on_ps(op)]
         self.here = [op for op in step.operations if not is_on_ps(op)] or self.here  # the worker's of the step before
+        round.here = self.here
         self.there = self.there + on_ps  # on the ps since the last read
         # What the ps did with a push began after it had left the worker: no need to tell the ps again.
         round.operations = self.there if on_ps else self.here + self.there

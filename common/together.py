@@ -11,6 +11,7 @@ from common.batches import local_variable
 from common.coordination import FINISHED, Clocks
 from common.flags import UserError
 from common.messages import AtUpdate, arrived, gradient_of, parts_of, tensors_of
+from common.schedules import factor_is
 from common.steps import Step, before_all, before_read
 
 
@@ -138,7 +139,11 @@ class Together:
                         for i, (piece, at_update) in enumerate(zip(center.pieces, found, strict=True)):
                             with tf.device(piece.device):
                                 taken[i] = gradient_of(taken[i], of_all, at_update, "of_all")
-                    return optimizer.apply_gradients(list(zip(taken, center.pieces, strict=True)))
+                    pairs = list(zip(taken, center.pieces, strict=True))
+                    if center.schedule is None:
+                        return center.apply(optimizer, pairs)
+                    with factor_is(center.schedule(step_before)):
+                        return center.apply(optimizer, pairs)
 
                 with tf.control_dependencies([step_before, *added]):
                     applied = tf.cond(is_last, apply, tf.no_op).op
@@ -204,6 +209,7 @@ class Ring:
             with tf.device(center.step.device):
                 newest = center.step.read_value()
             self._step = local_variable("step", newest)  # as many updates as x has, of all workers together
+            local.counts_updates_in(self._step)
             self._stopping = local_variable("stopping", tf.zeros([]))
             self.vote = self._stopping.assign(1.0, read_value=False)
 

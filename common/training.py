@@ -17,11 +17,12 @@ from common import data, ending, models, plots, signals, tf
 from common.batches import Batches, Position, fed
 from common.center import GlobalParameters
 from common.checkpoints import Keeper
-from common.flags import KNOWN, Settings, UserError
+from common.flags import KNOWN, UserError
 from common.hooks import EarlyStoppingHook, Gate, MeetingHook, StartHook, WarmStartHook
 from common.local import LocalParameters
 from common.metrics import EvaluationHook, MetricsHook, MetricsLog
 from common.run_dir import write_json
+from common.schedules import check_rates, hyperparameters, schedule_of
 from common.session import Saver, monitored_session
 from common.steps import build_rounds, repeat_rounds
 from common.together import Pace, Ring, Together
@@ -49,7 +50,8 @@ def train(scheme, task, settings):
     model = build_model(settings, dataset, index)
     doing("building the graph")
     with tf.Graph().as_default():
-        center = GlobalParameters(model.initial_parameters, task.num_ps if task else 1, task and task.device_fn())
+        schedule = schedule_of(settings)
+        center = GlobalParameters(model.initial_parameters, task.num_ps if task else 1, task and task.device_fn(), schedule)
         with tf.device(task and task.device):
             position = position_of(settings, index, num_workers, dataset.num_samples)
             weights = weights[0] if weights else None
@@ -62,7 +64,8 @@ def train(scheme, task, settings):
             )
             last, next_call = build_calls(scheme, center, local, settings, dataset.num_samples)
             if index == 0:
-                tell(what_is_trained(model, dataset, num_workers, optimizers_of(center, local)))
+                optimizers = ", ".join([optimizers_of(center, local), *map(str, [schedule] if schedule else [])])
+                tell(what_is_trained(model, dataset, num_workers, optimizers))
             waits = center.waits(local)
             gradients = waits.gradients_per_update if waits else 1
             copies, final, evaluation = [], None, None
@@ -117,11 +120,15 @@ def build_calls(scheme, center, local, settings, num_samples):
     Returns:
       The global step to stop at, and a function that chooses the rounds, see `Plan.next_call`.
     """
-    one = build_rounds(scheme, center, local, settings)
+    if center.schedule is not None:
+        center.schedule.ask = lambda: updates_of(center, local, settings, num_samples)
+    hp = hyperparameters(settings, center, local)
+    one = build_rounds(scheme, center, local, hp)
     waits = center.waits(local)
     _check_pace(scheme, waits, settings.pace)
     gradients = waits.gradients_per_update if waits else 1
-    last = last_step(settings, num_samples, gradients)
+    last = updates_of(center, local, settings, num_samples)
+    check_rates(center, last)
     updates, windows = int(one.steps.shape[0]), local.windows  # of one round
     # Every worker on its own, or all together, as fast as the slowest.
     at_once = local.num_workers if gradients == 1 else 1
@@ -129,10 +136,10 @@ def build_calls(scheme, center, local, settings, num_samples):
 
     def build(rounds):
         if in_ring:  # a round may be a loop of so many steps, if it asks for that
-            built = build_rounds(scheme, center, local, Settings(**{**vars(settings), "steps_per_call": rounds}))
+            built = build_rounds(scheme, center, local, hp.but(steps_per_call=rounds))
             if int(built.steps.shape[0]) == rounds * updates:
                 return built
-        return build_rounds(scheme, center, local, settings, rounds)
+        return build_rounds(scheme, center, local, hp, rounds)
 
     most = settings.rounds_per_call or rounds_worth_a_call(local.model, windows, updates * settings.window, in_ring)
     most = min(most, max(1, last // (updates * at_once)))
@@ -143,7 +150,7 @@ def build_calls(scheme, center, local, settings, num_samples):
     loop_call = None
     if is_long and not in_ring and "/job:ps" in center.step.device:
         times = tf.placeholder(tf.int32, [], "times")
-        loop_call = repeat_rounds(scheme, center, local, settings, most, times)
+        loop_call = repeat_rounds(scheme, center, local, hp, most, times)
     calls, factor, began = 0, 1, time.monotonic()
 
     def next_call(present):
@@ -410,6 +417,12 @@ def last_step(settings, num_samples, gradients_per_update=1):
     return settings.steps or math.ceil(settings.epochs * num_samples / samples_per_update(settings, gradients_per_update))
 
 
+def updates_of(center, local, settings, num_samples):
+    """Returns the global step to stop at, when the scheme has said how its workers wait for each other."""
+    waits = center.waits(local)
+    return last_step(settings, num_samples, waits.gradients_per_update if waits else 1)
+
+
 def updates_before(samples, settings, gradients_per_update=1):
     """Returns how many updates fewer `--epochs` takes, when more samples were trained with than the global step says.
 
@@ -515,6 +528,10 @@ def check(settings, dataset):
     dataset = training_part(dataset, settings)
     data.shard(dataset, 0, settings.num_workers if settings.launch else 1)
     model = models.build(settings.model, dataset, settings.seed, settings.loss)
+    if schedule := schedule_of(settings):
+        schedule.ask = lambda: last_step(settings, dataset.num_samples)  # at most
+        with tf.Graph().as_default():
+            schedule(tf.placeholder(tf.int64, []))
     if settings.model not in KNOWN["model"]:
         with models.named(settings.model):
             _trace(model, dataset)

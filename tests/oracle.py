@@ -17,7 +17,8 @@ class Problem:
     Each worker has seven batches of its own; when it has seen them all it begins anew.
     """
 
-    def __init__(self, start, batches, hp):
+    def __init__(self, start, batches, hp, schedule=lambda step: 1.0):
+        self._schedule, self._known = schedule, [0, 0]  # of each worker, the version that it pulled last
         self.start = self.center = start.astype(float)
         self.batches, self.hp = batches, hp
         self.version, self.log = 0, []  # number of updates; of each its worker, its staleness and the version after it
@@ -25,6 +26,10 @@ class Problem:
         self.slots = np.full(4, 0.1)  # of Adagrad, which begins there in TensorFlow
         self.mean_square = np.zeros(4)
         self._used = [0, 0]
+
+    def factor(self, worker=None):
+        """What the learning rate is multiplied with: on this worker, or at an update on the ps."""
+        return self._schedule(self.version if worker is None else self._known[worker])
 
     def gradient(self, worker, parameters):
         """The gradient of the mean squared error of this worker's next batch."""
@@ -38,12 +43,12 @@ class Problem:
         gradients = []
         for _ in range(self.hp.window):
             gradients.append(self.gradient(worker, x))
-            x = x - RATE * gradients[-1]
+            x = x - self.factor(worker) * RATE * gradients[-1]
         return gradients
 
     def pull(self, worker):
         """Returns x̃ and its version."""
-        self.own[worker] = 0
+        self.own[worker], self._known[worker] = 0, self.version
         return self.center, self.version
 
     def update(self, worker, pulled, change):

@@ -28,14 +28,14 @@ def hogwild(p, i):
         yield
         gradients = p.descend(i, x)
         yield
-        p.update(i, pulled, -RATE * sum(gradients))
+        p.update(i, pulled, -RATE * p.factor() * sum(gradients))
         yield
 
 
-def adagrad(x, slots, g):
+def adagrad(x, slots, g, factor):
     """Returns what Adagrad makes of x and its slots."""
     slots = slots + g**2
-    return x - RATE * g / np.sqrt(slots), slots
+    return x - RATE * factor * g / np.sqrt(slots), slots
 
 
 def downpour_easy(p, i):
@@ -44,7 +44,7 @@ def downpour_easy(p, i):
         yield
         a = sum(p.descend(i, x))
         yield
-        new, p.slots = adagrad(p.center, p.slots, a)
+        new, p.slots = adagrad(p.center, p.slots, a, p.factor())
         p.update(i, pulled, new - p.center)
         yield
 
@@ -58,12 +58,12 @@ def downpour(p, i):
             yield
         g = p.gradient(i, x)
         a = a + g
-        x, slots = adagrad(x, slots, g)
+        x, slots = adagrad(x, slots, g, p.factor(i))
         step += 1
         if step % n_push == 0 or step % n_fetch == 0:
             yield
         if step % n_push == 0:
-            new, p.slots = adagrad(p.center, p.slots, a)
+            new, p.slots = adagrad(p.center, p.slots, a, p.factor())
             p.update(i, pulled, new - p.center)
             a = np.zeros(4)
             yield
@@ -75,7 +75,7 @@ def agn(p, i):
         yield
         gradients = p.descend(i, x)
         yield
-        p.update(i, pulled, -RATE * np.mean(gradients, axis=0))
+        p.update(i, pulled, -RATE * p.factor() * np.mean(gradients, axis=0))
         yield
 
 
@@ -83,10 +83,10 @@ def dynamic_sgd(p, i):
     while True:
         x, pulled = p.pull(i)
         yield
-        u = RATE * sum(p.descend(i, x))
+        g = sum(p.descend(i, x))
         yield
         tau = p.version - pulled
-        p.update(i, pulled, -u / (tau + 1))
+        p.update(i, pulled, -RATE * p.factor() * g / (tau + 1))
         yield
 
 
@@ -100,7 +100,7 @@ def dc_asgd(p, i):
         if p.hp.adaptive:
             p.mean_square = 0.95 * p.mean_square + 0.05 * g**2
             strength = strength / np.sqrt(p.mean_square + 1e-7)
-        p.update(i, pulled, -RATE * (g + strength * g * g * (p.center - x)))
+        p.update(i, pulled, -RATE * p.factor() * (g + strength * g * g * (p.center - x)))
         yield
 
 
@@ -108,7 +108,7 @@ def aeasgd(p, i):
     x, alpha = p.start, p.hp.beta / 2
     while True:
         for _ in range(p.hp.window):
-            x = x - RATE * p.gradient(i, x)
+            x = x - RATE * p.factor(i) * p.gradient(i, x)
         yield
         center, read = p.pull(i)
         e = alpha * (x - center)
@@ -122,7 +122,7 @@ def aeamsgd(p, i):
     x, v, alpha = p.start, np.zeros(4), p.hp.beta / 2
     while True:
         for _ in range(p.hp.window):
-            v = p.hp.momentum * v - RATE * p.gradient(i, x + p.hp.momentum * v)
+            v = p.hp.momentum * v - RATE * p.factor(i) * p.gradient(i, x + p.hp.momentum * v)
             x = x + v
         yield
         center, read = p.pull(i)
@@ -208,12 +208,12 @@ class Walk(NamedTuple):
 def walk(model, batches, known_batches, load_scheme):
     """A function that takes the steps of a scheme in this order of workers."""
 
-    def walk(scheme, order, window=3, num_ps=1):
+    def walk(scheme, order, window=3, num_ps=1, schedule=None):
         def make_batches(i):
             return known_batches(*(b[i] for b in batches), f"batches_{i}")
 
         hp = scheme.hyperparameters(window)
-        replay = Replay(load_scheme(scheme.folder, scheme.name), hp, model, make_batches, num_ps=num_ps)
+        replay = Replay(load_scheme(scheme.folder, scheme.name), hp, model, make_batches, num_ps=num_ps, schedule=schedule)
         for worker in order:
             replay.step(worker)
         walked = Walk(replay.center, [(u.worker, u.staleness, u.updated) for u in replay.updates])
@@ -223,9 +223,9 @@ def walk(model, batches, known_batches, load_scheme):
     return walk
 
 
-def written_again(scheme, order, start, batches, window=3):
+def written_again(scheme, order, start, batches, window=3, **more):
     """The same by NumPy."""
-    problem = Problem(start, batches, scheme.hyperparameters(window))
+    problem = Problem(start, batches, scheme.hyperparameters(window), **more)
     workers = [scheme.life(problem, i) for i in range(2)]
     for worker in order:
         next(workers[worker])
@@ -249,6 +249,14 @@ def test_exact(model, walk, batches, scheme, order, window, num_ps):
     assert len(expected.log) == ROUNDS
     close(ours, expected, model.initial_parameters)
     assert ours.log == expected.log
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+def test_schedule(model, walk, batches, scheme):
+    """A learning rate that falls with the global step: on the ps of its update, on a worker of its last pull."""
+    steps, schedule = shuffled(scheme.steps), lambda step: 1 / (1 + 0.3 * step)
+    ours = walk(scheme, steps, schedule=lambda step: schedule(tf.cast(step, tf.float32)))
+    close(ours, written_again(scheme, steps, model.initial_parameters, batches, schedule=schedule), model.initial_parameters)
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -23,8 +23,8 @@ WORKERS = 2  # the batches are of two
 class Meeting(Problem):
     """A problem whose workers contribute to each update together."""
 
-    def __init__(self, start, batches, hp):
-        super().__init__(start, batches, hp)
+    def __init__(self, start, batches, hp, **more):
+        super().__init__(start, batches, hp, **more)
         self.given = {}  # by worker, of the present update
         self.clocks = [0] * WORKERS
         self.dropped = []
@@ -57,11 +57,11 @@ class Meeting(Problem):
 def synchronous(p, i):
     known = 0
     while True:
-        x = p.center
+        x, _ = p.pull(i)
         yield
         g = sum(p.descend(i, x))
         yield
-        p.contribute(i, known, g, WORKERS - p.hp.backup_workers, lambda all: -RATE * np.mean(all, axis=0))
+        p.contribute(i, known, g, WORKERS - p.hp.backup_workers, lambda all: -RATE * p.factor() * np.mean(all, axis=0))
         yield lambda: i not in p.given
         known = p.version
         yield
@@ -70,11 +70,11 @@ def synchronous(p, i):
 def different_rates(p, i):
     known = 0
     while True:
-        x = p.center
+        x, _ = p.pull(i)
         yield
         g = p.gradient(i, x)
         yield
-        p.contribute(i, known, p.hp.learning_rates[i] * g, WORKERS, lambda all: -sum(all))
+        p.contribute(i, known, p.factor(i) * p.hp.learning_rates[i] * g, WORKERS, lambda all: -sum(all))
         yield lambda: i not in p.given
         known = p.version
         yield
@@ -83,11 +83,11 @@ def different_rates(p, i):
 def sagn(p, i):
     known = 0
     while True:
-        x = p.center
+        x, _ = p.pull(i)
         yield
         g = np.mean(p.descend(i, x), axis=0)
         yield
-        p.contribute(i, known, g, WORKERS, lambda all: p.adam(np.mean(all, axis=0), RATE))
+        p.contribute(i, known, g, WORKERS, lambda all: p.adam(np.mean(all, axis=0), RATE * p.factor()))
         yield lambda: i not in p.given
         known = p.version
         yield
@@ -102,13 +102,14 @@ def diloco(p, i):
         return -RATE * (delta + hp.momentum * p.v)
 
     while True:
-        x = p.center
+        x, _ = p.pull(i)
         yield
         start = x
         yield
         for _ in range(hp.window):
             g = p.gradient(i, x)
-            x = x - hp.local_learning_rate * hp.weight_decay * x + own.adam(g, hp.local_learning_rate)
+            rate = p.factor(i) * hp.local_learning_rate
+            x = x - rate * hp.weight_decay * x + own.adam(g, rate)
         yield
         p.contribute(i, known, start - x, WORKERS, nesterov)
         yield lambda: i not in p.given
@@ -120,15 +121,15 @@ def slowmo(p, i):
     known, hp, gamma = 0, p.hp, p.hp.learning_rate
 
     def slow_step(all):
-        p.v = hp.slow_momentum * p.v + (p.center - np.mean(all, axis=0)) / gamma
-        return -hp.slow_learning_rate * gamma * p.v
+        p.v = hp.slow_momentum * p.v + (p.center - np.mean(all, axis=0)) / (p.factor() * gamma)
+        return -hp.slow_learning_rate * p.factor() * gamma * p.v
 
     while True:
-        x = p.center
+        x, _ = p.pull(i)
         yield
         yield  # the start is x̃, until all have come back
         for _ in range(hp.window):
-            x = x - gamma * p.gradient(i, x)
+            x = x - p.factor(i) * gamma * p.gradient(i, x)
         yield
         p.contribute(i, known, x, WORKERS, slow_step)
         yield lambda: i not in p.given
@@ -144,7 +145,7 @@ def semi_synchronous(p, i):
         yield
         g = sum(p.descend(i, x))
         yield
-        p.update(i, pulled, -RATE * g)
+        p.update(i, pulled, -RATE * p.factor() * g)
         yield
         p.clocks[i] += 1
 
@@ -162,6 +163,7 @@ class Scheme(NamedTuple):
         return types.SimpleNamespace(**{**others, "local_learning_rate": RATE, **self.hp})
 
 
+ON_WORKER = {"optimizer_on": "worker"}
 DIFFERENT = "Synchronous-SGD-different-learning-rates"
 SSP = Scheme("Semi-Synchronous-SGD", "semi_synchronous_sgd", semi_synchronous, {"staleness": 2, "issync": False})
 TOGETHER = {
@@ -171,8 +173,10 @@ TOGETHER = {
         DIFFERENT, DIFFERENT.lower().replace("-", "_"), different_rates, {"learning_rates": [0.05, 0.01], "window": 1}
     ),
     "SAGN": Scheme("SAGN", "sagn", sagn),
-    "DiLoCo": Scheme("DiLoCo", "diloco", diloco, {"momentum": 0.5, "weight_decay": 0.3, "local_learning_rate": 0.1}),
-    "SlowMo": Scheme("Write-Your-Own-Scheme", "slowmo", slowmo, {"slow_momentum": 0.5, "slow_learning_rate": 0.8}),
+    "DiLoCo": Scheme(
+        "DiLoCo", "diloco", diloco, {"momentum": 0.5, "weight_decay": 0.3, "local_learning_rate": 0.1, **ON_WORKER}
+    ),
+    "SlowMo": Scheme("Write-Your-Own-Scheme", "slowmo", slowmo, {"slow_momentum": 0.5, "slow_learning_rate": 0.8, **ON_WORKER}),
     "Semi-Synchronous-SGD": SSP,
     "no bound": SSP._replace(hp={"staleness": float("inf"), "issync": False}),
     "in step": SSP._replace(hp={"staleness": 0, "issync": False}),
@@ -211,11 +215,11 @@ class Walk(NamedTuple):
 def walk(model, batches, known_batches, load_scheme):
     """A function that takes the steps of a scheme in this order of workers, passing over those that have to wait."""
 
-    def walk(scheme, order, window=3, num_ps=1):
+    def walk(scheme, order, window=3, num_ps=1, schedule=None):
         hp = scheme.hyperparameters(window)
         rule = load_scheme(scheme.folder, scheme.name)
         make_batches = lambda i: known_batches(*(b[i] for b in batches), f"batches_{i}")  # noqa: E731
-        replay, taken = Replay(rule, hp, model, make_batches, num_ps=num_ps), []
+        replay, taken = Replay(rule, hp, model, make_batches, num_ps=num_ps, schedule=schedule), []
         for worker in order:
             if not replay.has_to_wait(worker):
                 replay.step(worker)
@@ -228,9 +232,9 @@ def walk(model, batches, known_batches, load_scheme):
     return walk
 
 
-def written_again(scheme, order, start, batches, window=3):
+def written_again(scheme, order, start, batches, window=3, **more):
     """The same by NumPy."""
-    problem = Meeting(start, batches, scheme.hyperparameters(window))
+    problem = Meeting(start, batches, scheme.hyperparameters(window), **more)
     workers = [scheme.life(problem, i) for i in range(WORKERS)]
     first = scheme.life is semi_synchronous  # whose first step is to wait
     conditions, taken = [next(worker) if first else None for worker in workers], []
@@ -252,6 +256,17 @@ def test_exact(model, walk, batches, scheme, order, window, num_ps):
     assert np.abs(expected.center - model.initial_parameters).max() > 0.1
     assert np.abs(ours.center - expected.center).max() < 1e-5 * np.abs(expected.center).max()
     assert (ours.log, ours.dropped, ours.taken) == (expected.log, expected.dropped, expected.taken)
+
+
+@pytest.mark.parametrize("name", [*FOLDERS, "SlowMo"])
+def test_schedule(model, walk, batches, name):
+    """A learning rate that falls with the global step: on the ps of its update, on a worker of its last pull."""
+    scheme, schedule = TOGETHER[name], lambda step: 1 / (1 + 0.3 * step)
+    window = scheme.hp.get("window", 3)
+    ours = walk(scheme, shuffled(), window, schedule=lambda step: schedule(tf.cast(step, tf.float32)))
+    expected = written_again(scheme, shuffled(), model.initial_parameters, batches, window, schedule=schedule)
+    assert np.abs(expected.center - model.initial_parameters).max() > 0.1
+    assert np.abs(ours.center - expected.center).max() < 1e-5 * np.abs(expected.center).max()
 
 
 def test_each_scheme_is_another(walk):
@@ -381,8 +396,8 @@ def test_loop_that_another_worker_ends(model, graph, load_scheme, initialized, k
 class Alone(Meeting):
     """The same with one worker."""
 
-    def __init__(self, start, batches, hp):
-        super().__init__(start, batches, hp)
+    def __init__(self, start, batches, hp, **more):
+        super().__init__(start, batches, hp, **more)
         self.clocks = [0]
 
     def contribute(self, worker, known, vector, needed, apply):

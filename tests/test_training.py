@@ -9,6 +9,7 @@ from common import data, models, tf, training
 from common.batches import Batches
 from common.center import GlobalParameters
 from common.cluster import TaskSpecDef
+from common.flags import Settings
 from common.local import LocalParameters
 
 ALL_REDUCE = "Synchronous-SGD", "all_reduce"
@@ -48,7 +49,7 @@ def built(problem, graph, load_scheme):
             local = LocalParameters(center, model, batches, index=index, num_workers=num_workers)
             pace = "ring" if scheme == ALL_REDUCE else "own"
             given = {"pace": pace, "seconds": None, "rounds_per_call": None, "delays": None, **flags}
-            settings = types.SimpleNamespace(window=1, steps_per_call=1, learning_rate=0.1, batch_size=32, steps=last, **given)
+            settings = Settings(window=1, steps_per_call=1, learning_rate=0.1, batch_size=32, steps=last, **given)
             found, next_call = training.build_calls(load_scheme(*scheme), center, local, settings, len(dataset.x_train))
         assert found == last
         return center, local, next_call

@@ -1,0 +1,201 @@
+"""How the learning rate changes with the global step, in every scheme; and which parameters weight decay shrinks.
+
+With a schedule, what a scheme finds as `hp.learning_rate` is a `Rate`: a number times a factor that is known where it is used.
+"""
+
+import contextlib
+import contextvars
+import math
+from typing import Any
+
+from common import data, tf
+from common.flags import SCHEDULES, UserError
+
+
+class Schedule:
+    """The factor of the learning rate, as a function of the global step s, the number of updates that were made before.
+
+    It is f(s) min(1, (s + 1)/w) for w steps of warm-up, where in a run of n updates, with p = (s − w)/(n − w) from 0 to 1,
+
+        cosine:    f(s) = (1 + cos π p)/2         (Loshchilov & Hutter 2017, https://arxiv.org/abs/1608.03983, without restarts)
+        linear:    f(s) = 1 − p
+        FUNCTION:  f(s) = FUNCTION(s, n)
+        None:      f(s) = 1
+
+    Args:
+      spec: "cosine", "linear", FILE.py:FUNCTION, or None.
+      warmup_steps: w.
+
+    Attributes:
+      ask: function that returns n, to be set. It is called when the first factor is needed: until then nobody may know.
+
+    Raises:
+      UserError: if there is no such function.
+    """
+
+    def __init__(self, spec, warmup_steps):
+        self._spec, self._warmup_steps, self._n = spec, warmup_steps, None
+        self.ask: Any = None
+        self._function: Any = None
+        if spec is not None and spec not in SCHEDULES:
+            if ":" not in spec:
+                raise UserError(
+                    f"--learning_rate_schedule must be one of {', '.join(SCHEDULES)} or FILE.py:FUNCTION, not {spec!r}"
+                )
+            self._function = data.user_function("--learning_rate_schedule", spec)
+
+    @property
+    def total(self):
+        """n, the number of updates that it was made for."""
+        if self._n is None:
+            self._n = self.ask()
+            if self._warmup_steps >= self._n:
+                raise UserError(f"--warmup_steps={self._warmup_steps} must be less than the updates of the run, {self._n}")
+        return self._n
+
+    def __call__(self, step):
+        """Returns the factor, a float32 scalar tensor, at a global step, a scalar tensor, or a number.
+
+        Raises:
+          UserError: if FUNCTION raises, or returns no number.
+        """
+        n, w, step = self.total, self._warmup_steps, tf.cast(step, tf.float32)
+        p = tf.clip_by_value((step - w) / float(n - w), 0.0, 1.0)
+        if self._function:
+            factor = self._call(step, n)
+        else:
+            factor = {"cosine": lambda: (1 + tf.cos(math.pi * p)) / 2, "linear": lambda: 1 - p}.get(self._spec, lambda: 1.0)()
+        return factor * tf.minimum((step + 1) / float(w), 1.0) if w else factor
+
+    def _call(self, step, n):
+        try:
+            factor = tf.cast(self._function(step, n), tf.float32)
+        except Exception as error:
+            raise self._error(f"raised {data.one_line(error)}") from error
+        if factor.shape.rank != 0:
+            raise self._error(f"returned a tensor of shape {factor.shape}")
+        return factor
+
+    def _error(self, what):
+        call = f"--learning_rate_schedule={self._spec}: called with a step, a float32 scalar tensor, and {self._n}"
+        return UserError(f"{call}, it {what}; expected a number or a scalar tensor, made by TensorFlow")
+
+    def __str__(self):
+        kind = self._spec if self._spec in SCHEDULES else "constant" if self._spec is None else f"by {self._function.__name__}"
+        warmup = f", after {self._warmup_steps:,} of warm-up" if self._warmup_steps else ""
+        return f"learning rate {kind} over {self.total:,} updates{warmup}"
+
+
+def schedule_of(settings):
+    """Returns the `Schedule` that the flags ask for, None if they ask for none."""
+    if settings.learning_rate_schedule is None and not settings.warmup_steps:
+        return None
+    return Schedule(settings.learning_rate_schedule, settings.warmup_steps)
+
+
+_factor: contextvars.ContextVar[Any] = contextvars.ContextVar("_factor", default=None)
+
+
+@contextlib.contextmanager
+def factor_is(factor):
+    """Rates that become tensors meanwhile have this factor, a scalar tensor."""
+    token = _factor.set(factor)
+    try:
+        yield
+    finally:
+        _factor.reset(token)
+
+
+class Rate:
+    """A learning rate under a schedule: a number times the factor, which is computed where, and when, it is used.
+
+    On a ps, in an update: of the global step that this update finds. On a worker: of the one that it pulled last. It goes where
+    a number or a scalar tensor can go: into an optimizer, into products.
+
+    Args:
+      number: the rate when the factor is 1.
+      factor: function that returns the factor on this worker.
+    """
+
+    def __init__(self, number, factor):
+        self._number, self._on_worker = number, factor
+
+    def __tf_tensor__(self, dtype=None, name=None):
+        factor = _factor.get()
+        return tf.convert_to_tensor(self._number * (self._on_worker() if factor is None else factor), dtype, name)
+
+    def __mul__(self, other):
+        if isinstance(other, (int, float)):
+            return Rate(self._number * other, self._on_worker)
+        return tf.convert_to_tensor(self) * other
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other):
+        if isinstance(other, (int, float)):
+            return Rate(self._number / other, self._on_worker)
+        return tf.convert_to_tensor(self) / other
+
+    def __rtruediv__(self, other):
+        return other / tf.convert_to_tensor(self)
+
+    def __neg__(self):
+        return self * -1.0
+
+    def __add__(self, other):
+        return tf.convert_to_tensor(self) + other
+
+    __radd__ = __add__
+
+    def __sub__(self, other):
+        return tf.convert_to_tensor(self) - other
+
+    def __rsub__(self, other):
+        return other - tf.convert_to_tensor(self)
+
+
+def hyperparameters(hp, center, local):
+    """Returns what a scheme gets as `hp`: with a schedule its learning rates are `Rate`s. Center or local get the weight decay.
+
+    `hp.optimizer_on` says on which side the optimizer of the scheme's paper stands. If that is the ps, all its learning rates
+    follow the schedule, and x̃ decays. If it is the worker, only the learning rate of the local steps does, and x decays.
+
+    Args:
+      hp: all flags as a namespace.
+      center: the `common.center.GlobalParameters`.
+      local: this worker's `common.local.LocalParameters`.
+    """
+    values = dict(vars(hp))
+    of_worker = "learning_rate" if values.get("local_learning_rate") is None else "local_learning_rate"
+    is_on_worker = values.get("optimizer_on") == "worker"
+    own = values.get("learning_rates") or []  # of each worker, which scales its own part of a sum
+    if not is_on_worker and own:
+        values["learning_rate"] = sum(own)
+    if center.schedule is not None:
+        for name in [of_worker] if is_on_worker else ["learning_rate", "local_learning_rate"]:
+            if values.get(name) is not None:
+                values[name] = Rate(values[name], local.factor)
+        if own:
+            values["learning_rates"] = [Rate(number, local.factor) for number in own]
+    if values.get("decay"):
+        if is_on_worker:
+            local.decay = values[of_worker] * values["decay"]
+        else:
+            center.decay = values["learning_rate"] * values["decay"]
+    return type(hp)(**values)
+
+
+def check_rates(center, last):
+    """Raises a `UserError` if a scheme is built otherwise than its learning rates and its weight decay need.
+
+    Args:
+      center: the `common.center.GlobalParameters`.
+      last: the global step to stop at.
+    """
+    if center.schedule is not None and center.schedule.total != last:
+        raise UserError("a scheme has to say how its workers wait, as with center.together(local), before its first step")
+    if center.decay is not None and not center.has_decayed:
+        raise UserError(
+            "--weight_decay: no optimizer changes the global parameters in this scheme, whose script has to say "
+            'main(..., optimizer_on="worker")'
+        )
