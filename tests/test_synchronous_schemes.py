@@ -176,7 +176,10 @@ TOGETHER = {
     "DiLoCo": Scheme(
         "DiLoCo", "diloco", diloco, {"momentum": 0.5, "weight_decay": 0.3, "local_learning_rate": 0.1, **ON_WORKER}
     ),
-    "SlowMo": Scheme("Write-Your-Own-Scheme", "slowmo", slowmo, {"slow_momentum": 0.5, "slow_learning_rate": 0.8, **ON_WORKER}),
+    "SlowMo": Scheme(
+        *("Write-Your-Own-Scheme", "slowmo", slowmo),
+        {"slow_momentum": 0.5, "slow_learning_rate": 0.8, "local_learning_rate": None, **ON_WORKER},
+    ),
     "Semi-Synchronous-SGD": SSP,
     "no bound": SSP._replace(hp={"staleness": float("inf"), "issync": False}),
     "in step": SSP._replace(hp={"staleness": 0, "issync": False}),
