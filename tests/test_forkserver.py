@@ -453,6 +453,21 @@ def test_killed_task_is_restarted(run, folder):
     assert lives(folder, "worker 0") == 1
 
 
+def test_kill_for_want_of_memory_is_said(run, monkeypatch):
+    """It is one if the system's count of such kills has grown."""
+    counts = iter([7, 8, 8])
+    monkeypatch.setattr(launch, "count_oom_kills", lambda: next(counts))
+    dies = "life > 1 or os.kill(os.getpid(), signal.SIGKILL); tell('pipe')"
+    result = run({"worker 0": "hear('pipe')", "worker 1": dies})
+    assert (result.status, result.lines) == (
+        0,
+        [
+            "worker 1 ran out of memory and was killed by the kernel; restart 1 of 3",
+            "worker 1 was killed by SIGKILL; restart 2 of 3 in 1 s",
+        ],
+    )
+
+
 def test_ps_that_failed_is_restarted(run):
     result = run({"ps 0": "life or sys.exit(5); tell('pipe'); signal.pause()", "worker 0": "hear('pipe')"})
     assert (result.status, result.lines) == (0, ["ps 0 failed (5); restart 1 of 3"])

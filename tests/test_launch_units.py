@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import queue
 import signal
 import socket
@@ -10,11 +11,11 @@ import sys
 import types
 
 import pytest
-from runs import SECONDS, wait_until_gone
+from runs import HOGWILD, SECONDS, processes, wait_until_gone
 
 from common import deaths, devices, input_check, launch, tf
 from common.cluster import TaskSpecDef
-from common.flags import Settings, UserError
+from common.flags import Settings, TrainingFailed, UserError
 from common.forkserver import EARLY, ForkServer
 from common.words import PROGRESS
 
@@ -168,13 +169,30 @@ def test_oom_kills_are_counted(tmp_path, monkeypatch):
     assert deaths.count_oom_kills() == 321
 
 
-def test_result_of_before_is_not_the_new_one(tmp_path):
-    assert launch._version(tmp_path / "result.json") is None
-    launch.write_json(tmp_path / "result.json", {"steps": 1})
-    before = launch._version(tmp_path / "result.json")
-    assert launch._version(tmp_path / "result.json") == before
-    launch.write_json(tmp_path / "result.json", {"steps": 1})
-    assert launch._version(tmp_path / "result.json") != before
+@pytest.fixture
+def launched(parse, tmp_path, monkeypatch):
+    """A function that launches a run whose tasks do nothing but call another function, and end with status 0."""
+    server = contextlib.nullcontext(types.SimpleNamespace(problem=None, reserve_ports=range))
+
+    def launched(does):
+        monkeypatch.setattr(launch, "fork_server", lambda *_, **__: server)
+        monkeypatch.setattr(launch, "Run", lambda *_: types.SimpleNamespace(run=does))
+        monkeypatch.setattr(launch, "_complete_result", lambda *_: None)
+        monkeypatch.setattr(launch.progress, "summary", lambda *_: None)
+        return launch._launch("scheme.py", [], parse(f"--run_dir={tmp_path}").but(scheme="Scheme", num_evaluators=0))
+
+    return launched
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_chief_that_ends_without_a_result_has_failed(launched, tmp_path, is_there):
+    """An old one, of a run that is gone on with, is not shown as its own."""
+    result = tmp_path / "result.json"
+    if is_there:
+        launch.write_json(result, {"steps": 1})
+    with pytest.raises(TrainingFailed, match=f"^worker 0 has ended, but written no {result}$"):
+        launched(lambda: 0)
+    assert launched(lambda: launch.write_json(result, {"steps": 1}) or 0) == 0
 
 
 @pytest.fixture
@@ -237,30 +255,18 @@ def test_check_that_hangs_is_said_and_ended_with_its_children(check, tmp_path, m
     assert wait_until_gone([int((tmp_path / "pid").read_text())]) == []
 
 
-def test_check_ends_with_its_launcher(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_check_ends_with_its_launcher(run_dir, tmp_path, number):
     """And with Ctrl-C, which reaches the launcher alone."""
-    launcher = """
-import pathlib, sys, types
-from common import input_check
-settings = types.SimpleNamespace(data="d.py:f", model="mlp", num_workers=2, hang_secs=60, batch_size=32, window=1, loss=None)
-input_check.check_input(pathlib.Path(sys.argv[1]), [], settings)
-"""
-    checking = """
-import os, signal
-from common import isolation
-isolation.die_with_parent(int(os.environ["LAUNCHER_PID"]))  # as every script does: see common.main
-print(os.getpid(), flush=True)
-signal.pause()
-"""
-    (tmp_path / "scheme.py").write_text(checking)
-    for number in signal.SIGKILL, signal.SIGINT:
-        command = [sys.executable, "-c", launcher, str(tmp_path / "scheme.py")]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-            assert process.stdout
-            pid = int(process.stdout.readline())
-            process.send_signal(number)
-            process.wait(timeout=SECONDS)
-        assert wait_until_gone([pid]) == []
+    (tmp_path / "d.py").write_text(f"import time\n\n\ndef load():\n    open('{tmp_path}/begun', 'w')\n    time.sleep(1e6)\n")
+    os.mkfifo(tmp_path / "begun")
+    command = [sys.executable, HOGWILD, "--launch", f"--data={tmp_path}/d.py:load", f"--run_dir={run_dir}"]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    (tmp_path / "begun").read_bytes()
+    checking = processes(run_dir, "--check")
+    process.send_signal(number)
+    process.wait(SECONDS)
+    assert len(checking) == 1 and wait_until_gone(checking) == []
 
 
 @pytest.fixture
