@@ -1,4 +1,8 @@
-"""HogWild: lock-free asynchronous SGD (Niu, Recht, Ré, Wright 2011, https://arxiv.org/abs/1106.5730)."""
+"""HogWild (Niu, Recht, Ré, Wright 2011, https://arxiv.org/abs/1106.5730) with ps tasks: asynchronous SGD.
+
+A ps locks each piece of x̃ for the time of one update. The lock-free setting of the paper, threads that share memory, is in
+hogwild_threads.py.
+"""
 
 from common import tf
 from common.main import main
