@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 
 import pytest
@@ -54,9 +55,10 @@ def test_a_chief_that_comes_back_goes_on_with_what_the_others_have_trained(run_d
 
 
 def test_others_save_while_the_chief_is_away(run_dir):
-    """The chief is stopped, and then a ps is killed: what is restored is of after the stop."""
+    """The chief is stopped, and then a ps is killed: what is restored is of after the stop. Its logs are deleted, too."""
     process = start(run_dir, "--launch", "--epochs=400", "--num_ps=2", "--hang_secs=200", *BACKUP)
     read_until(process, is_training)
+    shutil.rmtree(run_dir / "logs")
     kill(run_dir, "worker", 0, signal.SIGSTOP)
     stopped = step_in(read_until(process, is_training))
     read_until(process, lambda line: newest_step(run_dir) > stopped)
@@ -64,6 +66,7 @@ def test_others_save_while_the_chief_is_away(run_dir):
     read_until(process, lambda line: line.startswith("ps 1 was killed"))
     kill(run_dir, "worker", 0)
     finish(process)
+    assert (run_dir / "logs" / "worker-1.log").exists()  # though nobody started this task again
     (_, first), (what, step) = begins_of(run_dir)
     assert first == 0 and re.fullmatch(rf"restored from model.ckpt-{step}", what) and step > stopped
     assert result_of(run_dir)["test_accuracy"] >= 0.95
