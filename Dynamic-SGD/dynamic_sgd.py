@@ -1,4 +1,5 @@
-"""Dynamic SGD: a push counts the less, the staler it is (Jiang, Cui, Zhang, Yu 2017, SIGMOD, "DynSGD")."""
+"""Dynamic SGD: a push counts the less, the staler it is (Zhang, Gupta, Lian, Liu 2015, https://arxiv.org/abs/1511.05950; the
+divisor τ + 1 is that of dist-keras's "DynSGD")."""
 
 from common import tf
 from common.main import main
