@@ -11,13 +11,14 @@ import numpy as np
 
 from common import limits
 from common.flags import UserError
+from common.rows import LARGE, Rows, chunks, is_mapped
 
 
 class Data(NamedTuple):
     """A training and a test set: samples, labels, and the weights of the samples, or None if all count the same.
 
     Each is an array `[n, ...]`, or arrays in a tuple or dict, as a model of several inputs or outputs takes and gives them.
-    Labels are int32 (classes) or float32.
+    Labels are int32 (classes) or float32. A large one that is a mapped file is `common.rows.Rows`.
     """
 
     x_train: Any
@@ -44,7 +45,7 @@ class Data(NamedTuple):
 
     @property
     def is_classification(self):
-        return isinstance(self.y_train, np.ndarray) and np.issubdtype(self.y_train.dtype, np.integer)
+        return not isinstance(self.y_train, (dict, tuple)) and np.issubdtype(self.y_train.dtype, np.integer)
 
     @property
     def num_classes(self):
@@ -204,7 +205,7 @@ def checked(arrays, spec):
                 raise UserError(
                     f"--data={spec}: {first} has {len(samples)} samples, {name} has {len(array)} {what[name[0]]}{hint}"
                 )
-        if any((w < 0).any() for w in arrays_in(parts.get(f"w_{half}", ()))):
+        if any((chunk < 0).any() for w in arrays_in(parts.get(f"w_{half}", ())) for chunk in chunks(w)):
             raise UserError(f"--data={spec}: w_{half} holds negative weights")
     for axis in "xyw":
         train, test = (_named(parts[name], axis) if (name := f"{axis}_{half}") in parts else None for half in ("train", "test"))
@@ -225,6 +226,8 @@ def checked(arrays, spec):
 
 def _as_arrays(part, name):
     """Returns a part of the data as an array, or as arrays in tuples and dicts; a list of arrays is a tuple, as for `fit`."""
+    if isinstance(part, Rows):
+        return part
     if _is_masked(part):  # NumPy would forget the mask, and take what is under it
         raise UserError(f"{name} has masked values; fill them (.filled), or leave their samples out")
     if isinstance(part, dict):
@@ -245,41 +248,42 @@ def _map_named(function, part, name):
     return function(part, name)
 
 
-# Of so many numbers at a time it is looked whether they are finite: of all at once, that would be one more copy.
-CHUNK = 2**22
-
-
 def _in_types_of_training(axis, array, name):
     """Returns an array as int32 or float32, samples of bytes as they are, or raises `UserError`; copies what has to change.
+
+    One that is a large mapped file is not copied: it becomes `common.rows.Rows`.
 
     Args:
       axis: "x", "y" or "w", for samples, labels, weights.
       array: of any type.
       name: of it, to begin a line.
     """
-    if array.dtype.kind not in "fiub":
+    if isinstance(array, Rows):
+        return array
+    kind = array.dtype.kind
+    if kind not in "fiub":
         raise UserError(f"{name} holds {array.dtype}, expected numbers")
     if array.ndim == 0 or len(array) == 0:
         raise UserError(f"{name} has no samples")
     if array.size == 0:
         raise UserError(f"{name} has shape {array.shape}: its samples hold no numbers, expected some")
-    if array.dtype.kind == "f":
-        rows = max(1, CHUNK // (array.size // len(array)))
-        chunks = [array[start : start + rows] for start in range(0, len(array), rows)]
-        if not all(np.isfinite(chunk).all() for chunk in chunks):
-            raise UserError(
-                f"{name} holds {sum(np.sum(~np.isfinite(chunk)) for chunk in chunks)} values that are NaN or infinite"
-            )
-        if array.dtype != np.float32 and (most := max(np.abs(chunk).max() for chunk in chunks)) > np.finfo(np.float32).max:
+    dtype = array.dtype.newbyteorder("=")
+    if kind == "f":
+        dtype = np.dtype(np.float32)
+        if not all(np.isfinite(chunk).all() for chunk in chunks(array)):
+            count = sum(np.sum(~np.isfinite(chunk)) for chunk in chunks(array))
+            raise UserError(f"{name} holds {count} values that are NaN or infinite")
+        if array.dtype != dtype and (most := max(np.abs(chunk).max() for chunk in chunks(array))) > np.finfo(dtype).max:
             raise UserError(f"{name} holds {most:.3g}, too large for float32; scale it")
-        return array.astype(np.float32, copy=False)
-    if axis == "w" or (axis == "x" and array.dtype == bool):
-        return array.astype(np.float32)
-    if axis == "y":
+    elif axis == "w" or (axis == "x" and kind == "b"):
+        dtype = np.dtype(np.float32)
+    elif axis == "y":
+        dtype = np.dtype(np.int32)
         if array.max() >= 2**31 or array.min() < -(2**31):
             raise UserError(f"{name} holds the class {array.max()}, expected less than 2,147,483,648")
-        return array.astype(np.int32, copy=False)
-    return array
+    if is_mapped(array) and array.size * dtype.itemsize > LARGE:
+        return Rows(array, dtype)
+    return array.astype(dtype, copy=False)
 
 
 def _is_masked(part):
@@ -307,7 +311,10 @@ def hold_out(data, share, seed=0):
 
 
 def _taken(samples, which):
-    return tuple(mapped(lambda array: array[which], part) for part in samples)
+    def taken(array):
+        return array.take(which) if isinstance(array, Rows) else array[which]
+
+    return tuple(mapped(taken, part) for part in samples)
 
 
 def shard(data, index, count):
@@ -328,9 +335,9 @@ def plain(data, program):
     Raises:
       UserError: if it is something else.
     """
-    if not all(isinstance(part, np.ndarray) for part in data[:4]) or data[4:] != (None, None):
+    if any(isinstance(part, (dict, tuple)) for part in data[:4]) or data[4:] != (None, None):
         raise UserError(f"{program} takes one array of samples, one of labels, and no weights")
-    return data
+    return Data(*(part[:] for part in data[:4]))  # mapped files are read
 
 
 def check_batch(x, y, batch_size, window=1, num_workers=1):

@@ -12,6 +12,7 @@ import numpy as np
 from common import limits, tf
 from common.data import arrays_in, call_user_function, mapped, one_line
 from common.flags import UserError, check_backend
+from common.rows import chunks
 
 
 def build(spec, data, seed=0, loss=None):
@@ -126,7 +127,7 @@ def _check_size(spec, data, count):
 def _check_arrays(spec, data):
     """Raises a `UserError` if the samples or the labels are several arrays, with which the models of this module do nothing."""
     for name, part in (("x_train", data.x_train), ("y_train", data.y_train)):
-        if not isinstance(part, np.ndarray):
+        if isinstance(part, (dict, tuple)):
             raise UserError(f"--model={spec} takes one array of samples and one of labels; {name} is {len(arrays_in(part))}")
     if data.is_classification and data.y_train.shape[1:] not in ((), (1,)):
         shape = list(data.y_train.shape[1:])
@@ -185,8 +186,9 @@ def _telling_samples(samples):
     chosen = [*range(min(3, n))]
     for y in arrays_in(samples[1]):
         if y.dtype.kind == "i":
-            flat = y.reshape(n, -1)
-            chosen += [int(flat.min(axis=1).argmin()), int(flat.max(axis=1).argmax())]
+            ends = [(rows.min(axis=1), rows.max(axis=1)) for chunk in chunks(y) for rows in [chunk.reshape(len(chunk), -1)]]
+            least, most = map(np.concatenate, zip(*ends))
+            chosen += [int(least.argmin()), int(most.argmax())]
     x, *others = [mapped(lambda array: keras.ops.convert_to_tensor(array[chosen]), part) for part in samples]
     return [mapped(as_input, x), *others]  # tensors, as `fit` has them
 

@@ -4,10 +4,10 @@ import inspect
 import weakref
 
 import keras
-import numpy as np
 
 from common.data import arrays_in
 from common.flags import UserError
+from common.rows import chunks
 
 _CROSS_ENTROPIES = {  # the loss and its measure
     "sparse_categorical_crossentropy": (keras.losses.SparseCategoricalCrossentropy, keras.metrics.SparseCategoricalAccuracy),
@@ -104,7 +104,7 @@ def _check_labels(outputs, last_operation, data):
     if len(outputs) != 1 or len(arrays_in(data.y_train)) != 1:
         counts = f"{len(outputs)} outputs and {len(arrays_in(data.y_train))} arrays of labels"
         raise UserError(f"the model has {counts}: compile the model with a loss for each output")
-    if not isinstance(data.y_train, np.ndarray):
+    if isinstance(data.y_train, (dict, tuple)):
         raise UserError("the labels are in a dict or tuple: give an array, or compile the model with a loss for each output")
     shape, of_labels = list(outputs[0].shape[1:]), list(data.y_train.shape[1:])
     if not data.is_classification:
@@ -140,4 +140,4 @@ def _check_labels(outputs, last_operation, data):
 
 
 def _is_zero_or_one(y):
-    return bool(((y == 0) | (y == 1)).all())
+    return all(((chunk == 0) | (chunk == 1)).all() for chunk in chunks(y))

@@ -1,6 +1,7 @@
 """Data that is not copied whole into every worker: files that are mapped; and a worker's place in the order of its samples."""
 
 import os
+import pickle
 import signal
 from pathlib import Path
 
@@ -8,8 +9,187 @@ import numpy as np
 import pytest
 from runs import finish, is_training, processes, read_until, start
 
-from common import data, tf
-from common.batches import Batches, Position
+from common import data, models, tf
+from common.batches import Batches, Position, fed
+from common.center import GlobalParameters
+from common.local import LocalParameters
+from common.rows import Rows
+from common.training import fed_test_set
+
+# --- Mapped files -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_is_large(monkeypatch):
+    """From ten bytes on a mapped array stays in its file."""
+    monkeypatch.setattr(data, "LARGE", 10)
+
+
+def saved(folder, array, name="x.npy", **how):
+    """An array as the mapped file that a user has."""
+    np.save(folder / name, np.asarray(array, **how))
+    return np.load(folder / name, mmap_mode="r")
+
+
+def images_of(dtype, n=64):
+    """Images [n, 4, 4] of numbers that every type holds."""
+    return (np.random.default_rng(0).integers(0, 2, [n, 4, 4])).astype(dtype)
+
+
+LAYOUTS = {  # how TensorFlow cannot map them as they are, but NumPy reads them
+    "as it is": (lambda x: x, True),
+    "part": (lambda x: x[5:60], True),
+    "every third": (lambda x: x[3::3], True),
+    "backwards": (lambda x: x[::-2], True),
+    "reshaped": (lambda x: x.reshape(-1, 16), True),
+    "crop": (lambda x: x[:, 1:3], False),
+    "turned": (lambda x: x.transpose(0, 2, 1), False),
+    "twice the rows": (lambda x: x.reshape(-1, 2, 4), True),
+}
+
+
+@pytest.mark.parametrize(
+    "layout, dtype",
+    [*((layout, "f8") for layout in LAYOUTS), *(("as it is", dtype) for dtype in ("f4", "f2", "u1", "i8", "?", ">f4"))],
+)
+def test_samples_of_a_mapped_file_are_those_of_the_array(small_is_large, graph, tmp_path, dtype, layout):
+    view, can_be_mapped = LAYOUTS[layout]
+    mapped, held = view(saved(tmp_path, images_of(dtype))), view(images_of(dtype))
+    y = np.arange(len(held))
+    of_file, in_memory = (data.checked(((x, y), (x, y)), "") for x in (mapped, held))
+    assert isinstance(of_file.x_train, Rows) and isinstance(in_memory.x_train, np.ndarray)
+    assert bool(of_file.x_train.in_place()) == (can_be_mapped and dtype != ">f4")
+    assert (of_file.x_train.shape, of_file.x_train.dtype) == (in_memory.x_train.shape, in_memory.x_train.dtype)
+    drawn: list = []
+    feeds: dict = {}
+    for name, given in ("of_file", of_file), ("in_memory", in_memory):
+        x, y_train, *_ = data.shard(data.hold_out(given, 0.3)[0], 1, 2)
+        batches = Batches(x, y_train, 3, 0, name)
+        drawn.append(batches.samples(batches.next(2)[1]))
+        feeds.update(batches.init_feed_dict)
+    with tf.Session() as session:
+        session.run(tf.local_variables_initializer(), feeds)
+        found, expected = session.run(drawn)
+    assert found[0].dtype == expected[0].dtype
+    np.testing.assert_array_equal(found[0], expected[0])
+    np.testing.assert_array_equal(found[1], expected[1])
+
+
+@pytest.mark.parametrize("offset, can_be_mapped", [(0, True), (64, True), (12, False)])
+def test_only_what_tensorflow_would_not_copy_is_a_tensor(graph, tmp_path, offset, can_be_mapped):
+    n = 7
+    written = np.random.default_rng(0).random([n, 3]).astype(np.float32)
+    (tmp_path / "raw").write_bytes(bytes(offset) + written.tobytes())
+    rows = Rows(np.memmap(tmp_path / "raw", np.float32, "r", offset, (n, 3)), np.float32)
+    assert bool(rows.in_place()) == can_be_mapped
+    feeds: dict = {}
+    stored = fed("x", rows, feeds)
+    taken = stored.gather(tf.constant([n - 1, 0])), stored[n - 2 : n + 5]
+    with tf.Session() as session:
+        session.run(tf.local_variables_initializer(), feeds)
+        last_and_first, last = session.run(taken)
+    np.testing.assert_array_equal(last_and_first, written[[n - 1, 0]])
+    np.testing.assert_array_equal(last, written[-2:])
+
+
+def test_a_private_copy_is_read_where_it_was_changed(small_is_large, tmp_path):
+    np.save(tmp_path / "x.npy", np.zeros([40, 4]))
+    x = np.load(tmp_path / "x.npy", mmap_mode="c")
+    x[0] = 7
+    rows = data.checked(((x, np.arange(40)),) * 2, "").x_train
+    assert isinstance(rows, Rows) and not rows.has_file and rows[0].tolist() == [7] * 4
+
+
+def test_a_small_mapped_array_is_a_variable_as_before(graph, tmp_path):
+    given = data.checked(((saved(tmp_path, np.ones([20, 3])), np.arange(20) % 2),) * 2, "")
+    assert type(given.x_train) is np.ndarray and given.x_train.dtype == np.float32
+
+
+def test_mapped_arrays_are_checked_as_others_are(small_is_large, tmp_path, user_error):
+    x, y = np.ones([40, 2]), np.arange(40)
+    spoilt = x.copy()
+    spoilt[39, 1] = np.nan
+    with user_error("x_train holds 1 values that are NaN"):
+        data.checked(((saved(tmp_path, spoilt), y), (x, y)), "")
+    with user_error("x_train holds 1e+300, too large for float32"):
+        data.checked(((saved(tmp_path, 1e300 * x), y), (x, y)), "")
+    with user_error("y_train holds the class 2147483648"):
+        data.checked(((x, saved(tmp_path, y + 2**31 - 39)), (x, y)), "")
+    with user_error("w_train holds negative weights"):
+        data.checked(((x, y, saved(tmp_path, y - 1.0)), (x, y)), "")
+    with user_error("x_train holds float32 of shape (2,), x_test float32 of shape (3,)"):
+        data.checked(((saved(tmp_path, x), y), (saved(tmp_path, np.ones([40, 3]), "test.npy"), y)), "")
+
+
+def test_rows_are_found_again_by_another_process(tmp_path):
+    """They are sent as the name of a file."""
+    array = saved(tmp_path, np.random.default_rng(0).random([1000, 30]))
+    rows = Rows(array[::-3, 1:29], np.float32).take(np.array([5, 0, 9]))
+    sent = pickle.dumps(rows)
+    assert len(sent) < 2000
+    np.testing.assert_array_equal(pickle.loads(sent)[:], array[::-3, 1:29][[5, 0, 9]].astype(np.float32))
+
+
+def test_a_model_of_mapped_arrays_learns_and_is_measured_as_one_of_arrays(small_is_large, tmp_path, images):
+    """Several inputs in a dict, bytes among them; classes in a mapped file; state; weights of the samples."""
+    import keras
+
+    rng = np.random.default_rng(0)
+    n = 40
+    x = {"a": rng.integers(0, 256, [n, 3], np.uint8), "b": rng.random([n, 2])}
+    y, w = rng.integers(0, 3, n), rng.random(n)
+    x_files = {name: saved(tmp_path, array, f"{name}.npy") for name, array in x.items()}
+    found: list = []
+    for samples in (x_files, saved(tmp_path, y, "y.npy"), saved(tmp_path, w, "w.npy")), (x, y, w):
+        keras.utils.set_random_seed(0)
+        inputs = {"a": keras.Input([3], name="a"), "b": keras.Input([2], name="b")}
+        hidden = keras.layers.BatchNormalization()(keras.layers.Concatenate()([inputs["a"], inputs["b"]]))
+        given = data.checked((samples, samples), "")
+        assert isinstance(given.y_train, Rows) == (len(found) == 0) and given.num_classes == 3
+        model = models.checked(keras.Model(inputs, keras.layers.Dense(3)(hidden)), given)
+        with tf.Graph().as_default():
+            batches = Batches(given.x_train, given.y_train, 8, seed=0, weights=given.w_train)
+            center = GlobalParameters(model.initial_parameters)
+            local = LocalParameters(center, model, batches)
+            step = local.train(5, tf.train.GradientDescentOptimizer(0.1))
+            feeds = {**center.init_feed_dict, **local.init_feed_dict}
+            state = local.state_at(local.value)
+            evaluated = model.evaluate(local.value, state, *fed_test_set(given, feeds), batch_size=7)
+            with tf.Session() as session:
+                session.run(tf.global_variables_initializer(), feeds)
+                session.run(tf.local_variables_initializer(), feeds)
+                session.run(step.operations)
+                found.append(session.run([local.value, evaluated["loss"], evaluated["accuracy"]]))
+    np.testing.assert_allclose(found[0][0], found[1][0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found[0][1:], found[1][1:], rtol=1e-5)
+
+
+def anonymous_bytes():
+    """Memory of this process that is no file's."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+@pytest.mark.parametrize("name, dtype", [("part of a .npy file", np.uint8), ("odd type", ">u2")])
+def test_a_mapped_file_takes_no_memory(graph, initialized, tmp_path, name, dtype):
+    """A quarter of a gigabyte, in a sparse file: checked, drawn from, evaluated."""
+    size = 2**28
+    array = np.lib.format.open_memmap(tmp_path / "x.npy", "w+", dtype, (size // 1024 // np.dtype(dtype).itemsize, 32, 32))
+    y = np.arange(len(array), dtype=np.int32)
+    before = anonymous_bytes()
+    given = data.checked(((array, y), (array[::2], y[::2])), "")
+    training, held = data.hold_out(given, 0.1)
+    x, y = data.shard(training, 0, 2)
+    batches = Batches(x, y, 32, 0)
+    drawn = batches.samples(batches.next(1)[0])[0]
+    stored = fed("x_test", held.x_test, batches.init_feed_dict)
+    session = initialized(batches)
+    session.run([drawn, stored[0:100]])
+    session.run(tf.local_variables_initializer(), batches.init_feed_dict)  # as when a ps has died
+    session.run(drawn)
+    assert anonymous_bytes() - before < size // 4
+    assert bool(x.in_place()) == (dtype == np.uint8)
+
 
 # --- The position of a worker, which outlives its process ---------------------------------------------------------------
 
@@ -119,9 +299,9 @@ def test_a_worker_that_is_killed_goes_on_in_the_order_of_its_samples(run_dir, tm
     process.send_signal(signal.SIGINT)
     finish(process, status=130)
     before, after = map(drawn_by, pids)
-    shard = data.shard(data.checked(2 * ((np.zeros([NUM_SAMPLES, 1]), np.zeros(NUM_SAMPLES)),), ""), 1, 2)
+    x, y, *_ = data.shard(data.checked(2 * ((np.zeros([NUM_SAMPLES, 1]), np.zeros(NUM_SAMPLES)),), ""), 1, 2)
     with tf.Graph().as_default():
-        batches = Batches(*shard, BATCH_SIZE, seed=1)
+        batches = Batches(x, y, BATCH_SIZE, seed=1)
         indices = batches.next(2 * (len(before) + len(after)) // BATCH_SIZE)
         order = initialized(batches).run(indices).ravel()
     assert before.tolist() == order[: len(before)].tolist()
