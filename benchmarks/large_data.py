@@ -1,0 +1,90 @@
+"""Trains from a file of a given size, and shows what memory each task has for itself: a mapped file is never copied whole.
+
+    python benchmarks/large_data.py                              # 1 GB, a minute or two
+    python benchmarks/large_data.py --gigabytes=6
+    python benchmarks/large_data.py --in_memory                  # arrays that a function returns, in place of a mapped file
+
+Images of bytes [32, 32, 3] in a .npy file, and their classes, 10,000 of them for the test; DOWNPOUR, 2 workers. Memory is the
+most that was seen of what a process has for itself (RssAnon of Linux, looked at 20 times a second), and of all that it had in
+sight (VmHWM), pages of the file included, which all tasks share and Linux takes away when memory is short.
+"""
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from memory import ROOT, megabytes, tasks_of
+
+SHAPE = (32, 32, 3)
+LOAD = """
+import numpy as np
+
+def load():
+    x, y = (np.load(FOLDER + name, mmap_mode=MODE) for name in ("/x.npy", "/y.npy"))
+    return (x[10000:], y[10000:]), (x[:10000], y[:10000])
+"""
+
+
+def write_data(folder, gigabytes):
+    """Writes images whose class shows in their brightness, and the classes."""
+    rng = np.random.default_rng(0)
+    count = int(gigabytes * 1e9 / np.prod(SHAPE))
+    x = np.lib.format.open_memmap(folder / "x.npy", "w+", np.uint8, (count, *SHAPE))
+    y = rng.integers(0, 10, count).astype(np.int32)
+    noise = rng.integers(0, 50, (1000, *SHAPE), np.uint8)
+    for start in range(0, count, len(noise)):
+        classes = y[start : start + len(noise)]
+        x[start : start + len(noise)] = noise[: len(classes)] + (20 * classes).astype(np.uint8)[:, None, None, None]
+    x.flush()
+    np.save(folder / "y.npy", y)
+
+
+def most_memory(process, run_dir):
+    """Returns {task: [megabytes of its own, of all in sight]}, the most until the process ends; the check is a task, too."""
+    most: dict[str, list[float]] = {}
+    while process.poll() is None:
+        for name, pid in tasks_of(run_dir).items():
+            with contextlib.suppress(OSError, StopIteration):  # it may have ended
+                lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+                in_sight = next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
+                own, before = megabytes(pid), most.get(name, [0.0, 0.0])
+                most[name] = [max(own, before[0]), max(in_sight, before[1])]
+        time.sleep(0.05)
+    return most
+
+
+def main():
+    """Writes the file, trains, and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--in_memory", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=ROOT) as name:
+        folder = Path(name)
+        write_data(folder, options.gigabytes)
+        mode = None if options.in_memory else "r"
+        (folder / "large.py").write_text(f"FOLDER, MODE = {name!r}, {mode!r}\n{LOAD}")
+        run_dir = str(folder / "run")
+        command = [sys.executable, str(ROOT / "DOWNPOUR" / "downpour.py"), "--launch", f"--data={folder}/large.py:load"]
+        command += ["--model=mlp", f"--steps={options.steps}", f"--run_dir={run_dir}", "--learning_rate=0.001"]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        most = most_memory(process, run_dir)
+        if process.returncode:
+            sys.exit(process.returncode)
+        result = json.loads(Path(run_dir, "result.json").read_text())
+    print("| task | its own, MB | in sight, MB |\n|---|--:|--:|")
+    for task, (own, in_sight) in sorted(most.items()):
+        print(f"| {task} | {own:.0f} | {in_sight:.0f} |")
+    speed, seconds = result["samples_per_second"], result["wall_seconds"]
+    print(f"\n{speed:,.0f} samples/s, test accuracy {result['test_accuracy']:.3f}, {seconds:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
