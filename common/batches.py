@@ -27,7 +27,8 @@ class Position:
         numbers = np.array([*order, 0], np.int64)
         kept = os.pread(self._descriptor, numbers.nbytes, 0)
         is_same = len(kept) == numbers.nbytes and kept[:-8] == numbers.tobytes()[:-8]
-        self.value = int(np.frombuffer(kept[-8:], np.int64)[0]) if is_same else 0
+        value = int(np.frombuffer(kept[-8:], np.int64)[0]) if is_same else 0
+        self.value = value if 0 <= value < 2**62 else 0  # no run comes that far: the file is damaged
         self._place = numbers.nbytes - 8
         os.pwrite(self._descriptor, numbers[:-1].tobytes() + np.int64(self.value).tobytes(), 0)
 

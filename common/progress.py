@@ -272,7 +272,8 @@ def summary(settings, status):
         else ""
     )
     shares = result["samples_per_worker"]
-    each = f" ({min(shares):,} to {max(shares):,} of each worker)" if len(shares) > 1 else ""
+    since = " since it began" if sum(shares) < result["samples"] else ""  # later than the run did
+    each = f" ({min(shares):,} to {max(shares):,} of each worker{since})" if len(shares) > 1 else ""
     say(f"{result['scheme']}, {tasks}: {result['global_steps']:,} updates, {result['samples']:,} samples{each}")
     if max(shares) > UNEQUAL * min(shares) and not settings.delays and not result["restarts"]:
         say("the workers' samples differ much, so the parameters are mostly of some workers' data: train for longer")

@@ -116,7 +116,10 @@ class Round:
             process.kill()
             process.wait()
         self.seconds = time.monotonic() - first
-        self.problem = next(self.problems(status), "")
+        try:
+            self.problem = next(self.problems(status), "")
+        except (OSError, LookupError, ValueError) as error:  # of a file that is not there, or not what it should be
+            self.problem = f"{type(error).__name__}: {error}"
         for pid in processes(self.folder):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -196,7 +199,7 @@ class Round:
         if processes(self.folder) or any(what == "left" for _, what, _ in self.injected):
             yield f"processes left: {processes(self.folder) or self.injected}"
         lines: list[dict] = []
-        for path in (self.folder / "metrics").iterdir():
+        for path in self.folder.glob("metrics/*.jsonl"):
             lines += map(json.loads, path.read_text().splitlines())
         accuracy = json.loads((self.folder / "result.json").read_text())["test_accuracy"]
         if self.scheme in BEGINS_AGAIN:

@@ -228,6 +228,14 @@ def test_another_order_begins_at_its_beginning(tmp_path):
     assert [Position(path, 1, 2).value, Position(path, 1, 3).value, Position(path, 1, 2).value] == [5, 0, 0]
 
 
+@pytest.mark.parametrize("content", [b"", b"cut short", *(np.array([1, n]).tobytes() for n in (-5, 2**63 - 1))])
+def test_a_damaged_position_is_the_beginning(tmp_path, content):
+    (tmp_path / "p.position").write_bytes(content)
+    position = Position(tmp_path / "p.position", 1)
+    position.add(32)
+    assert position.value == Position(tmp_path / "p.position", 1).value == 32
+
+
 def test_a_position_is_not_written_into_a_file_that_is_not_the_runs_own(tmp_path, user_error):
     (tmp_path / "other").write_text("keep me")
     os.symlink(tmp_path / "other", tmp_path / "link.position")

@@ -317,6 +317,12 @@ def test_summary_of_unequal_shares(tmp_path, capsys, shares, more, is_said):
     assert ("the workers' samples differ much" in lines[1]) is is_said
 
 
+def test_summary_of_a_run_that_goes_on(tmp_path, capsys):
+    """All samples are those of all runs, but what each worker had is known of this one alone."""
+    (line, *_) = summary(tmp_path, capsys, samples_per_worker=[100, 120])
+    assert line.endswith(": 2,697 updates, 86,336 samples (100 to 120 of each worker since it began)")
+
+
 def test_summary_promises_no_picture_that_is_not_there(tmp_path, capsys):
     summary(tmp_path, capsys)
     (tmp_path / "curve.png").unlink()
