@@ -387,8 +387,10 @@ def user_function(flag, spec):
         if before is not None:  # a module that others may still import, of the same name
             sys.modules[file.stem] = before
     function = getattr(module, name, None)
-    if not callable(function):
-        raise UserError(f"{flag}={spec}: {path} has no function {name!r}")
+    is_model = hasattr(function, "get_config") and not isinstance(function, type)
+    if not callable(function) or is_model:
+        what = f", but a {type(function).__name__}: give a function that returns it" if function is not None else ""
+        raise UserError(f"{flag}={spec}: {path} has no function {name!r}{what}")
     return function
 
 

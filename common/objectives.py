@@ -109,7 +109,9 @@ def _check_labels(outputs, last_operation, data):
     shape, of_labels = list(outputs[0].shape[1:]), list(data.y_train.shape[1:])
     if not data.is_classification:
         if shape != of_labels:
-            raise UserError(f"the model gives outputs of shape {shape}, but the labels have shape {of_labels}")
+            is_whole = (data.y_train[:100] % 1 == 0).all()
+            hint = "; if they are classes, give them as whole numbers, y.astype('int32')" if is_whole else ""
+            raise UserError(f"the model gives outputs of shape {shape}, but the labels have shape {of_labels}{hint}")
         if _is_zero_or_one(data.y_train[:100]) and _is_zero_or_one(data.y_train) and _is_zero_or_one(data.y_test):
             raise UserError(
                 f"the labels are 0.0 and 1.0, which may be classes, one-hot, or several labels of a sample: {own}, as "
@@ -126,6 +128,8 @@ def _check_labels(outputs, last_operation, data):
         hint = ""
         if of_labels and data.num_classes == 2:
             hint = f"; one-hot labels become class numbers by .argmax(axis=-1); for several labels of a sample {own}"
+        elif shape == list(data.y_train.shape[1:]) and data.num_classes > 2:
+            hint = "; if they are no classes, give them as numbers, y.astype('float32')"
         elif shape[-1:] == [1] and data.num_classes == 2:
             hint = f"; for one output {own}, as --loss=binary_crossentropy"
         raise UserError(

@@ -243,7 +243,8 @@ def test_model_that_cannot_be_trained(user_model, user_error, model, texts):
     "y, units, texts",
     [
         (np.eye(4)[np.arange(9) % 4], 4, ["the labels are 0.0 and 1.0", "--loss=binary_crossentropy"]),
-        (np.arange(9) % 2.0, 1, ["outputs of shape [1], but the labels have shape []"]),
+        (np.arange(9) % 2.0, 1, ["outputs of shape [1], but the labels have shape []", "as whole numbers, y.astype('int32')"]),
+        (np.arange(27).reshape(9, 3), 3, ["expected [3, 27] logits; if they are no classes", "y.astype('float32')"]),
         (np.eye(4, dtype=int)[np.arange(9) % 4], 4, ["labels are classes 0 to 1", "one-hot labels become", ".argmax(axis=-1)"]),
         (np.arange(9) % 2, 1, ["expected [2] logits; for one output compile the model", "--loss=binary_crossentropy"]),
         ({"a": np.arange(9)}, 9, ["the labels are in a dict or tuple: give an array"]),
@@ -267,6 +268,12 @@ def test_outputs_that_do_not_fit_the_labels_of_a_regression(user_model, user_err
     model = keras.Sequential([keras.layers.Dense(int(np.prod(outputs))), keras.layers.Reshape(outputs)])
     with user_error(f"outputs of shape {outputs}", f"labels have shape {y_shape}"):
         user_model(model, numbers(9, [3], y_shape))
+
+
+def test_model_in_place_of_a_function(user_error, images, tmp_path):
+    (tmp_path / "m.py").write_text("import keras\n\nmodel = keras.Sequential([keras.layers.Dense(3)])\n")
+    with user_error("m.py has no function 'model', but a Sequential: give a function that returns it"):
+        models.build(f"{tmp_path}/m.py:model", images)
 
 
 @pytest.mark.parametrize("spec", ["mpl", "", "m.py"])
