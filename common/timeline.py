@@ -58,13 +58,15 @@ def spans(scheme, hp, seconds=(1.0, 1.2, 1.7), message=0.6, until=20.0):
     line, n, windows = data.load("linear"), len(seconds), []
 
     def make_batches(i):
-        batches = _CountedBatches(*data.shard(line, i, n), 32, seed=i, name=f"batches_{i}")
+        x, y = data.shard(line, i, n)
+        batches = _CountedBatches(x, y, 32, seed=i, name=f"batches_{i}")
         batches.windows = []
         windows.append(batches.windows)
         return batches
 
     replay = Replay(scheme, hp, models.build("linear", line), make_batches, n)
-    found, waiting, heap, last_wake = [], {}, [], [0.0] * n
+    found, waiting, last_wake = [], {}, [0.0] * n
+    heap: list[tuple] = []
 
     def begin(worker, now):
         step, windows_of = replay.next_step(worker), windows[worker]

@@ -260,7 +260,7 @@ def test_check_ends_with_its_launcher(run_dir, tmp_path, number):
     """And with Ctrl-C, which reaches the launcher alone."""
     (tmp_path / "d.py").write_text(f"import time\n\n\ndef load():\n    open('{tmp_path}/begun', 'w')\n    time.sleep(1e6)\n")
     os.mkfifo(tmp_path / "begun")
-    command = [sys.executable, HOGWILD, "--launch", f"--data={tmp_path}/d.py:load", f"--run_dir={run_dir}"]
+    command = [sys.executable, str(HOGWILD), "--launch", f"--data={tmp_path}/d.py:load", f"--run_dir={run_dir}"]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     (tmp_path / "begun").read_bytes()
     checking = processes(run_dir, "--check")
