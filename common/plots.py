@@ -66,8 +66,11 @@ def draw(figure, run_dir):
         axes.set(title=title, xlabel="seconds")
         axes.grid(alpha=0.3)
         values = [n[key] for n in lines if n.get(key) is not None]
-        if "loss" in key and all(value > 0 for value in values):
+        if ("loss" in key or "perplexity" in key) and all(value > 0 for value in values):
             axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")
+            if max(values, default=1) < 10 * min(values, default=1):  # else the ticks between are too many to be named
+                axes.yaxis.set_minor_formatter("{x:g}")
         elif key == "samples_per_second":
             axes.set_ylim(bottom=0)
         if (title, key) not in evaluations:

@@ -26,6 +26,7 @@ client = NotebookClient(
     notebook,
     timeout=900,  # seconds a cell
     kernel_name="python3",
+    coalesce_streams=True,  # of a line of progress, what it ended as
     extra_arguments=["--IPKernelApp.log_level=40"],
     resources={"metadata": {"path": str(path.parent)}},
 )

@@ -7,6 +7,7 @@ import types
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from common import plots, progress, training
@@ -177,6 +178,15 @@ def test_no_curve_of_nothing_but_a_broken_line(write, tmp_path):
     write(0, BROKEN[0])
     plots.curve(tmp_path)
     assert not list(tmp_path.glob("curve*"))
+
+
+def test_numbers_of_a_logarithmic_axis_are_plain(write, tmp_path):
+    """Those between the powers of ten, too, where there are few: 4, not 4 × 10⁰."""
+    write(0, a_line(1, loss=4.5), a_line(2, loss=1.8))
+    figure = Figure()
+    assert plots.draw(figure, tmp_path)
+    figure.draw_without_rendering()
+    assert {"2", "3", "4"} <= {label.get_text() for label in figure.axes[0].yaxis.get_ticklabels(which="both")}
 
 
 def test_run_that_goes_on_does_not_show_what_is_past(write, tmp_path):

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Trains the language model with a scheme of this collection, then lets it write: `bash run.sh [--scheme=NAME] [flags]`.
+# The other flags are those of the scheme's own run.sh: `bash run.sh --scheme=DOWNPOUR --help` lists them.
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+source "$here/../common/setup.sh"
+
+scheme=DiLoCo run_dir=runs/Language-Model/$(date +%Y-%m-%d_%H-%M-%S) previous='' given=()
+for argument in "$@"; do
+    [[ $previous =~ ^--?run_dir$ ]] && run_dir=$argument
+    [[ $argument =~ ^--?run_dir=(.*) ]] && run_dir=${BASH_REMATCH[1]}
+    if [[ $argument =~ ^--?scheme=(.*) ]]; then scheme=${BASH_REMATCH[1]}; else given+=("$argument"); fi
+    previous=$argument
+done
+if ! grep -qs "^exec .* --launch" "$here/../$scheme/run.sh"; then
+    echo "run.sh: there is no scheme '$scheme'; the folders of the README's first table are schemes, as --scheme=AEASGD" >&2
+    exit 2
+fi
+
+# Found by trying, see README.md. A flag that is given comes later, and so counts.
+flags=(--epochs=6 --batch_size=8 --learning_rate_schedule=cosine --warmup_steps=20 --rounds_per_call=1)
+case $scheme in
+    DiLoCo) flags+=(--window=5 --local_learning_rate=0.003 --learning_rate=1 --momentum=0) ;;
+    AEASGD) flags+=(--window=10 --local_optimizer=adam --learning_rate=0.005) ;;
+    SAGN) flags+=(--window=1 --learning_rate=0.003 --warmup_steps=100) ;;
+    DOWNPOUR) flags+=(--window=10 --learning_rate=0.05) ;;
+esac
+problem=(--data=text "--model=$here/language_model.py:build" "--run_dir=$run_dir")
+LAUNCHER_PID=$$ bash "$here/../$scheme/run.sh" "${problem[@]}" "${flags[@]}" "${given[@]}" || exit # it ends with this shell
+[[ ! -f $run_dir/model.keras ]] || exec "$PYTHON" "$here/write.py" "$run_dir/model.keras" # none after --help
