@@ -3,6 +3,9 @@
 import functools
 import gzip
 import importlib.util
+import mmap
+import os
+import pickle
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,9 +78,13 @@ def _named(part, name):
 def load(spec, seed=0):
     """Returns the `Data` that `--data=spec` names: digits, linear, mnist, text or FILE.py:FUNCTION.
 
+    A task of a launcher gets what the check of the input has left for all of them, if it has: see `share`.
+
     Raises:
       UserError: if there is no such data or no training could use it.
     """
+    if (shared := _shared()) is not None:
+        return shared
     loaders = {"digits": digits, "linear": lambda: linear(seed), "mnist": mnist, "text": text}
     if spec in loaders:
         arrays = loaders[spec]()
@@ -315,6 +322,48 @@ def _taken(samples, which):
         return array.take(which) if isinstance(array, Rows) else array[which]
 
     return tuple(mapped(taken, part) for part in samples)
+
+
+def share(data, descriptor):
+    """Leaves data that has large arrays to the tasks of this machine, which have them in memory once, all together.
+
+    Args:
+      data: a `Data`.
+      descriptor: of an empty file, which each of them has under the same number. It gets the arrays, and at its end where
+        they are; it stays empty if there is no large array, or no place for it.
+    """
+    path = f"/proc/self/fd/{descriptor}"
+
+    def stored(array):
+        if isinstance(array, Rows) or array.nbytes <= LARGE:
+            return array
+        begin = -(-os.fstat(descriptor).st_size // mmap.PAGESIZE) * mmap.PAGESIZE
+        file.seek(begin)
+        for chunk in chunks(array):
+            file.write(np.ascontiguousarray(chunk).data)
+        return Rows(np.memmap(path, array.dtype, "r", begin, array.shape), array.dtype)
+
+    with open(descriptor, "wb", buffering=0, closefd=False) as file:
+        try:
+            left = Data(*(None if part is None else mapped(stored, part) for part in data))
+            large = [a for part in left if part is not None for a in arrays_in(part) if isinstance(a, Rows)]
+            if large and all(rows.has_file for rows in large):
+                description = pickle.dumps(left)
+                file.seek(0, os.SEEK_END)
+                file.write(description + len(description).to_bytes(8, sys.byteorder))
+                return
+        except OSError:  # there is no place for it: each task loads its own
+            pass
+        file.truncate(0)
+
+
+def _shared():
+    """Returns the `Data` that was left for this task, or None."""
+    descriptor = int(os.environ.get("LAUNCHER_DATA") or -1)
+    if descriptor < 0 or not (size := os.fstat(descriptor).st_size):
+        return None
+    length = int.from_bytes(os.pread(descriptor, 8, size - 8), sys.byteorder)
+    return pickle.loads(os.pread(descriptor, length, size - 8 - length))
 
 
 def shard(data, index, count):

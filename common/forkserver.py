@@ -38,6 +38,7 @@ class ForkServer:
       log: path of a file for what the process itself has to say.
       is_isolated: whether the tasks are to be in a network of their own.
       preloads: whether tasks are scripts that want tensorflow; otherwise each begins as a new program.
+      shared: descriptor of a file with their data, see `common.data.share`; None if there is none.
 
     Attributes:
       problem: why the tasks are in no network of their own, one line; None if they are, or need not be.
@@ -46,7 +47,7 @@ class ForkServer:
       log: path of the file.
     """
 
-    def __init__(self, environment, log, is_isolated, preloads=True):
+    def __init__(self, environment, log, is_isolated, preloads=True, shared=None):
         self._connection, theirs = Pipe()
         self.log, self.heard, self.is_importing = log, time.monotonic(), False
         self._words, their_words = os.pipe()
@@ -55,8 +56,11 @@ class ForkServer:
         self._process = subprocess.Popen(
             [sys.executable, __file__, *map(str, (*numbers, int(is_isolated), int(preloads))), str(log)],
             stdin=subprocess.DEVNULL,
-            env={**os.environ, **environment, "LAUNCHER_PID": str(os.getpid())},
-            pass_fds=numbers,
+            env={
+                **{**os.environ, **environment, "LAUNCHER_PID": str(os.getpid())},
+                "LAUNCHER_DATA": "" if shared is None else str(shared),
+            },
+            pass_fds=numbers if shared is None else (*numbers, shared),
             start_new_session=True,  # so that a terminal's Ctrl-C reaches the launcher alone
         )
         theirs.close()

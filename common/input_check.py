@@ -17,8 +17,12 @@ from common.flags import KNOWN, UserError
 CHECK_SECONDS = 5  # after which the user is told that the input is being looked at
 
 
-def check_input(script, arguments, settings):
+def check_input(script, arguments, settings, shared=None):
     """Lets one process look at data and model before any task starts. For the built-in ones nothing can be wrong.
+
+    Args:
+      script, arguments, settings: as `common.launch.launch` gets them.
+      shared: descriptor of an empty file, in which it leaves large arrays to the tasks, see `common.data.share`.
 
     Returns:
       Seconds that it took for each, {`words.LOADING` or `BUILDING`: seconds}; empty for the built-in ones.
@@ -42,8 +46,9 @@ def check_input(script, arguments, settings):
                 "LAUNCHER_PID": str(os.getpid()),  # with which it dies
                 "LAUNCHER_KEY": "check",
                 "LAUNCHER_WORDS": str(said),
+                "LAUNCHER_DATA": "" if shared is None else str(shared),
             },
-            pass_fds=[said],
+            pass_fds=[said] if shared is None else [said, shared],
             start_new_session=True,  # so that Ctrl-C reaches this process alone
         )
         stack.callback(_kill_session, checking)

@@ -40,18 +40,20 @@ def launch(script, arguments, settings):
       UserError: if the run cannot begin.
       TrainingFailed: if a task ended too often.
     """
-    check_secs = check_input(script, arguments, settings)
-    check_isolation(settings)
-    run_dir, held = prepare_run_dir(settings)
-    with held:
-        return _launch(script, arguments, settings.but(run_dir=run_dir, check_secs=check_secs, ends_with_chief=True))
+    with open(os.memfd_create("data"), "rb") as shared:  # which is gone with the last process that has it
+        check_secs = check_input(script, arguments, settings, shared.fileno())
+        check_isolation(settings)
+        run_dir, held = prepare_run_dir(settings)
+        settings = settings.but(run_dir=run_dir, check_secs=check_secs, ends_with_chief=True)
+        with held:
+            return _launch(script, arguments, settings, shared.fileno())
 
 
-def _launch(script, arguments, settings):
+def _launch(script, arguments, settings, shared=None):
     result = Path(settings.run_dir, "result.json")
     before = _version(result)
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(fork_server(settings, settings.run_dir, preloads=True))
+        server = stack.enter_context(fork_server(settings, settings.run_dir, preloads=True, shared=shared))
         hosts = reserved_hosts(server, settings.num_ps, settings.num_workers + settings.num_evaluators)
         command = [
             *(sys.executable, str(script)),
@@ -134,11 +136,11 @@ def environment(num_workers):
     }
 
 
-def fork_server(settings, run_dir, preloads):
-    """Returns the `ForkServer` that starts the tasks of a run."""
+def fork_server(settings, run_dir, preloads, shared=None):
+    """Returns the `ForkServer` that starts the tasks of a run; `shared` is a descriptor for them, see `common.data.share`."""
     log = Path(run_dir, "logs", "fork-server.log")
     environ = environment(settings.num_workers) | {"TF_GRPC_REUSE_PORT": "true"}  # of the ports that are reserved
-    return ForkServer(environ, log, settings.isolation, preloads)
+    return ForkServer(environ, log, settings.isolation, preloads, shared)
 
 
 def reserved_hosts(server, num_ps, num_workers):

@@ -187,6 +187,8 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
 
         words.doing(words.BUILDING)
         training.check(settings, dataset)
+        if shared := os.environ.get("LAUNCHER_DATA"):
+            data.share(dataset, int(shared))
         words.doing(words.CHECKED)
         return 0
     if launches:

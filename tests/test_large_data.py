@@ -191,6 +191,68 @@ def test_a_mapped_file_takes_no_memory(graph, initialized, tmp_path, name, dtype
     assert bool(x.in_place()) == (dtype == np.uint8)
 
 
+def test_large_arrays_are_left_to_other_processes(monkeypatch):
+    """In memory once: a task maps the file that the check has left, in the place where TensorFlow can use it as it is."""
+    monkeypatch.setattr(data, "LARGE", 1000)
+    rng = np.random.default_rng(0)
+    x, y = {"image": rng.integers(0, 256, [33, 50], np.uint8), "more": rng.random([33, 2])}, rng.random([33, 40])
+    given = data.checked(((x, y), (x, y)), "")
+    with open(os.memfd_create("data"), "rb") as shared:
+        monkeypatch.setenv("LAUNCHER_DATA", str(shared.fileno()))
+        assert data._shared() is None
+        data.share(given, shared.fileno())
+        found = data.load("no_such_file.py:load")
+        for mine, its in ((given.train, found.train), (given.test, found.test)):
+            for array, rows in zip(data.arrays_in(mine), data.arrays_in(its), strict=True):
+                assert isinstance(rows, Rows) == (array.nbytes > 1000)
+                np.testing.assert_array_equal(rows[:], array)
+                assert not isinstance(rows, Rows) or rows.in_place()
+
+
+@pytest.mark.parametrize("is_large, has_name", [(False, True), (True, False)])
+def test_nothing_is_left_where_a_task_has_to_load_its_own(tmp_path, monkeypatch, is_large, has_name):
+    """Small arrays; and a mapped file that was deleted."""
+    monkeypatch.setattr(data, "LARGE", 100 if is_large else 10**6)
+    x = saved(tmp_path, np.ones([60, 5]))
+    if not has_name:
+        (tmp_path / "x.npy").unlink()
+    given = data.checked(((x, np.arange(60)),) * 2, "")
+    with open(os.memfd_create("data"), "rb") as shared:
+        data.share(given, shared.fileno())
+        assert os.fstat(shared.fileno()).st_size == 0
+
+
+@pytest.mark.cluster
+def test_all_tasks_of_a_machine_have_large_arrays_once(run_dir, tmp_path):
+    """300 MB that a function returns; it is called by the check alone."""
+    text = """
+import os
+import numpy as np
+
+def load():
+    with open(os.path.join(os.path.dirname(__file__), "loads"), "a") as file:
+        file.write("x")
+    x = np.full([3000, 100000], 1, np.uint8)
+    return (x, np.arange(3000) % 2), (x[:10], np.arange(10) % 2)
+
+def build():
+    import keras
+    return keras.Sequential([keras.Input([100000]), keras.layers.Lambda(lambda x: x[:, :8]), keras.layers.Dense(2)])
+"""
+    (tmp_path / "large.py").write_text(text)
+    flags = f"--data={tmp_path}/large.py:load", f"--model={tmp_path}/large.py:build", "--batch_size=8"
+    process = start(run_dir, "--launch", *flags, "--num_workers=3", "--epochs=1e6")
+    read_until(process, is_training)
+    memory = []
+    for pid in processes(run_dir, "--job_name=worker"):
+        lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        memory.append(int(lines["RssAnon"].split()[0]) / 1024)
+    process.send_signal(signal.SIGINT)
+    finish(process, status=130)
+    assert len(memory) == 3 and max(memory) < 500  # 270 to 330 without any data, here
+    assert (tmp_path / "loads").read_text() == "x"
+
+
 # --- The position of a worker, which outlives its process ---------------------------------------------------------------
 
 
