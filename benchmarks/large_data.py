@@ -28,6 +28,12 @@ import numpy as np
 def load():
     x, y = (np.load(FOLDER + name, mmap_mode=MODE) for name in ("/x.npy", "/y.npy"))
     return (x[10000:], y[10000:]), (x[:10000], y[:10000])
+
+def build():
+    import keras
+
+    layers = keras.layers.Rescaling(1 / 255), keras.layers.Flatten(), keras.layers.Dense(64, "relu"), keras.layers.Dense(10)
+    return keras.Sequential([keras.Input([32, 32, 3]), *layers])
 """
 
 
@@ -66,14 +72,15 @@ def main():
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--in_memory", action="store_true")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=ROOT) as name:
+    (ROOT / "runs").mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=ROOT / "runs") as name:  # on a disk, which /tmp may not be
         folder = Path(name)
         write_data(folder, options.gigabytes)
         mode = None if options.in_memory else "r"
         (folder / "large.py").write_text(f"FOLDER, MODE = {name!r}, {mode!r}\n{LOAD}")
         run_dir = str(folder / "run")
         command = [sys.executable, str(ROOT / "DOWNPOUR" / "downpour.py"), "--launch", f"--data={folder}/large.py:load"]
-        command += ["--model=mlp", f"--steps={options.steps}", f"--run_dir={run_dir}", "--learning_rate=0.001"]
+        command += [f"--model={folder}/large.py:build", f"--steps={options.steps}", f"--run_dir={run_dir}"]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         most = most_memory(process, run_dir)
         if process.returncode:

@@ -31,6 +31,7 @@ import numpy as np
 
 from common import data, plots, progress
 from common.flags import TrainingFailed, UserError
+from common.rows import Rows
 
 ROOT = Path(__file__).resolve().parent.parent  # of the folders of the schemes
 DEFAULTS: dict[str, Any] = {"epochs": 1, "batch_size": 32, "learning_rate": 0.01}  # of a scheme that is a function
@@ -207,14 +208,18 @@ class _Arrays:
         self._parts = [None if part is None else data.mapped(self._save, part) for part in dataset]
 
     def _save(self, array):
+        if isinstance(array, Rows):
+            if array.has_file:
+                return array
+            array = array[:]
         name = f"array-{self._count}.npy"
         np.save(Path(self._folder, name), array)
         self._count += 1
         return name
 
     def __call__(self):
-        def load(name):
-            return np.load(Path(self._folder, name), mmap_mode="r")
+        def load(saved):
+            return saved if isinstance(saved, Rows) else np.load(Path(self._folder, saved), mmap_mode="r")
 
         x, y, x_test, y_test, *weights = (None if part is None else data.mapped(load, part) for part in self._parts)
         return (x, y, weights[0]), (x_test, y_test, weights[1])

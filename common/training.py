@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common import data, ending, models, plots, signals, tf
+from common import data, ending, limits, models, plots, signals, tf
 from common.batches import Batches, Position, fed
 from common.center import GlobalParameters
 from common.checkpoints import Keeper
@@ -21,6 +21,7 @@ from common.flags import KNOWN, UserError
 from common.hooks import EarlyStoppingHook, Gate, MeetingHook, StartHook, WarmStartHook
 from common.local import LocalParameters
 from common.metrics import EvaluationHook, MetricsHook, MetricsLog
+from common.rows import Rows
 from common.run_dir import write_json
 from common.schedules import check_rates, hyperparameters, schedule_of
 from common.session import Saver, monitored_session
@@ -379,7 +380,9 @@ def what_is_trained(model, dataset, num_workers, optimizers):
     each = f", {share} for each of {num_workers} workers" if num_workers > 1 else ""
     own = model.own_optimizer
     ignored = f" (the model's own {own} is not used)" if own else ""
-    return f"minimizes {model.minimizes}, by {optimizers}{ignored}; {dataset.num_samples:,} samples{each}"
+    mapped = sum(array.nbytes for part in dataset.train for array in data.arrays_in(part) if isinstance(array, Rows))
+    where = f"; {limits.as_bytes(mapped)} of them are mapped, not copied" if mapped else ""
+    return f"minimizes {model.minimizes}, by {optimizers}{ignored}; {dataset.num_samples:,} samples{each}{where}"
 
 
 # Files in the run's folder. An evaluator writes the first to end training; the chief writes the second when that has ended.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from runs import finish, is_training, processes, read_until, start
 
-from common import data, models, tf
+from common import data, fit, models, tf
 from common.batches import Batches, Position, fed
 from common.center import GlobalParameters
 from common.local import LocalParameters
@@ -207,6 +207,17 @@ def test_large_arrays_are_left_to_other_processes(monkeypatch):
                 assert isinstance(rows, Rows) == (array.nbytes > 1000)
                 np.testing.assert_array_equal(rows[:], array)
                 assert not isinstance(rows, Rows) or rows.in_place()
+
+
+def test_a_mapped_array_is_sent_as_the_name_of_its_file(small_is_large, tmp_path):
+    """By `train` of a notebook; an array in memory is sent as a file."""
+    (tmp_path / "sent").mkdir()
+    x, y = saved(tmp_path, np.random.default_rng(0).random([40, 3])), np.arange(40)
+    sent = fit._Arrays(data.checked(((x, y), (x[:5], y[:5])), ""), tmp_path / "sent")
+    assert len(list((tmp_path / "sent").iterdir())) == 2  # of the labels
+    found = data.checked(pickle.loads(pickle.dumps(sent))(), "")
+    np.testing.assert_array_equal(found.x_test[:], x[:5].astype(np.float32))
+    np.testing.assert_array_equal(found.y_train[:], y)
 
 
 @pytest.mark.parametrize("is_large, has_name", [(False, True), (True, False)])
