@@ -38,15 +38,17 @@ def build():
 
 
 def write_data(folder, gigabytes):
-    """Writes images whose class shows in their brightness, and the classes."""
+    """Writes noise with a bright band, whose place is the class, and the classes."""
     rng = np.random.default_rng(0)
     count = int(gigabytes * 1e9 / np.prod(SHAPE))
     x = np.lib.format.open_memmap(folder / "x.npy", "w+", np.uint8, (count, *SHAPE))
     y = rng.integers(0, 10, count).astype(np.int32)
-    noise = rng.integers(0, 50, (1000, *SHAPE), np.uint8)
+    noise, band = rng.integers(0, 50, (1000, *SHAPE), np.uint8), np.zeros((10, *SHAPE), np.uint8)
+    for k in range(10):
+        band[k, 3 * k : 3 * k + 3] = 200
     for start in range(0, count, len(noise)):
         classes = y[start : start + len(noise)]
-        x[start : start + len(noise)] = noise[: len(classes)] + (20 * classes).astype(np.uint8)[:, None, None, None]
+        x[start : start + len(noise)] = noise[: len(classes)] + band[classes]
     x.flush()
     np.save(folder / "y.npy", y)
 
