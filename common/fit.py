@@ -232,7 +232,9 @@ class _SentModel:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "model.keras")
             try:
-                keras_model.save(path)
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "You are saving a model that has not yet been built")
+                    keras_model.save(path)
             except Exception as error:
                 raise UserError(
                     f"the model cannot be sent to the workers: {data.one_line(error)}; give a function that returns it"

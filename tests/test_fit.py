@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import warnings
 
 import keras
 import numpy as np
@@ -232,6 +233,14 @@ except KeyboardInterrupt:
     assert wait_until_gone(started) == []
     if number == signal.SIGINT:
         assert "stopped; a checkpoint is saved" in output and output.endswith("interrupted\n")
+
+
+def test_model_that_is_not_built_is_sent_without_a_warning():
+    """It is built where its samples are known."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sent = fit._SentModel(keras.Sequential([keras.layers.Dense(2)]))
+    assert not sent().built
 
 
 @pytest.mark.parametrize("kind", [UserError, TrainingFailed])
