@@ -240,6 +240,7 @@ class _SentModel:
                     f"the model cannot be sent to the workers: {data.one_line(error)}; give a function that returns it"
                 ) from error
             self._saved = path.read_bytes()
+        _check_losses(keras_model)
         main = vars(sys.modules["__main__"])
         with zipfile.ZipFile(io.BytesIO(self._saved)) as archive:
             texts = set(_strings_in(json.loads(archive.read("config.json"))))
@@ -253,6 +254,23 @@ class _SentModel:
             path = Path(folder, "model.keras")
             path.write_bytes(self._saved)
             return keras.models.load_model(path, custom_objects=self._own, safe_mode=False)
+
+
+def _check_losses(keras_model):
+    """Raises a `UserError` if Keras does not save all of a compiled loss: in 3.15 a Huber loss comes back without its delta."""
+    import keras
+
+    for loss in keras.tree.flatten(getattr(keras_model, "loss", None)):
+        if isinstance(loss, keras.losses.Loss) and hasattr(loss, "_fn_kwargs"):
+            try:
+                again = type(loss).from_config(loss.get_config())
+            except Exception:  # of a class that is loaded in another way
+                continue
+            if repr(again._fn_kwargs) != repr(loss._fn_kwargs):
+                raise UserError(
+                    f"the model cannot be sent to the workers: Keras does not save the settings {loss._fn_kwargs} of its loss "
+                    f"{type(loss).__name__}; give a function that returns the model"
+                )
 
 
 def _strings_in(value):

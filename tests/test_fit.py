@@ -47,6 +47,16 @@ def test_what_is_refused_before_anything_starts(user_error, monkeypatch, tmp_pat
         train(*arguments, run_dir=tmp_path)
 
 
+def test_loss_that_keras_does_not_save(user_error):
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    model.compile("sgd", keras.losses.Huber(0.5))
+    with user_error("the model cannot be sent to the workers: ", "not save the settings {'delta': 0.5} of its loss Huber"):
+        fit._SentModel(model)
+    for loss in keras.losses.Huber(), keras.losses.CategoricalCrossentropy(label_smoothing=0.1), "mse":
+        model.compile("sgd", loss)
+        assert fit._SentModel(model)().loss is not None
+
+
 def test_pace_is_for_a_function(user_error):
     with user_error("pace='ring' is for a scheme that is a function: HogWild has its own"):
         train("HogWild", "mlp", DATA, pace="ring")
