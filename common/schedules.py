@@ -192,7 +192,7 @@ def check_rates(center, last):
       center: the `common.center.GlobalParameters`.
       last: the global step to stop at.
     """
-    if center.schedule is not None and center.schedule.total != last:
+    if center.schedule is not None and center.schedule.total != last:  # it has asked too early
         raise UserError("a scheme has to say how its workers wait, as with center.together(local), before its first step")
     if center.decay is not None and not center.has_decayed:
         raise UserError(

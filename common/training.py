@@ -278,7 +278,13 @@ def run_worker(plan, task, settings, server, interruption, open_session):
         last, trained = plan.last, 0.0
         if plan.keeper:
             trained, samples_before = session.run([plan.keeper.trained, plan.keeper.samples_before])
-            last -= updates_before(samples_before, settings, plan.gradients_per_update)
+            fewer = updates_before(samples_before, settings, plan.gradients_per_update)
+            if fewer and (settings.learning_rate_schedule or settings.warmup_steps):
+                raise UserError(
+                    "--resume: this run has trained with another --batch_size or --window, so the schedule of the learning "
+                    f"rate would not end with it: give the same ones, or --steps={last - fewer}"
+                )
+            last -= fewer
             log.last_step = last
         deadline = time.monotonic() + (settings.seconds - trained if settings.seconds else math.inf)
         present = first_step

@@ -31,6 +31,11 @@ class Problem:
         """What the learning rate is multiplied with: on this worker, or at an update on the ps."""
         return self._schedule(self.version if worker is None else self._known[worker])
 
+    def decayed(self, x, factor, side, rate=RATE):
+        """What weight decay takes away from x in a step, if it is on this side, "ps" or "worker"."""
+        is_here = getattr(self.hp, "optimizer_on", "ps") == side
+        return rate * factor * getattr(self.hp, "decay", 0) * x if is_here else 0.0
+
     def gradient(self, worker, parameters):
         """The gradient of the mean squared error of this worker's next batch."""
         x, y = (part[worker, self._used[worker] % 7].astype(float) for part in self.batches)
@@ -53,7 +58,8 @@ class Problem:
 
     def update(self, worker, pulled, change):
         """x̃ ← x̃ + change."""
-        self.center, self.version = self.center + change, self.version + 1
+        self.center = self.center + change - self.decayed(self.center, self.factor(), "ps")
+        self.version += 1
         self.log.append((worker, self.version - 1 - pulled - self.own[worker], self.version))
         self.own[worker] += 1
 

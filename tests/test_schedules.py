@@ -12,7 +12,7 @@ from common import tf
 from common.center import GlobalParameters
 from common.local import LocalParameters
 from common.replay import Replay
-from common.schedules import Rate, Schedule, factor_is, hyperparameters
+from common.schedules import Rate, Schedule, check_rates, factor_is, hyperparameters
 from common.steps import build_rounds, repeat_rounds
 
 
@@ -136,6 +136,36 @@ def test_all_reduce(model, graph, load_scheme, initialized, known_batches, batch
     expected = written_again(SCHEMES["HogWild"], [0] * 3 * 6, model.initial_parameters, batches, 1, schedule=inverse)
     close(Walk(session.run(center.read()[0]), []), expected, model.initial_parameters)
     assert session.run(center.step) == 6
+
+
+def test_weight_decay_where_there_is_nothing_to_decay(model, graph, load_scheme, known_batches, batches, user_error):
+    """No optimizer changes x̃ in AEASGD; its script says so."""
+    center = GlobalParameters(model.initial_parameters)
+    local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
+    scheme = SCHEMES["AEASGD"]._replace(hp={"beta": 0.9, "decay": 0.1})
+    hp = hyperparameters(scheme.hyperparameters(1), center, local)
+    build_rounds(load_scheme("AEASGD", "aeasgd"), center, local, hp)
+    with user_error('whose script has to say main(..., optimizer_on="worker")'):
+        check_rates(center, 100)
+
+
+def test_together_that_is_said_too_late(model, graph, known_batches, batches, user_error):
+    """The number of updates was another one when the rate was needed."""
+    center = GlobalParameters(model.initial_parameters, schedule=Schedule("cosine", 0))
+    local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
+    center.schedule.ask = lambda: 100 if center.waits(local) else 200
+
+    def scheme(center, local, hp):
+        sgd = tf.train.GradientDescentOptimizer(hp.learning_rate)
+        yield local.pull(center)
+        yield local.train(1, sgd)
+        others = center.together(local)
+        yield others.push(sgd, local.gradient)
+        yield others.wait()
+
+    build_rounds(scheme, center, local, hyperparameters(types.SimpleNamespace(learning_rate=0.1), center, local))
+    with user_error("a scheme has to say how its workers wait"):
+        check_rates(center, 100)
 
 
 @pytest.mark.parametrize("name", ["HogWild", "AEASGD"])

@@ -108,7 +108,7 @@ def aeasgd(p, i):
     x, alpha = p.start, p.hp.beta / 2
     while True:
         for _ in range(p.hp.window):
-            x = x - RATE * p.factor(i) * p.gradient(i, x)
+            x = x - RATE * p.factor(i) * p.gradient(i, x) - p.decayed(x, p.factor(i), "worker")
         yield
         center, read = p.pull(i)
         e = alpha * (x - center)
@@ -123,7 +123,7 @@ def aeamsgd(p, i):
     while True:
         for _ in range(p.hp.window):
             v = p.hp.momentum * v - RATE * p.factor(i) * p.gradient(i, x + p.hp.momentum * v)
-            x = x + v
+            x = x + v - p.decayed(x, p.factor(i), "worker")
         yield
         center, read = p.pull(i)
         e = alpha * (x - center)
@@ -158,8 +158,8 @@ SCHEMES = {
     "DC-ASGD, adaptive": Scheme(
         "DC-ASGD", "dc_asgd", dc_asgd, hp={"adaptive": True, "lambda0": 0.5, "mean_square_decay": 0.95}
     ),
-    "AEASGD": Scheme("AEASGD", "aeasgd", aeasgd, hp={"beta": 0.9}),
-    "AEAMSGD": Scheme("AEAMSGD", "aeamsgd", aeamsgd, hp={"beta": 0.9, "momentum": 0.5}),
+    "AEASGD": Scheme("AEASGD", "aeasgd", aeasgd, hp={"beta": 0.9, "optimizer_on": "worker"}),
+    "AEAMSGD": Scheme("AEAMSGD", "aeamsgd", aeamsgd, hp={"beta": 0.9, "momentum": 0.5, "optimizer_on": "worker"}),
 }
 # DOWNPOUR whose intervals differ has rounds of several pulls or pushes.
 INTERVALS = {
@@ -252,9 +252,11 @@ def test_exact(model, walk, batches, scheme, order, window, num_ps):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
-def test_schedule(model, walk, batches, scheme):
+@pytest.mark.parametrize("decay", [0, 0.5])
+def test_schedule_and_weight_decay(model, walk, batches, scheme, decay):
     """A learning rate that falls with the global step: on the ps of its update, on a worker of its last pull."""
     steps, schedule = shuffled(scheme.steps), lambda step: 1 / (1 + 0.3 * step)
+    scheme = scheme._replace(hp={**scheme.hp, "decay": decay})
     ours = walk(scheme, steps, schedule=lambda step: schedule(tf.cast(step, tf.float32)))
     close(ours, written_again(scheme, steps, model.initial_parameters, batches, schedule=schedule), model.initial_parameters)
 

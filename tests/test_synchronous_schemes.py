@@ -38,7 +38,8 @@ class Meeting(Problem):
         self.given[worker] = vector
         self.log.append((worker, 0, self.version + 1))
         if len(self.given) == needed:
-            self.center = self.center + apply(list(self.given.values()))
+            decayed = self.decayed(self.center, self.factor(), "ps", sum(getattr(self.hp, "learning_rates", [RATE])))
+            self.center = self.center + apply(list(self.given.values())) - decayed
             self.version += 1
             self.given = {}
 
@@ -129,7 +130,7 @@ def slowmo(p, i):
         yield
         yield  # the start is x̃, until all have come back
         for _ in range(hp.window):
-            x = x - p.factor(i) * gamma * p.gradient(i, x)
+            x = x - p.factor(i) * gamma * p.gradient(i, x) - p.decayed(x, p.factor(i), "worker")
         yield
         p.contribute(i, known, x, WORKERS, slow_step)
         yield lambda: i not in p.given
@@ -262,9 +263,11 @@ def test_exact(model, walk, batches, scheme, order, window, num_ps):
 
 
 @pytest.mark.parametrize("name", [*FOLDERS, "SlowMo"])
-def test_schedule(model, walk, batches, name):
+def test_schedule_and_weight_decay(model, walk, batches, name):
     """A learning rate that falls with the global step: on the ps of its update, on a worker of its last pull."""
     scheme, schedule = TOGETHER[name], lambda step: 1 / (1 + 0.3 * step)
+    if name != "DiLoCo":  # which has AdamW itself
+        scheme = scheme._replace(hp={**scheme.hp, "decay": 0.5})
     window = scheme.hp.get("window", 3)
     ours = walk(scheme, shuffled(), window, schedule=lambda step: schedule(tf.cast(step, tf.float32)))
     expected = written_again(scheme, shuffled(), model.initial_parameters, batches, window, schedule=schedule)
