@@ -205,6 +205,8 @@ class Keeper(tf.train.SessionRunHook):
       samples: a tensor, int64: how many samples the present parameters were trained with.
       samples_before: a tensor, int64: those of them that are not steps × samples_per_update, since other flags held then.
       log: where the chief notes with which parameters a session begins, a `common.metrics.MetricsLog`, if it is set.
+      export: the chief's, if it is set: a function of parameters `[size]` and state that writes them down as a model. It is
+        called in the thread that saves, after each checkpoint; no round waits for it.
     """
 
     def __init__(self, center, folder, every_secs, index=0, device=None, samples_per_update=1, copies=()):
@@ -212,6 +214,7 @@ class Keeper(tf.train.SessionRunHook):
         self._turn, self._thread, self._ended = threading.Lock(), None, threading.Event()
         self._failure: Exception | None = None
         self.log: Any = None
+        self.export: Any = None
         self._is_open = False
         self._newest = None  # the step of the newest checkpoint that this worker has saved
         self._after = every_secs * (CHIEF_AFTER if self._is_chief else OTHERS_AFTER)
@@ -236,6 +239,7 @@ class Keeper(tf.train.SessionRunHook):
             ]
         self._names, self._slices = map(list, zip(*map(_name_and_slice, self._variables)))
         trainable = set(map(id, tf.trainable_variables()))
+        self._parts = [i for piece in center.pieces for i, variable in enumerate(self._variables) if variable is piece]
         self._trainable = [i for i, variable in enumerate(self._variables) if id(variable) in trainable]
         self._snapshot = self._read(center, before, samples_per_update, device)
         self._take_turns(center)
@@ -344,7 +348,8 @@ class Keeper(tf.train.SessionRunHook):
         return False
 
     def save(self, session):
-        """Saves now. Parameters that are not finite are not worth it: training fails by them.
+        """Saves now, and returns the values of all variables. Parameters that are not finite are not worth it: training fails
+        by them.
 
         Raises:
           TrainingFailed: if the checkpoint cannot be written.
@@ -356,12 +361,27 @@ class Keeper(tf.train.SessionRunHook):
             # No sum of float32 is too large for float64: it is finite if all of them are.
             if not all(np.isfinite(np.sum(values[i], dtype=np.float64)) for i in self._trainable):
                 print(f"no checkpoint of step {step}: its parameters are not finite", flush=True)
-                return
+                return None
             names, slices = [*self._names, "samples", "seconds"], [*self._slices, "", ""]
             with ThreadPoolExecutor(1) as another:  # in this thread a graph may be open, in which nothing is executed
                 another.submit(write_checkpoint, self._folder, step, names, slices, [*values, samples, seconds]).result()
             self._newest = step
             session.run(self._note_saved, {self._time: now})
+        return values
+
+    def _export(self, values):
+        """Writes the model of a checkpoint, unless it cannot be written: then a line says so, once."""
+        if self.export is None or values is None:
+            return
+        by_name = dict(zip(self._names, values, strict=True))
+        state = [by_name[f"state_{i}"] for i in range(sum(name.startswith("state_") for name in self._names))]
+        try:
+            self.export(np.concatenate([values[i] for i in self._parts]), state)
+        except Exception as error:
+            self.export = None
+            line = f"no model is written beside the checkpoints: {(str(error).splitlines() or [type(error).__name__])[0]}"
+            print(line, flush=True)
+            say(line)
 
     def after_create_session(self, session, coord):
         """Starts the thread; that of a session before ends with its session."""
@@ -384,7 +404,7 @@ class Keeper(tf.train.SessionRunHook):
                     if step == self._newest:
                         session.run(self._note_nothing_new)
                     else:
-                        self.save(session)
+                        self._export(self.save(session))
                     took = time.monotonic() - began
                     pause = max(self._after - took, took)
                 self._look_at_age(session)

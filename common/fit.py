@@ -34,20 +34,17 @@ from common.flags import TrainingFailed, UserError
 from common.rows import Rows
 
 ROOT = Path(__file__).resolve().parent.parent  # of the folders of the schemes
+FUNCTIONS = {"callback", "learning_rate_schedule"}  # flags that may be functions, called with arguments
 DEFAULTS: dict[str, Any] = {"epochs": 1, "batch_size": 32, "learning_rate": 0.01}  # of a scheme that is a function
 
-# What a scheme's script finds in the folder: the first for --data and --model, the second for a scheme that is a function.
+# What a scheme's script finds in the folder: the first for flags that name a function, the second for a scheme that is one.
 _PROBLEM = '''"""Data and model of a notebook, or a program; see common/fit.py."""
 
 from common.fit import receive
 
 
-def data():
-    return receive(__file__, "data")
-
-
-def model():
-    return receive(__file__, "model")
+def __getattr__(name):
+    return receive(__file__, name)
 '''
 _SCHEME = '''"""A scheme of a notebook, or a program; see common/fit.py."""
 
@@ -76,7 +73,9 @@ def train(scheme, model, data, *, run_dir=None, pace="own", verbose=True, **flag
       run_dir: folder for all that the run writes; runs/SCHEME/TIME by default.
       pace: of a scheme that is a function, see `common.main.main`.
       verbose: whether to show the progress meanwhile.
-      **flags: the flags of the folder's run.sh, as num_workers=4; `bash DOWNPOUR/run.sh --help` lists them.
+      **flags: the flags of the folder's run.sh, as num_workers=4; `bash DOWNPOUR/run.sh --help` lists them. `callback` and
+        `learning_rate_schedule` may be functions. A callback is called in a process of its own, not in this one: what it
+        prints is shown here, what it assigns to is not changed here.
 
     Raises:
       UserError: if model, data or a flag cannot be used.
@@ -89,7 +88,10 @@ def train(scheme, model, data, *, run_dir=None, pace="own", verbose=True, **flag
         script, problem = _script_of(scheme, pace, flags, Path(sent)), Path(sent, "problem.py")
         problem.write_text(_PROBLEM)
         specs = {"data": _send(data, "data", problem), "model": _send(model, "model", problem)}
-        given = {**specs, "run_dir": str(folder), **flags}
+        for flag in FUNCTIONS & flags.keys():
+            if callable(flags[flag]):
+                specs[flag] = _send(flags[flag], flag, problem)
+        given = {"run_dir": str(folder), **flags, **specs}
         arguments = [argument for flag in given.items() for argument in _as_arguments(*flag)]
         names = {f"--{flag}={problem}:{flag}": f"the {flag}" for flag in specs}
         _run([sys.executable, str(script), "--launch", *arguments], script.name, names, verbose)
@@ -293,16 +295,21 @@ def _dump(value, path, what):
 
 
 def receive(file, name):
-    """Returns what was sent: for data and model what they are, for a scheme the function and its defaults.
+    """Returns what was sent: a function; for a scheme that and its defaults.
 
     Args:
       file: of the module that asks, beside which it lies.
-      name: "data", "model" or "scheme".
+      name: "data", "model", "scheme", or one of `FUNCTIONS`.
+
+    Raises:
+      AttributeError: if nothing of that name was sent.
     """
-    with open(Path(file).with_name(f"{name}.pickle"), "rb") as pickled:
+    path = Path(file).with_name(f"{name}.pickle")
+    if not path.exists():
+        raise AttributeError(name)
+    with open(path, "rb") as pickled:
         sys.path += [folder for folder in pickle.load(pickled) if folder not in sys.path]  # of modules that go by their name
-        value = pickle.load(pickled)
-    return value if name == "scheme" else value()
+        return pickle.load(pickled)
 
 
 def _run(command, program, names, verbose):
@@ -341,7 +348,7 @@ def _run(command, program, names, verbose):
                 try:
                     for line in _shown(launcher.stdout, is_notebook):
                         if verbose:
-                            print(line, end="", flush=True)
+                            print(_named(line, names), end="", flush=True)
                     launcher.wait()
                 except KeyboardInterrupt:
                     is_interrupted = True
@@ -359,10 +366,14 @@ def _run(command, program, names, verbose):
         interrupted: Any = KeyboardInterrupt()
         interrupted._render_traceback_ = lambda: ["KeyboardInterrupt"]  # for IPython: the launcher has said what came of it
         raise interrupted
-    line = line.removeprefix(f"{program}: ")
-    for text, name in names.items():
-        line = line.replace(f"{text}: ", f"{name}: ").replace(text, name)
+    line = _named(line.removeprefix(f"{program}: "), names)
     raise UserError(line) if launcher.returncode == 2 else TrainingFailed(line)
+
+
+def _named(line, names):
+    for text, name in names.items():
+        line = line.replace(text, name)
+    return line
 
 
 def _shown(lines, is_notebook):

@@ -17,7 +17,12 @@ LOCAL_OPTIMIZERS = ("sgd", "momentum", "adagrad", "adam")  # see LocalParameters
 
 # Data and models that come with this project and fit each other: nothing about them is to be found out before a run
 SCHEDULES = ("cosine", "linear")
-KNOWN = {"data": ("digits", "linear"), "model": ("linear", "mlp"), "learning_rate_schedule": (None, *SCHEDULES)}
+KNOWN = {
+    "data": ("digits", "linear"),
+    "model": ("linear", "mlp"),
+    "learning_rate_schedule": (None, *SCHEDULES),
+    "callback": (None,),
+}
 
 
 class _OneLine(Exception):
@@ -186,7 +191,7 @@ def define_alias(name, original):
 def define(defaults):
     """Defines the flags that every scheme has. `defaults` are a scheme's own, by flag name.
 
-    Those of the local optimizer are there only if a scheme gives a default for `local_optimizer`; so is `validation`.
+    Those of the local optimizer are there only if a scheme gives a default for `local_optimizer`.
 
     Returns the `flags.FlagValues` that hold them and those that the scheme's script defined before.
     """
@@ -220,11 +225,11 @@ def define(defaults):
         otherwise = "" if own("local_learning_rate") else " (default: --learning_rate)"
         define_number("local_learning_rate", own("local_learning_rate"), f"its step size{otherwise}", above=0)
         define_number("local_momentum", 0.9, "of --local_optimizer=momentum", least=0, below=1)
-    if "validation" in defaults:
-        define_number(
-            "validation", own("validation"), "share of the training set that is held out, to be evaluated on", above=0, below=1
-        )
-        define_integer("patience", own("patience"), "evaluations without an improvement after which training ends", least=1)
+    text = "share of the training set that is held out, to be evaluated on"
+    define_number("validation", own("validation"), text, above=0, below=1)
+    define_integer("patience", own("patience"), "evaluations without an improvement after which training ends", least=1)
+    text = "FILE.py:FUNCTION, which the chief calls with a step and what was measured there"
+    flags.DEFINE_string("callback", None, text)
     text = "seconds that workers which are there wait for the others before the first update"
     define_number("start_secs", own("start_secs", 60), text, least=0, most=SECONDS)
     define_integer("warm_start_steps", 0, "global updates that worker 0 makes before the others begin", least=0)

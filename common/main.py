@@ -137,6 +137,7 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
         without = (*without, "warm_start_steps")
     if train:
         without = (*without, "start_secs", "clip_norm", "learning_rate_schedule", "warmup_steps", "weight_decay")
+        without = (*without, "validation", "patience", "callback")
     if "launch" in without:
         without = (*without, "gpus")
     settings = flags.parse(values, arguments, script.name, without)
@@ -154,6 +155,10 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
         raise UserError("--run_dir is empty: name a folder, or leave the flag away")
     launches = task is None and settings.launch
     settings = settings.but(num_evaluators=1 if evaluate and (task or launches) else 0)
+    if evaluate and not settings.num_evaluators:  # trains alone, and on all that there is
+        settings = settings.but(validation=None, patience=None)
+    if settings.patience and not settings.validation:
+        raise UserError("--patience is about the loss on held-out samples: give --validation, the share of them, too")
     if task is None and not launches:
         for name in flags.present(values, "num_ps", "num_workers", "gpus"):
             raise UserError(

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -43,9 +44,13 @@ class MetricsLog:
         # Written out every second, not every two minutes: to be seen while training, and not lost when a task is killed.
         self._events = tf.summary.FileWriter(str(Path(run_dir, "tensorboard", name)), flush_secs=1)
         self._lock = threading.Lock()
+        self.listeners: list[Any] = []
 
     def write(self, global_step, **values):
-        """Writes one line with the time and these values; the numbers among them become TensorBoard scalars."""
+        """Writes one line with the time and these values; the numbers among them become TensorBoard scalars.
+
+        Then each of `listeners` is called, a function of the global step and {name: value}.
+        """
         finite = {name: None if isinstance(v, float) and not np.isfinite(v) else v for name, v in values.items()}
         constant = {"worker": self._worker, "last_step": int(self.last_step)}
         line = json.dumps({"time": time.time(), "global_step": int(global_step), **constant, **finite})
@@ -60,6 +65,8 @@ class MetricsLog:
                 self._file = self._open()
             self._file.write(line + "\n")
             self._events.add_summary(tf.Summary(value=scalars), global_step)
+        for listener in self.listeners:
+            listener(int(global_step), values)
 
     def _open(self):
         """Opens the file, and cuts off what a process wrote last that was killed amid a line."""
@@ -193,6 +200,11 @@ class MetricsHook(tf.train.SessionRunHook):
         self._loss_sum, self._num_calls, self._began = 0.0, 0, time.perf_counter()
 
 
+def measured(results):
+    """Returns loss and metrics, {name: value}, by the names that they are written with."""
+    return {name if name.startswith("validation_") else f"test_{name}": value for name, value in results.items()}
+
+
 class EvaluationHook(tf.train.SessionRunHook):
     """Evaluates the global parameters while training goes on: at the start, then about every `every_secs` seconds, and more
     seldom in a long run, see `seconds_between`.
@@ -203,7 +215,7 @@ class EvaluationHook(tf.train.SessionRunHook):
     Args:
       log: a `MetricsLog`.
       step: the global step, a scalar tensor.
-      results: loss and metrics, {name: scalar tensor}.
+      results: loss and metrics on the test set, {name: scalar tensor}; on a validation set, as "validation_NAME".
     """
 
     def __init__(self, log, step, results, every_secs=1.0):
@@ -237,7 +249,7 @@ class EvaluationHook(tf.train.SessionRunHook):
         """Evaluates once, writes and returns (global step, {name: number})."""
         step, results = session.run(self._fetches)
         results = {name: float(value) for name, value in results.items()}
-        self._log.write(step, **{f"test_{name}": value for name, value in results.items()})
+        self._log.write(step, **measured(results))
         return int(step), results
 
     def _stop(self):

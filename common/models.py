@@ -6,6 +6,7 @@ import functools
 import math
 import os
 import re
+import threading
 
 import numpy as np
 
@@ -360,7 +361,7 @@ class Model:
         from common import objectives
 
         _make_constant(keras_model)
-        self._measures = measures
+        self._measures, self._saving = measures, threading.Lock()
         self.keras_model, self.minimizes, self.own_optimizer = keras_model, objectives.text(keras_model), own_optimizer
         self.shapes = [tuple(v.shape) for v in keras_model.trainable_variables]
         self.sizes = [int(np.prod(shape, dtype=int)) for shape in self.shapes]
@@ -500,7 +501,14 @@ class Model:
         return {**found, "loss": total / n}
 
     def save(self, parameters, state, path):
-        """Writes the model with these values, so that `keras.models.load_model(path)` gives it back. All or nothing."""
+        """Writes the model with these values, so that `keras.models.load_model(path)` gives it back. All or nothing.
+
+        From any thread in which no graph is open; from one at a time.
+        """
+        with self._saving:
+            self._save(parameters, state, path)
+
+    def _save(self, parameters, state, path):
         start = 0
         for variable, shape, size in zip(self.keras_model.trainable_variables, self.shapes, self.sizes, strict=True):
             variable.assign(parameters[start : start + size].reshape(shape))

@@ -81,7 +81,13 @@ class Schedule:
         return UserError(f"{call}, it {what}; expected a number or a scalar tensor, made by TensorFlow")
 
     def __str__(self):
-        kind = self._spec if self._spec in SCHEDULES else "constant" if self._spec is None else f"by {self._function.__name__}"
+        kind = (
+            self._spec
+            if self._spec in SCHEDULES
+            else "constant"
+            if self._spec is None
+            else f"by {getattr(self._function, '__name__', 'a function')}"
+        )
         warmup = f", after {self._warmup_steps:,} of warm-up" if self._warmup_steps else ""
         return f"learning rate {kind} over {self.total:,} updates{warmup}"
 

@@ -15,12 +15,13 @@ import numpy as np
 
 from common import data, ending, limits, models, plots, signals, tf
 from common.batches import Batches, Position, fed
+from common.callbacks import Callback, Patience
 from common.center import GlobalParameters
 from common.checkpoints import Keeper
 from common.flags import KNOWN, UserError
 from common.hooks import EarlyStoppingHook, Gate, MeetingHook, StartHook, WarmStartHook
 from common.local import LocalParameters
-from common.metrics import EvaluationHook, MetricsHook, MetricsLog
+from common.metrics import EvaluationHook, MetricsHook, MetricsLog, measured
 from common.rows import Rows
 from common.run_dir import write_json
 from common.schedules import check_rates, hyperparameters, schedule_of
@@ -45,7 +46,7 @@ def train(scheme, task, settings):
     server = task.create_server() if task else None  # before all else: the others try to reach it
     index, num_workers = (task.shard_index, task.num_workers) if task else (0, 1)
     doing(LOADING)
-    dataset = load_data(settings)
+    dataset, held_out = split(data.load(settings.data, settings.seed), settings)
     x, y, *weights = data.shard(dataset, index, num_workers)
     doing(BUILDING)
     model = build_model(settings, dataset, index)
@@ -76,7 +77,12 @@ def train(scheme, task, settings):
                 # That of the chief's own x is not that of x̃.
                 final = parameters, local.state_at(parameters)
                 copies = [there.assign(here, read_value=False) for there, here in zip(kept, final[1], strict=True)]
-                evaluation = step, model.evaluate(*final, *fed_test_set(dataset, local_init_feed_dict))
+                results = model.evaluate(*final, *fed_test_set(dataset, local_init_feed_dict))
+                if held_out and not settings.num_evaluators:
+                    with tf.variable_scope("validation"):
+                        found = model.evaluate(*final, *fed_test_set(held_out, local_init_feed_dict))
+                    results |= {f"validation_{name}": value for name, value in found.items()}
+                evaluation = step, results
             keeper = Keeper(
                 center,
                 Path(settings.run_dir, "checkpoints"),
@@ -86,6 +92,8 @@ def train(scheme, task, settings):
                 samples_per_update(settings, gradients),
                 copies,
             )
+            if index == 0:
+                keeper.export = functools.partial(model.save, path=Path(settings.run_dir, "model.keras"))
             gate = ready = None
             if num_workers > 1:
                 gate = Gate(center.step.device)
@@ -239,12 +247,18 @@ def run_worker(plan, task, settings, server, interruption, open_session):
         evaluation = EvaluationHook(log, step, results, settings.evaluation_secs)
         if not settings.num_evaluators:
             hooks.append(evaluation)
-    early_stopping = None
-    if settings.num_evaluators:
+    early_stopping = callback = None
+    if settings.num_evaluators or settings.patience or settings.callback:
         stop, ended = (Path(settings.run_dir, name) for name in (STOP, ENDED))
         if index == 0:  # of a run that this one goes on with
             stop.unlink(missing_ok=True)
             ended.unlink(missing_ok=True)
+            if settings.patience and not settings.num_evaluators:
+                log.listeners.append(Patience(settings.patience, stop.touch))
+            if settings.callback:
+                function = data.user_function("--callback", settings.callback)
+                callback = Callback(f"--callback={settings.callback}", function, stop.touch, settings.hang_secs / 2)
+                log.listeners.append(callback)
         early_stopping = EarlyStoppingHook(stop if index == 0 else None, stop_session=False)
         hooks.append(early_stopping)
     meeting = None
@@ -305,6 +319,8 @@ def run_worker(plan, task, settings, server, interruption, open_session):
                 present, is_over, calls = rounds.steps[-1, 1], rounds.training_ended, calls + 1
             if interruption.requested:
                 # Leaving the session saves a checkpoint.
+                if callback:
+                    callback.close()
                 return Outcome(130, session.run(plan.final) if index == 0 else None)
             doing("ending", whom=nobody)
             stop_time = session.run(clock)
@@ -322,6 +338,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
                 session.run_step_fn(lambda step_context: plan.gate.close(step_context.session))
             doing("waiting until the other workers have ended", waits=True, whom=rendezvous and rendezvous.missing)
             reports = rendezvous.gather(session, report) if task else [report]
+            log.listeners = [callback] if callback else []  # nothing ends any more
             doing("evaluating the final parameters", whom=nobody)
             present = session.run(plan.step)
             if present >= last or is_over or meeting:
@@ -333,6 +350,8 @@ def run_worker(plan, task, settings, server, interruption, open_session):
                 break
             # A ps has died when all others had ended. The chief makes the updates again that were lost.
     log.close()
+    if callback:
+        callback.close()
     if settings.num_evaluators and index == 0:
         ended.touch()  # now that the last checkpoint is saved
     if task:
@@ -391,18 +410,14 @@ def what_is_trained(model, dataset, num_workers, optimizers):
     return f"minimizes {model.minimizes}, by {optimizers}{ignored}; {dataset.num_samples:,} samples{each}{where}"
 
 
-# Files in the run's folder. An evaluator writes the first to end training; the chief writes the second when that has ended.
+# Files in the run's folder. An evaluator, or the chief, writes the first to end training; the chief writes the second when that
+# has ended.
 STOP, ENDED = "evaluator-says-stop", "training-has-ended"
 
 
-def load_data(settings):
-    """Returns the `common.data.Data` to train with, without what is held out for an evaluator."""
-    return training_part(data.load(settings.data, settings.seed), settings)
-
-
-def training_part(dataset, settings):
-    """Returns what there is to train with of all the data."""
-    return data.hold_out(dataset, settings.validation, settings.seed)[0] if settings.num_evaluators else dataset
+def split(dataset, settings):
+    """Returns what there is to train with of all the data, and what is held out, see `data.hold_out`; None for nothing."""
+    return data.hold_out(dataset, settings.validation, settings.seed) if settings.validation else (dataset, None)
 
 
 def position_of(settings, index, num_workers, num_samples):
@@ -448,7 +463,7 @@ def write_result(settings, task, reports, global_step, evaluated, *, samples=Non
     """Writes `result.json`, with what `more` there is to say, and `curve.png`, from all workers' reports and the last
     evaluation. `samples` are those of `Outcome`."""
     result = summarize(settings, task, reports, global_step, samples, gradients_per_update)
-    numbers = {f"test_{name}": value if math.isfinite(value) else None for name, value in evaluated.items()}
+    numbers = {name: value if math.isfinite(value) else None for name, value in measured(evaluated).items()}
     result.update(numbers, restarts=0, **more)
     write_json(Path(settings.run_dir, "result.json"), result)
     plots.draw_curve(settings.run_dir)  # last, as it may fail
@@ -534,7 +549,9 @@ class Interruption(tf.train.SessionRunHook):
 
 def check(settings, dataset):
     """Raises a `UserError` if this data and the model cannot be trained by this many workers; trains nothing."""
-    dataset = training_part(dataset, settings)
+    dataset, _ = split(dataset, settings)
+    if settings.callback is not None:
+        data.user_function("--callback", settings.callback)
     data.shard(dataset, 0, settings.num_workers if settings.launch else 1)
     model = models.build(settings.model, dataset, settings.seed, settings.loss)
     if schedule := schedule_of(settings):

@@ -277,7 +277,12 @@ def test_values_of_a_checkpoint_are_those_of_the_chief(script, tmp_path, cnn, gr
     session.run(rounds)
     parameters, step = session.run(center.read())
     of_chief = session.run([variable.read_value() for variable in local.state])
+    exported: list = []
+    keeper.export = lambda *values: exported.append(values)
+    keeper._export(keeper.save(session))
     keeper.end(session)
+    assert (exported[0][0] == parameters).all()
+    assert len(exported) == 1 and all((a == b).all() for a, b in zip(exported[0][1], of_chief, strict=True))
 
     path = tf.train.latest_checkpoint(tmp_path)
     (found, state), at = script.values_in(path, cnn)

@@ -205,7 +205,15 @@ print("ended")
 def test_scheme_of_a_program(tmp_path):
     """And functions in place of a model and arrays; then what makes it fail."""
     code = """
-run = train(mine, lambda: keras.Sequential([keras.layers.Dense(3)]), lambda: data, epochs=20, learning_rate=0.5, run_dir=RUN)
+end, functions = [], {"learning_rate_schedule": lambda step, total: 1 - 0.5 * step / total}
+def callback(step, metrics):
+    end.append(step)
+    print("called", len(end), metrics["test_loss"] if "test_loss" in metrics else 1 / 0)
+functions["callback"] = callback
+model = lambda: keras.Sequential([keras.layers.Dense(3)])
+run = train(mine, model, lambda: data, epochs=20, learning_rate=0.5, run_dir=RUN, **functions)
+assert not end
+print("ended with", run.result["test_loss"])
 assert run.result["scheme"] == "mine" and run.result["test_accuracy"] > 0.8, run.result
 try:
     train(mine, lambda: keras.Sequential([keras.layers.Dense(3)]), data, learning_rate=1e38, epochs=20)
@@ -219,6 +227,9 @@ except UserError as error:
     process = program(tmp_path, code, cwd=tmp_path)
     output, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, output
+    assert "by SGD on the ps, SGD on the workers, learning rate by <lambda> over 313 updates;" in output
+    assert re.search(r"called (\d+) (\S+)\n(.*\n)*ended with \2\n", output), output
+    assert "the callback raised ZeroDivisionError: division by zero; training goes on" in output
     assert re.search(r"failed: worker \d: the loss is (nan|inf) at step", output), output
     assert "refused: the model: model() raised ZeroDivisionError: division by zero" in output
 

@@ -58,6 +58,20 @@ def test_each_learns_the_digits_with_its_defaults(run_dir, folder, flags):
 
 
 @pytest.mark.parametrize("script", [SYNCHRONOUS, ALL_REDUCE])
+def test_early_stopping_and_a_callback(run_dir, tmp_path, script):
+    """All workers end together, what was measured reaches a function, and what that prints is shown."""
+    (tmp_path / "own.py").write_text("def show(step, metrics):\n    print('at', step, sorted(metrics))\n")
+    flags = ["--validation=0.2", "--patience=2", "--epochs=1000000", "--learning_rate=0.5", "--evaluation_secs=0.1"]
+    output = run(run_dir, *flags, f"--callback={tmp_path}/own.py:show", script=script)
+    assert "in 2 evaluations: training ends" in output
+    result = result_of(run_dir)
+    assert result["validation_loss"] > 0 and result["test_accuracy"] > 0.9
+    assert np.ptp(updates_of_each(run_dir)) <= 1  # of the last one some may have come to the ps
+    names = "['test_accuracy', 'test_loss', 'validation_accuracy', 'validation_loss']"
+    assert f"at {result['global_steps']} {names}" in output
+
+
+@pytest.mark.parametrize("script", [SYNCHRONOUS, ALL_REDUCE])
 def test_every_worker_contributes_once_to_every_update(run_dir, script):
     run(run_dir, *SLOW, "--steps=500", script=script)
     assert updates_of_each(run_dir) == [500, 500, 500]
