@@ -393,27 +393,28 @@ def _with_beats(texts):
 def run(server, folder, command, monkeypatch):
     """A function that runs programs, {name of a task: code}, as a `launch.Run`.
 
-    It returns the exit status or the error, the lines shown, and the tasks. `hear` is called with each line.
+    It returns the exit status or the error, the lines shown, and the tasks. `hear` is called with each line, and with
+    the settings, which it may change.
     """
     monkeypatch.setattr(launch, "PS_SECONDS", 0)  # a ps does not end by itself here
 
-    def run(programs, hear=lambda line: None, **settings):
+    def run(programs, hear=lambda line, settings: None, **changes):
         lines: list[str] = []
 
         def say(line):
             lines.append(line)
-            hear(line)
+            hear(line, settings)
 
         tasks = {}
         for name, code in programs.items():
             job, index = name.split()
             tasks[name] = launch.Task(job, int(index), command(code), str(folder))
         known: dict = {"max_restarts": 3, "hang_secs": None, "check_secs": {}, "num_evaluators": 0}
-        known |= {"pace": "own", "ends_with_chief": False}
+        known |= {"pace": "own", "ends_with_chief": False} | changes
+        settings = types.SimpleNamespace(**known)
         result = types.SimpleNamespace(tasks=tasks, lines=lines, status=None, error=None)
         try:
-            known.update(settings)
-            result.status = launch.Run(list(tasks.values()), server, types.SimpleNamespace(**known), say).run()
+            result.status = launch.Run(list(tasks.values()), server, settings, say).run()
         except (UserError, TrainingFailed) as error:
             result.error = error
         return result
@@ -438,7 +439,7 @@ def test_run_ends_with_its_workers(run):
 
 
 def test_lines_that_tasks_say_are_shown(run, folder):
-    def hear(line):
+    def hear(line, settings):
         if line == "  two":
             (folder / "pipe").write_text("heard\n")
 
@@ -507,17 +508,26 @@ def test_what_a_new_start_will_not_mend_ends_the_run_at_once(run, folder):
 
 
 def test_silent_task_is_killed_and_another_is_not(run):
-    """Worker 1 is stopped; worker 0 gives signs of life until worker 1 lives again."""
+    """Worker 1 is stopped; worker 0 gives signs of life until worker 1 lives again. Both are given time to start."""
     talking = """
 import select
+say("here")
 pipe = os.open(here / "pipe", os.O_RDWR)
 while not select.select([pipe], [], [], 0.05)[0]:
     say()
 """
     stopping = "say('soon silent'); life or os.kill(os.getpid(), signal.SIGSTOP); tell('pipe')"
-    result = run({"worker 0": talking, "worker 1": stopping}, hang_secs=2, max_restarts=10)
+    missing = {"here", "soon silent"}
+
+    def hear(line, settings):
+        missing.discard(line)
+        if not missing:
+            settings.hang_secs = 2
+
+    result = run({"worker 0": talking, "worker 1": stopping}, hear, hang_secs=60, max_restarts=10)
     assert result.status == 0 and result.tasks["worker 0"].restarts == 0
-    assert result.lines[:2] == ["soon silent", "worker 1 gave no sign of life for 2 s and was killed; restart 1 of 10"]
+    assert set(result.lines[:2]) == {"here", "soon silent"}
+    assert result.lines[2] == "worker 1 gave no sign of life for 2 s and was killed; restart 1 of 10"
 
 
 def test_task_that_is_silent_again_and_again(run):
@@ -913,7 +923,7 @@ class Interrupting:
     def __init__(self, number, line, count):
         self._number, self._line, self._left = number, line, count
 
-    def __call__(self, line):
+    def __call__(self, line, settings=None):
         if line == self._line:
             self._left -= 1
             if self._left == 0:
@@ -953,7 +963,7 @@ def test_second_interruption_ends_the_patience(run):
     program = "signal.signal(signal.SIGTERM, lambda *_: say('not yet'))\nsay('ready')\nwhile True: signal.pause()"
     first, second = Interrupting(signal.SIGINT, "ready", 1), Interrupting(signal.SIGINT, "not yet", 1)
     began = time.monotonic()
-    result = run({"worker 0": program}, lambda line: (first(line), second(line)))
+    result = run({"worker 0": program}, lambda line, _: (first(line), second(line)))
     assert (result.status, result.lines) == (130, ["ready", "stopping; Ctrl-C again stops at once", "not yet"])
     assert time.monotonic() - began < launch.STOP_SECONDS
 
@@ -973,7 +983,7 @@ signal.pause()
 """
     asking, asking_again = Interrupting(first, "ready", 1), Interrupting(signal.SIGHUP, "saving", 1)
 
-    def hear(line):
+    def hear(line, settings):
         asking(line)
         asking_again(line)
         if line == "saving":
@@ -990,7 +1000,7 @@ def test_signal_that_is_ignored_from_the_start_interrupts_no_run(run, folder, nu
     try:
         interrupting = Interrupting(number, "ready", 1)
         result = run(
-            {"worker 0": "say('ready'); hear('pipe')"}, lambda line: [interrupting(line), (folder / "pipe").write_text("")]
+            {"worker 0": "say('ready'); hear('pipe')"}, lambda line, _: [interrupting(line), (folder / "pipe").write_text("")]
         )
         assert (result.status, result.lines) == (0, ["ready"])
         assert signal.getsignal(number) is signal.SIG_IGN
