@@ -260,7 +260,7 @@ def build():
         memory.append(int(lines["RssAnon"].split()[0]) / 1024)
     process.send_signal(signal.SIGINT)
     finish(process, status=130)
-    assert len(memory) == 3 and max(memory) < 500  # 270 to 330 without any data, here
+    assert len(memory) == 3 and max(memory) < 500  # some 300 with little data
     assert (tmp_path / "loads").read_text() == "x"
 
 
