@@ -28,6 +28,7 @@ def main():
     if options.fit:
         return fit(options.seconds)
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:WORKERS])  # a core for each, also where there are more
+    os.environ.update(TF_NUM_INTRAOP_THREADS="1", TF_NUM_INTEROP_THREADS="1")  # of the workers, too
     print(f"| turn | {WORKERS} × `fit` | HogWild | ratio |\n|---|--:|--:|--:|")
     turns = []
     for i in range(options.rounds):
