@@ -9,7 +9,7 @@ from common import tf
 from common.batches import local_variable
 from common.flags import UserError
 from common.schedules import factor_is
-from common.steps import Optimizers, Step, before_local
+from common.steps import Optimizers, Step, before_local, spent
 
 STATE_SAMPLES = 2000  # with so many the moving means of a model are estimated anew, where it is evaluated
 
@@ -146,7 +146,7 @@ class LocalParameters:
         self.windows += 1
         slept = [tf.py_func(lambda: time.sleep(self.delay), [], [])] if self.delay else []
         with tf.control_dependencies(slept):
-            indices = self.batches.next(window)
+            indices = spent("input", lambda: self.batches.next(window), slept)
         x, before = self.value, self.gradient.read_value() if accumulate else tf.zeros([self.model.size])
 
         def change(g):
@@ -156,7 +156,9 @@ class LocalParameters:
 
         def step(t):
             present = x.read_value()
-            loss, g = self._loss_and_gradient(at(present) if at else present, *self.batches.samples(indices[t]))
+            own = indices[t]
+            samples = spent("input", lambda: self.batches.samples(own), own)
+            loss, g = self._loss_and_gradient(at(present) if at else present, *samples)
             with tf.control_dependencies([g]), self._scheduled(t):  # x is read before it is written
                 return loss, g, change(g)
 

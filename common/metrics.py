@@ -15,7 +15,7 @@ import numpy as np
 from common import tf
 from common.flags import TrainingFailed
 from common.run_dir import open_own
-from common.steps import Rounds
+from common.steps import PARTS, Rounds
 
 
 class MetricsLog:
@@ -128,6 +128,9 @@ class MetricsHook(tf.train.SessionRunHook):
         self.dropped = self._new_dropped = 0  # gradients that no update was made of
         self._loss_sum, self._num_calls = 0.0, 0  # since the last line
         self._first = self._began = self._called = 0.0  # the time of the first call, of the last line, and of the last call
+        # Of the rounds that were timed, all of them and those since the last line.
+        self._parts, self._new_parts = _Parts(), _Parts()
+        self._is_timed = False  # whether this session has timed a round; the first takes long, as it prepares the graph
         self._step = 0
 
     def totals(self):
@@ -137,22 +140,35 @@ class MetricsHook(tf.train.SessionRunHook):
         updates, staleness = counts.total(), sum(k * n for k, n in counts.items())
         return (updates + dropped) * self._samples_per_update, updates, staleness, max(counts, default=0), dropped
 
+    def seconds_of_parts(self):
+        """Returns how long each of `PARTS` of a round takes, on average; NaN where that was not measured."""
+        mean = self._parts.mean()
+        return [mean.get(part, 0.0) if mean else math.nan for part in PARTS]
+
+    def after_create_session(self, session, coord):
+        """A new session prepares its graphs anew."""
+        self._is_timed = False
+
     def before_run(self, run_context):
-        """Asks for the loss and the steps of a call that trains."""
+        """Asks for the loss and the steps of a call that trains, and for its parts, if it is timed."""
         rounds = run_context.original_args.fetches
         if not isinstance(rounds, Rounds):
             return None
         self._began = self._began or time.perf_counter()
         self._first = self._first or self._began
-        return tf.train.SessionRunArgs([rounds.loss, rounds.steps])
+        return tf.train.SessionRunArgs([rounds.loss, rounds.steps, rounds.parts])
 
     def after_run(self, run_context, run_values):
         """Counts a call, and writes when it is time."""
         if run_values.results is None:
             return
-        loss, steps = run_values.results
+        loss, steps, parts = run_values.results
         if self._drawn:
             self._drawn(len(steps) * self._samples_per_update)
+        if parts and self._is_timed:
+            self._parts.add(parts)
+            self._new_parts.add(parts)
+        self._is_timed = self._is_timed or bool(parts)
         for pulled, updated in steps.tolist():
             if updated > pulled:
                 self._new[updated - pulled - 1] += 1
@@ -188,6 +204,7 @@ class MetricsHook(tf.train.SessionRunHook):
         self.dropped += self._new_dropped
         dropped = {"gradients_dropped": self._new_dropped} if self._new_dropped else {}
         staleness, self._new, self._new_dropped = self._new, collections.Counter(), 0
+        parts, self._new_parts = shares_of_parts([self._new_parts.mean()]), _Parts()
         self._log.write(
             self._step,
             loss=self._loss_sum / self._num_calls,
@@ -195,6 +212,7 @@ class MetricsHook(tf.train.SessionRunHook):
             **speed,
             staleness_mean=sum(k * n for k, n in staleness.items()) / updates if updates else None,
             staleness={str(k): n for k, n in sorted(staleness.items())},
+            **(parts if parts["parts"] else {}),
             **dropped,
         )
         self._loss_sum, self._num_calls, self._began = 0.0, 0, time.perf_counter()
@@ -203,6 +221,41 @@ class MetricsHook(tf.train.SessionRunHook):
 def measured(results):
     """Returns loss and metrics, {name: value}, by the names that they are written with."""
     return {name if name.startswith("validation_") else f"test_{name}": value for name, value in results.items()}
+
+
+class _Parts:
+    """The mean of several {part: seconds}."""
+
+    def __init__(self):
+        self._sums, self._count = dict.fromkeys(PARTS, 0.0), 0
+
+    def add(self, seconds):
+        """Adds those of a round; a part that it does not have takes no time in any."""
+        self._count += 1
+        for part, value in seconds.items():
+            self._sums[part] += float(value)
+
+    def mean(self):
+        """Returns {part: seconds}, without what takes no time; nothing if there was no round."""
+        return {part: total / self._count for part, total in self._sums.items() if total}
+
+
+def shares_of_parts(workers):
+    """Returns what is written of the parts of a round: how many seconds it takes, and which share of them each part.
+
+    Args:
+      workers: {part: seconds} of each worker; the result is the mean of their shares, since all take the same time in all.
+    """
+    known = [seconds for seconds in workers if sum(seconds.values()) > 0]
+    if not known:
+        return {"round_seconds": None, "parts": None}
+    wholes = [sum(seconds.values()) for seconds in known]
+    parts = {}
+    for part in PARTS:
+        shares = [seconds.get(part, 0.0) / whole for seconds, whole in zip(known, wholes, strict=True)]
+        if any(shares):
+            parts[part] = round(sum(shares) / len(shares), 4)
+    return {"round_seconds": sum(wholes) / len(wholes), "parts": parts}
 
 
 class EvaluationHook(tf.train.SessionRunHook):

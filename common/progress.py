@@ -55,6 +55,8 @@ def _fits(line):
         value = line.get(key)
         if value is not None and not isinstance(value, kind):
             return False
+    if not all(isinstance(share, _NUMBER) and 0 <= share <= 1 for share in (line.get("parts") or {}).values()):
+        return False
     for key, value in line.items():
         if key.startswith(_MEASURED) and not isinstance(value, (*_NUMBER, type(None))):
             return False
@@ -127,6 +129,12 @@ class Progress:
                 total[key] = combine(values)
         return total
 
+    def parts(self):
+        """Which share of the time the parts of a round take, on average over the workers, as text; empty if it is not known."""
+        known = [n["parts"] for n in self.newest.values() if n.get("parts")]
+        names = dict.fromkeys(part for each in known for part in each)
+        return parts_as_text({part: _mean([each.get(part, 0) for each in known]) for part in names})
+
     def _columns(self):
         speed, loss, staleness = _COLUMNS
         found = measures(self.newest.values()) or [("test loss", "test_loss", ".4f")]
@@ -139,13 +147,13 @@ class Progress:
         for name, key, form in self._columns():
             if key in n:
                 parts.append(f"{name} {_number(n, key, form)}")
-        return ", ".join(parts)
+        return ", ".join([*parts, *filter(None, [self.parts()])])
 
     def table(self):
         """A table, a row each worker and one for all, for `rich`."""
         from rich.table import Table
 
-        table = Table(box=None, pad_edge=False)
+        table = Table(box=None, pad_edge=False, caption=self.parts() or None, caption_justify="left")
         columns = self._columns()
         for name in ("", "step", *(name for name, _, _ in columns)):
             table.add_column(name, justify="right")
@@ -169,6 +177,7 @@ _KINDS: dict[str, Any] = {
     **{key: int for key in ("global_step", "last_step", "samples")},
     "worker": (int, str),
     "staleness": dict,
+    "parts": dict,
 }
 
 
@@ -179,6 +188,11 @@ def _number(values, key, form):
 def _name(worker):
     """Of its file, without the suffix."""
     return f"worker-{worker}" if isinstance(worker, int) else worker
+
+
+def parts_as_text(parts):
+    """Returns {part: share} as "pull 31 %, train 69 %"."""
+    return ", ".join(f"{part} {100 * share:.0f} %" for part, share in parts.items())
 
 
 def _mean(values):
@@ -278,6 +292,10 @@ def summary(settings, status):
     if max(shares) > UNEQUAL * min(shares) and not settings.delays and not result["restarts"]:
         say("the workers' samples differ much, so the parameters are mostly of some workers' data: train for longer")
     say(f"{speed}; {result['wall_seconds']:.1f} s in all")
+    if result.get("parts"):
+        say(f"a round takes {1000 * result['round_seconds']:.3g} ms: {parts_as_text(result['parts'])}")
+    elif "parts" in result and result["train_seconds"] and "num_towers" not in result:
+        say("the parts of a round were not measured: too few rounds")
     say(
         f"{''.join(measured)}test loss {_number(result, 'test_loss', '.4f') or 'not finite'}; "
         f"{staleness}{result['restarts']} restarts"

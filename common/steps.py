@@ -41,6 +41,18 @@ class Step:
     may_go_on: Any = None
     done: tuple = ()
 
+    @property
+    def part(self):
+        """To which part of a round the time of this step belongs, one of `PARTS`."""
+        if self.losses:
+            return "train"
+        if self.may_go_on is not None:
+            return "wait"
+        if self.updated is None and self.pulled is not None:
+            return "pull"
+        # A `tick` is one, too.
+        return "push" if self.updated is not None or any(is_on_ps(op) for op in self.operations) else "train"
+
     def __post_init__(self):
         if (round := _round.get()) is not None:
             round.made.append(self)
@@ -76,6 +88,12 @@ class Rounds(NamedTuple):
     loss: Any  # mean over the local trainings
     steps: Any  # int64 [updates, 2]: the newest update by others that the worker knew, and its own update, as global steps
     training_ended: Any = ()  # whether another worker has ended the training, if that can be
+    parts: Any = ()  # {part: seconds} of the last round, if the rounds are timed
+
+
+# Of a round: drawing the batches; reading x̃; gradients and local steps; what is sent, until the ps have applied it; until the
+# others are there; the mean among the workers.
+PARTS = ("input", "pull", "train", "push", "wait", "all-reduce")
 
 
 class _Round:
@@ -85,6 +103,7 @@ class _Round:
         self.operations = here + there
         self.here = here
         self.blocking = blocking
+        self.timer: _Timer | None = None  # of a round that is timed
         self.optimizers: dict[int, list[Any]] = {}
         self.made: list[Step] = []
 
@@ -129,6 +148,101 @@ def before_all():
     """Returns all operations that this step comes after, wherever they are."""
     round = _round.get()
     return list(round.operations) if round else []
+
+
+def spent(part, make, after=()):
+    """Returns what `make()` returns, tensors on the worker; in a round that is timed, notes how long a part of a step takes.
+
+    Args:
+      part: as "input".
+      make: function without arguments.
+      after: operations and tensors after which it begins.
+    """
+    round = _round.get()
+    return round.timer.spent(part, make, after) if round and round.timer else make()
+
+
+class _Timer:
+    """Timestamps of a round, on the worker. No step waits for them: the round runs as any other.
+
+    Args:
+      here, there: operations on the worker, and on the ps, that end before the round, or are on their way when it begins.
+    """
+
+    def __init__(self, here, there):
+        self._begin = self._stamp(here), self._stamp(there)
+        self._steps: list[tuple[Any, Any, Any]] = []  # a step, and when its operations ended on the worker, and on the ps
+        self._within: list[tuple[str, str, Any]] = []  # a part, of which other part it is a part, and its seconds, a variable
+        self._new: list[tuple[str, Any]] = []  # the same, of the present step
+
+    def end(self, step):
+        """This step is the next one of the round."""
+        there = [op for op in step.operations if is_on_ps(op)]
+        here = [op for op in step.operations if not is_on_ps(op)]
+        self._steps.append((step, self._stamp(here) if here else None, self._stamp(there) if there else None))
+        self._within += [(part, step.part, total) for part, total in self._new]
+        self._new = []
+
+    def _stamp(self, operations):
+        here = []
+        with tf.control_dependencies(None):
+            for device in sorted({op.device for op in operations}):  # one message from each ps
+                with tf.device(device), tf.control_dependencies([op for op in operations if op.device == device]):
+                    here.append(tf.no_op())
+            with tf.control_dependencies(here):
+                return tf.timestamp()
+
+    def spent(self, part, make, after):
+        """See `spent`. A variable takes the sum, since this may be in a loop."""
+        with tf.control_dependencies(None):
+            name, place = f"seconds_{len(self._within) + len(self._new)}", [tf.GraphKeys.LOCAL_VARIABLES]
+            zero = tf.zeros_initializer()
+            total = tf.get_variable(name, [], tf.float64, zero, trainable=False, collections=place, use_resource=True)
+        self._new.append((part, total))
+        with tf.control_dependencies(tf.nest.flatten(after)):
+            began = tf.timestamp()
+        with tf.control_dependencies([began]):
+            made = make()
+        with tf.control_dependencies(tf.nest.flatten(made)):
+            took = tf.timestamp() - began
+        with tf.control_dependencies([total.assign_add(took, read_value=False)]):
+            return tf.nest.map_structure(tf.identity, made)
+
+    def seconds(self):
+        """Returns {part: seconds}, float64 scalars.
+
+        The worker waits for what it has sent to a ps when it reads from there; so until then what the ps do costs no time.
+        """
+        found: dict[str, Any] = {step.part: tf.constant(0.0, tf.float64) for step, _, _ in self._steps}
+        now, then = self._begin
+        begins_with_read = self._steps[0][0].part != "train"
+        now = tf.maximum(now, then) if begins_with_read else now
+        on_their_way = [] if begins_with_read else [("push", then)]
+
+        def until(part, end):
+            nonlocal now
+            found[part] = found.get(part, 0.0) + tf.maximum(end - now, 0.0)
+            now = tf.maximum(end, now)
+
+        for step, here, there in self._steps:
+            if step.pulled is not None:
+                for part, end in on_their_way:
+                    until(part, tf.minimum(end, here))
+                on_their_way = []
+            elif there is not None:
+                on_their_way.append(("push" if step.part == "train" else step.part, there))
+            if here is not None:
+                until(step.part, here)
+        if begins_with_read:  # so does the next round
+            for part, end in on_their_way:
+                until(part, end)
+        for part, whole, total in self._within:
+            with tf.control_dependencies([now]):
+                seconds = total.read_value()
+            with tf.control_dependencies([seconds]), tf.control_dependencies([total.assign(0.0, read_value=False)]):
+                seconds = tf.identity(seconds)  # and the next call begins with zero
+            found[part], found[whole] = found.get(part, 0.0) + seconds, tf.maximum(found[whole] - seconds, 0.0)
+        return found
 
 
 def is_on_ps(operation):
@@ -235,6 +349,23 @@ def build_rounds(scheme, center, local, hp, rounds=1):
     return Rounds(chain.here + chain.there, chain.loss(), chain.steps(), _or_nothing(chain.training_ended))
 
 
+def timed_rounds(scheme, center, local, hp, rounds):
+    """Returns `Rounds` as `build_rounds` does, which also say what parts the last round takes how long.
+
+    If the worker reads after a push, the push takes until the ps say that it is applied, and the read takes what is left then:
+    the parameters are on their way. If not, the worker goes on meanwhile. The first of several rounds is not timed, as no push
+    is on its way there.
+    """
+    chain = _Chain([], [])
+    if rounds > 1:
+        chain.add(scheme, center, local, hp, rounds - 1)
+    chain.timer = _Timer(chain.here, chain.there)
+    chain.add(scheme, center, local, hp, 1)
+    return Rounds(
+        chain.here + chain.there, chain.loss(), chain.steps(), _or_nothing(chain.training_ended), chain.timer.seconds()
+    )
+
+
 def repeat_rounds(scheme, center, local, hp, rounds, times):
     """Returns `Rounds` that do the same as `build_rounds`, `times` over, in a loop of the graph: for calls of any length.
 
@@ -294,11 +425,13 @@ class _Chain:
     Attributes:
       here, there: the last operations of both.
       training_ended: of the last step that has it.
+      timer: of the rounds that are added from now on; None to time none.
     """
 
     def __init__(self, here, there):
         self.here, self.there = here, there
         self.training_ended: Any = None
+        self.timer: _Timer | None = None
         self._losses: list[Any] = []
         self._blocking: list[Any] = []
         self._updates: list[Any] = []
@@ -309,6 +442,7 @@ class _Chain:
     def add(self, scheme, center, local, hp, rounds):
         """Adds so many rounds."""
         round = _Round(self.here, self.there, self._blocking)
+        round.timer = self.timer
         for i in range(rounds):
             made = _variables()
             round.optimizers, steps, generator = {}, [], scheme(center, local, hp)
@@ -328,6 +462,8 @@ class _Chain:
 
     def _add(self, step, round):
         self._losses += step.losses
+        if self.timer:
+            self.timer.end(step)
         if step.pulled is not None:
             self._pulled, self._own_updates, self.there = step.pulled, 0, []
         if step.updated is not None and (step.step_before is not None or self._pulled is not None):  # else it is refused

@@ -12,7 +12,7 @@ from common.coordination import FINISHED, Clocks
 from common.flags import UserError
 from common.messages import AtUpdate, arrived, gradient_of, parts_of, tensors_of
 from common.schedules import factor_is
-from common.steps import Step, before_all, before_read
+from common.steps import Step, before_all, before_read, spent
 
 
 class Pace:
@@ -219,6 +219,9 @@ class Ring:
         It is TensorFlow's ring, in which a worker sends n-ths of the tensor, 2 (n − 1) in turn. Two workers send their whole
         tensors to each other instead: as many bytes, but at once.
         """
+        return spent("all-reduce", lambda: self._mean(tensor), tensor)
+
+    def _mean(self, tensor):
         n = self._local.num_workers
         if n == 1:
             return tensor
@@ -232,7 +235,7 @@ class Ring:
     def publish(self, steps=1):
         """x̃ ← x, the chief's, which is that of all workers, `steps` updates after the last time. One message, the chief's."""
         center, local = self._center, self._local
-        ended = self.mean(self._stopping.read_value()) > 0
+        ended = self._mean(self._stopping.read_value()) > 0
         newest = self._step.assign_add(steps)
         step_before = newest - steps + tf.range(steps, dtype=tf.int64)
         operations = [newest.op]

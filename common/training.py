@@ -21,12 +21,12 @@ from common.checkpoints import Keeper
 from common.flags import KNOWN, UserError
 from common.hooks import EarlyStoppingHook, Gate, MeetingHook, StartHook, WarmStartHook
 from common.local import LocalParameters
-from common.metrics import EvaluationHook, MetricsHook, MetricsLog, measured
+from common.metrics import EvaluationHook, MetricsHook, MetricsLog, measured, shares_of_parts
 from common.rows import Rows
 from common.run_dir import write_json
 from common.schedules import check_rates, hyperparameters, schedule_of
 from common.session import Saver, monitored_session
-from common.steps import build_rounds, repeat_rounds
+from common.steps import PARTS, Rounds, build_rounds, repeat_rounds, timed_rounds
 from common.together import Pace, Ring, Together
 from common.words import BUILDING, LOADING, doing, nobody, tell
 
@@ -160,12 +160,18 @@ def build_calls(scheme, center, local, settings, num_samples):
     if is_long and not in_ring and "/job:ps" in center.step.device:
         times = tf.placeholder(tf.int32, [], "times")
         loop_call = repeat_rounds(scheme, center, local, hp, most, times)
-    calls, factor, began = 0, 1, time.monotonic()
+    few = 2 if most > 1 else 1  # rounds of a call that is timed
+    timed_size, timed = at_once * few * updates, None
+    if last >= LEAST_TIMED * timed_size and isinstance(local, LocalParameters):  # not several workers in one
+        timed = timed_rounds(scheme, center, local, hp, few)
+    calls, factor, began, turn = 0, 1, time.monotonic(), _Turn(in_ring)
 
     def next_call(present):
         nonlocal calls, factor, began
         now = time.monotonic()
         calls, began, taken = calls + 1, now, now - began
+        if timed and turn.is_it(calls, now, taken) and present + timed_size <= last:
+            return (timed,)
         if loop_call and calls > LONG_RUN:
             if not settings.rounds_per_call:
                 factor = 2 * factor if taken < LONG_CALL_SECS / 2 else max(1, factor // 2) if taken > LONG_CALL_SECS else factor
@@ -175,6 +181,33 @@ def build_calls(scheme, center, local, settings, num_samples):
         return (many if present + size <= last else one,)
 
     return last, next_call
+
+
+LEAST_TIMED = 50  # calls of timed rounds that a run is to be worth, or it times none
+
+
+class _Turn:
+    """When it is a timed call's turn: the second call, to be prepared, the third, and then few enough.
+
+    They train, too, but a call of two rounds takes longer than two rounds of a longer call: so few make HogWild, DOWNPOUR and
+    all-reduce slower by about 1 % on the digits, measured on busy cores.
+
+    Args:
+      in_ring: whether all workers have to time the same calls, which then cannot depend on the time.
+    """
+
+    def __init__(self, in_ring):
+        self._in_ring, self._is_now, self._first, self._next = in_ring, False, 0.0, 0.0
+
+    def is_it(self, calls, now, taken):
+        """Returns whether the call with this number, from 1, is to be timed; `taken` are the seconds of the one before."""
+        if self._in_ring or calls <= 3:
+            self._first = now
+            return calls in (2, 3, 10) or calls % 40 == 0  # a call has 50 rounds
+        if self._is_now or calls == 4:
+            self._next = now + max(1.0, 40 * taken, (now - self._first) / 100)
+        self._is_now = now >= self._next
+        return self._is_now
 
 
 def _check_pace(scheme, waits, pace):
@@ -272,7 +305,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
         else:
             waited = plan.keeper.pause if plan.keeper else lambda session, secs: None
             hooks.append(StartHook(plan.gate, task.num_workers, settings.start_secs, lambda: interruption.requested, waited))
-    rendezvous: Any = ending.Rendezvous(task, len(REPORT)) if task else None
+    rendezvous: Any = ending.Rendezvous(task, len(REPORT) + len(PARTS)) if task else None
     with tf.device(plan.step.device):
         clock = tf.timestamp()  # one clock for all workers
     target, checkpoints = server.target if server else "", str(Path(settings.run_dir, "checkpoints"))
@@ -304,7 +337,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
         present = first_step
         if index > 0 and plan.gate and not session.run(plan.gate.variable):
             present = last  # the chief has ended before there was anything to do for others
-        is_over, calls = False, 0
+        is_over, calls, rounds = False, 0, Rounds(None, None, None)
         while True:
             while present < last and not is_over:
                 is_told = early_stopping and early_stopping.requested
@@ -312,7 +345,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
                     if meeting is None or not meeting.vote(session):
                         is_over = True
                         break
-                if calls == 1:  # the first one had to prepare the graph, which is no training
+                if calls == 1 or calls == 2 and rounds.parts:  # these had to prepare a graph, which is no training
                     first_time, first_step = session.run([clock, plan.step])
                 doing("running a call", waits=bool(meeting), whom=meeting.missing if meeting else nobody)
                 rounds = session.run(*plan.next_call(present + plan.last - last))
@@ -328,7 +361,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
             if meeting:
                 session.run_step_fn(lambda step_context: meeting.leave(step_context.session))
             metrics.flush()
-            report = [index, first_time, first_step, stop_time, *metrics.totals()]
+            report = [index, first_time, first_step, stop_time, *metrics.totals(), *metrics.seconds_of_parts()]
             if index > 0:
                 doing("waiting until all workers have ended", waits=True, whom=lambda: ["worker 0"])
                 rendezvous.wait(session, report)
@@ -455,7 +488,8 @@ def updates_before(samples, settings, gradients_per_update=1):
     return 0 if settings.steps else int(samples) // samples_per_update(settings, gradients_per_update)
 
 
-# What a worker tells the chief at its end, as float64. Times are in seconds on the clock of ps 0.
+# What a worker tells the chief at its end, as float64. Times are in seconds on the clock of ps 0. A scheme's workers also tell
+# `PARTS`, in seconds of a round; NaN if none was timed.
 REPORT = ("index", "first_time", "first_step", "stop_time", "samples", "updates", "staleness_sum", "staleness_max", "dropped")
 
 
@@ -471,7 +505,7 @@ def write_result(settings, task, reports, global_step, evaluated, *, samples=Non
 
 def summarize(settings, task, reports, global_step, samples=None, gradients_per_update=1):
     """Returns what `result.json` says of speed and staleness."""
-    columns = dict(zip(REPORT, np.array(reports, float).T, strict=True))
+    columns = dict(zip((*REPORT, *PARTS), np.array(reports, float).T, strict=False))
     trained = columns["updates"] > 0
     train_seconds = samples_per_second = staleness = None
     if trained.any():
@@ -481,6 +515,8 @@ def summarize(settings, task, reports, global_step, samples=None, gradients_per_
         train_seconds = float(columns["stop_time"].max() - columns["first_time"][latest])
         samples_per_second = updates * samples_per_update(settings, gradients_per_update) / train_seconds
         staleness = columns["staleness_sum"].sum() / columns["updates"].sum()
+    told = [part for part in PARTS if part in columns]
+    seconds = [{part: float(columns[part][i]) for part in told if columns[part][i] > 0} for i in range(len(reports))]
     dropped = columns["dropped"].sum()
     if samples is None:
         samples = columns["samples"].sum()
@@ -499,6 +535,7 @@ def summarize(settings, task, reports, global_step, samples=None, gradients_per_
         "train_seconds": train_seconds,
         "wall_seconds": time.time() - settings.began,
         "samples_per_second": samples_per_second,
+        **(shares_of_parts(seconds) if told else {}),
         "staleness_mean": staleness,
         "staleness_max": int(columns["staleness_max"].max()),
         "gradients_dropped": int(dropped),

@@ -15,7 +15,7 @@ from common import tf
 from common.center import GlobalParameters
 from common.local import LocalParameters
 from common.replay import Replay
-from common.steps import build_rounds, build_steps, repeat_rounds
+from common.steps import build_rounds, build_steps, repeat_rounds, timed_rounds
 
 ROUNDS = 20
 
@@ -359,14 +359,15 @@ def test_replicas_stay_apart(model, known_batches, batches, load_scheme, name):
     ids=[*SCHEMES, *INTERVALS],
 )
 def test_rounds_in_one_call(model, graph, load_scheme, initialized, known_batches, batches, servers, scheme, window, num_ps):
-    """As a worker runs them: ten rounds in two calls of five, on ps tasks or (0) alone; each with the one before in it."""
+    """As a worker runs them: ten rounds in three calls, one of them timed, on ps tasks or (0) alone."""
     task, server = servers(num_ps) if num_ps else (None, None)
     center = GlobalParameters(model.initial_parameters, max(1, num_ps), task and task.device_fn())
     with tf.device(task and task.device):
         local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
         hp = scheme.hyperparameters(window)
         rule = load_scheme(scheme.folder, scheme.name)
-        built = [build_rounds(rule, center, local, hp, 4), repeat_rounds(rule, center, local, hp, 2, 3)]
+        timed = timed_rounds(rule, center, local, hp, 2)
+        built = [build_rounds(rule, center, local, hp, 2), timed, repeat_rounds(rule, center, local, hp, 2, 3)]
     session = initialized(center, local, target=server.target if server else "")
     steps = np.concatenate([session.run(rounds).steps for rounds in built])
     expected = written_again(scheme, [0] * scheme.steps * 10, model.initial_parameters, batches, window)

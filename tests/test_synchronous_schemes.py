@@ -15,7 +15,7 @@ from common import data, models, tf
 from common.center import GlobalParameters
 from common.local import LocalParameters
 from common.replay import Replay
-from common.steps import build_rounds, repeat_rounds
+from common.steps import build_rounds, repeat_rounds, timed_rounds
 
 WORKERS = 2  # the batches are of two
 
@@ -360,7 +360,7 @@ def test_n_workers_are_one_process_with_a_batch_n_times_as_large(load_scheme, kn
 @pytest.mark.parametrize("num_ps", [0, 2])
 @pytest.mark.parametrize("name", FOLDERS)
 def test_rounds_in_one_call(model, graph, load_scheme, initialized, known_batches, batches, servers, name, num_ps):
-    """As a worker runs them, here the only one: two rounds, and twice two in a loop, on ps tasks or (0) alone."""
+    """As a worker runs them, here the only one: two rounds, two that are timed, two in a loop; on ps tasks or (0) alone."""
     scheme = TOGETHER[name]
     task, server = servers(num_ps) if num_ps else (None, None)
     center = GlobalParameters(model.initial_parameters, max(1, num_ps), task and task.device_fn())
@@ -371,7 +371,8 @@ def test_rounds_in_one_call(model, graph, load_scheme, initialized, known_batche
         if "learning_rates" in scheme.hp:
             hp.learning_rates = [RATE]
         rule = load_scheme(scheme.folder, scheme.name)
-        built = [build_rounds(rule, center, local, hp, 2), repeat_rounds(rule, center, local, hp, 2, 2)]
+        timed = timed_rounds(rule, center, local, hp, 2)
+        built = [build_rounds(rule, center, local, hp, 2), timed, repeat_rounds(rule, center, local, hp, 1, 2)]
     session = initialized(center, local, target=server.target if server else "")
     session.run(center.waits(local).enter)
     steps = np.concatenate([session.run(rounds).steps for rounds in built])

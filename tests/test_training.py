@@ -1,5 +1,6 @@
 """Which rounds a worker runs in one call."""
 
+import math
 import types
 from typing import Any
 
@@ -29,9 +30,10 @@ def worker(index):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The clock of the main loop; it stands still. And a long run is what has made two calls."""
+    """The clock of the main loop; it stands still. And a long run is what has made two calls, none of them timed."""
     standing: Any = types.SimpleNamespace(now=0.0, monotonic=lambda: standing.now)
     monkeypatch.setattr(training, "LONG_RUN", 2)
+    monkeypatch.setattr(training, "LEAST_TIMED", math.inf)
     monkeypatch.setattr(training, "time", standing)
     return standing
 
@@ -95,6 +97,29 @@ def test_what_is_no_long_run(rounds_of, flags):
     assert list(map(rounds_of(**{"last": 1000, **flags}), [0, 20, 40, 60])) == [10] * 4
 
 
+@pytest.fixture
+def times_rounds(clock, monkeypatch):
+    """Calls may be timed."""
+    monkeypatch.setattr(training, "LEAST_TIMED", 50)
+
+
+def test_some_calls_are_timed(times_rounds, rounds_of):
+    """Of two rounds."""
+    rounds = rounds_of(1000, seconds=60)
+    assert [rounds(0) for _ in range(5)] == [10, 2, 2, 10, 10]
+    assert [rounds(0, taken) for taken in (1.1, 0.3, 0.01)] == [2, 10, 10]
+
+
+@pytest.mark.parametrize(("last", "presents", "sizes"), [(200, [0, 197], [10, 1]), (199, [0, 20, 40], [10, 10, 10])])
+def test_no_call_is_timed_at_the_end_or_in_a_short_run(times_rounds, rounds_of, last, presents, sizes):
+    assert list(map(rounds_of(last), presents)) == sizes
+
+
+def test_one_round_where_calls_have_one(times_rounds, rounds_of):
+    rounds = rounds_of(100, rounds_per_call=1)
+    assert [rounds(0) for _ in range(3)] == [1, 1, 1]
+
+
 def test_long_run_with_rounds_of_the_users_choice(rounds_of):
     assert list(map(rounds_of(1000, rounds_per_call=10), [0, 20, 40, 60])) == [10, 10, (1, 10), (1, 10)]
 
@@ -108,14 +133,16 @@ def test_long_run_in_lockstep(rounds_of, flags, steps):
 
 
 @pytest.mark.parametrize(("index", "has_a_part"), [(0, True), (1, False)])
-def test_in_lockstep_the_ps_has_a_part_in_one_workers_calls(built, clock, graph, index, has_a_part):
+def test_in_lockstep_the_ps_has_a_part_in_one_workers_calls(built, times_rounds, graph, index, has_a_part):
     """Calls with collectives have one step id on all workers: one that cleans up after its own would end the others'."""
-    next_call = built(worker(index), 2000, scheme=ALL_REDUCE)[-1]
+    next_call, is_timed = built(worker(index), 2000, scheme=ALL_REDUCE)[-1], []
     for present in (0, 0, 0, 1999):
         [rounds] = next_call(present)
+        is_timed.append(bool(rounds.parts))
         fetched = [tensor.op.name if isinstance(tensor, tf.Tensor) else tensor.name for tensor in tf.nest.flatten(rounds)]
         nodes = tf.graph_util.extract_sub_graph(graph.as_graph_def(), fetched).node
         assert any("/job:ps" in node.device for node in nodes) == has_a_part
+    assert is_timed == [False, True, True, False]
 
 
 def test_long_run_to_its_last_step(built, clock, initialized, servers):

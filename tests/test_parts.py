@@ -1,0 +1,258 @@
+"""The parts of a round: what takes how long, when that is measured, and how it is told."""
+
+import json
+import math
+import time
+import types
+
+import numpy as np
+import pytest
+from runs import ROOT, result_of, run
+
+from common import progress, tf, training
+from common.center import GlobalParameters
+from common.local import LocalParameters
+from common.metrics import MetricsHook, MetricsLog, shares_of_parts
+from common.steps import PARTS, Rounds, Step, build_rounds, timed_rounds
+
+SLEEP = 0.05
+
+
+def sleep():
+    return tf.py_func(lambda: time.sleep(SLEEP), [], [])
+
+
+class SlowBatches:
+    """Batches of which each takes some time."""
+
+    init_feed_dict: dict = {}
+    batch_size, num_samples = 4, 8
+
+    def next(self, window):
+        """Takes no time."""
+        return tf.range(window)
+
+    def samples(self, index):
+        """Returns x and y."""
+        with tf.control_dependencies([sleep()]):
+            return tf.ones([4, 3]) * tf.cast(index + 1, tf.float32), tf.ones([4, 1])
+
+
+@pytest.fixture
+def measured(graph, model, initialized):
+    """A function that gives {part: seconds} of a round of a scheme, on its second call, and x̃ after it."""
+
+    def measured(scheme, batches, delay=0.0, rounds=1):
+        center = GlobalParameters(model.initial_parameters)
+        local = LocalParameters(center, model, batches, delay=delay)
+        timed = timed_rounds(scheme, center, local, None, rounds)
+        session = initialized(center, local)
+        session.run(timed)  # prepares the graph
+        return session.run(timed).parts
+
+    return measured
+
+
+def plain(window):
+    sgd = tf.train.GradientDescentOptimizer(0.01)
+
+    def scheme(center, local, hp):
+        yield local.pull(center)
+        yield local.train(window, sgd)
+        yield center.push(sgd, local.gradient)
+
+    return scheme
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_input_is_no_training(measured, window, rounds):
+    """In a loop of local steps, too; and a second call does not count what the first one did."""
+    parts = measured(plain(window), SlowBatches(), rounds=rounds)
+    assert set(parts) == {"pull", "train", "push", "input"}
+    assert parts["input"] >= window * SLEEP
+    assert parts["input"] > 0.8 * sum(parts.values())
+
+
+def test_delay_is_training(measured, known_batches, batches):
+    parts = measured(plain(2), known_batches(*(b[0] for b in batches)), delay=0.2)
+    assert parts["train"] >= 0.2 and parts["train"] > 0.9 * sum(parts.values())
+
+
+@pytest.mark.parametrize(
+    ("part", "slow"),
+    [
+        ("pull", lambda center: Step((sleep(),), pulled=center.step.read_value())),
+        ("push", lambda center: Step((sleep(),), updated=center.step.read_value())),
+        ("wait", lambda center: Step((sleep(),), may_go_on=tf.constant(True))),
+    ],
+)
+def test_part_of_a_step(measured, known_batches, batches, part, slow):
+    def scheme(center, local, hp):
+        yield local.pull(center)
+        yield slow(center)
+        yield local.train(1, tf.train.GradientDescentOptimizer(0.01))
+        yield center.add(local.gradient)
+
+    parts = measured(scheme, known_batches(*(b[0] for b in batches)))
+    assert parts[part] >= SLEEP
+    assert parts[part] == max(parts.values())
+
+
+def test_all_reduce_is_no_training(measured, known_batches, batches):
+    def scheme(center, local, hp):
+        ring = center.ring(local)
+        ring._mean = lambda tensor: slowly(tensor)
+        sgd = tf.train.GradientDescentOptimizer(0.01)
+        yield local.train(2, lambda g: local.apply(sgd, ring.mean(g)))
+        yield ring.publish(2)
+
+    def slowly(tensor):
+        with tf.control_dependencies([sleep()]):
+            return tf.identity(tensor)
+
+    parts = measured(scheme, known_batches(*(b[0] for b in batches)))
+    assert parts["all-reduce"] >= 2 * SLEEP
+    assert parts["all-reduce"] == max(parts.values())
+
+
+@pytest.mark.parametrize("reads_first", [True, False])
+def test_push_takes_as_long_as_the_worker_waits_for_it(graph, initialized, model, known_batches, batches, servers, reads_first):
+    """Where it trains next, it does not wait; meanwhile the ps apply the push."""
+    task, server = servers(1)
+    center = GlobalParameters(model.initial_parameters, 1, task.device_fn())
+    sgd = tf.train.GradientDescentOptimizer(0.01)
+
+    def slow_push(center, local):
+        step = center.push(sgd, local.gradient)
+        with tf.device(center.step.device), tf.control_dependencies(step.operations):
+            return Step((*step.operations, sleep()), updated=step.updated)
+
+    def scheme(center, local, hp):
+        if reads_first:
+            yield local.pull(center)
+        yield local.train(1, sgd)
+        if not reads_first:
+            yield local.compare(center)
+        yield slow_push(center, local)
+
+    with tf.device(task.device):
+        local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)), delay=4 * SLEEP)
+        timed = timed_rounds(scheme, center, local, None, 2)
+    session = initialized(center, local, target=server.target)
+    session.run(timed)
+    parts = session.run(timed).parts
+    assert parts["train"] >= 4 * SLEEP
+    assert parts["push"] >= SLEEP if reads_first else parts["push"] < SLEEP
+
+
+def test_normal_calls_are_untouched(graph, model, known_batches, batches):
+    """What a call consists of is the same with and without a timed one beside it."""
+
+    def operations(is_timed):
+        with tf.Graph().as_default() as graph:
+            center = GlobalParameters(model.initial_parameters)
+            local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
+            built = build_rounds(plain(3), center, local, None, 2)
+            if is_timed:
+                timed_rounds(plain(3), center, local, None, 2)
+            wanted = [op.name for op in built.operations] + [built.loss.op.name, built.steps.op.name]
+            nodes = tf.graph_util.extract_sub_graph(graph.as_graph_def(), wanted).node
+            return {node.name: (node.op, node.device, list(node.input)) for node in nodes}
+
+    assert operations(True) == operations(False)
+
+
+def turns(in_ring, seconds, calls):
+    turn = training._Turn(in_ring)
+    return [i for i in range(1, calls + 1) if turn.is_it(i, i * seconds, seconds)]
+
+
+def test_second_and_third_call_are_timed_and_then_a_few():
+    """No more than a twentieth of the time, after the first two."""
+    for seconds in 0.01, 0.1, 5.0:
+        timed = turns(False, seconds, 1000)
+        assert timed[:2] == [2, 3]
+        assert 3 <= len(timed) <= 2 + 1000 / 20
+    assert len(turns(False, 0.01, 200)) >= 3  # within 2 s, and the first is not counted
+    assert 100 < len(turns(False, 0.25, 400_000)) < 2000  # more than a day
+
+
+def test_workers_in_a_ring_time_the_same_calls():
+    assert turns(True, 0.1, 100) == turns(True, 7.0, 100)
+    assert turns(True, 0.1, 12) == [2, 3, 10]
+
+
+def test_shares():
+    assert shares_of_parts([{}, {}]) == {"round_seconds": None, "parts": None}
+    each = [{"pull": 1.0, "train": 3.0}, {}, {"train": 2.0, "wait": 6.0}]
+    assert shares_of_parts(each) == {"round_seconds": 6.0, "parts": {"pull": 0.125, "train": 0.5, "wait": 0.375}}
+
+
+def test_first_timed_call_of_a_session_is_not_counted(tmp_path, graph):
+    log = MetricsLog(tmp_path, 1, 50)
+    seconds = tf.placeholder(tf.float64, [])
+    parts = {"pull": seconds, "train": 1.0 + 0 * seconds}
+    call = Rounds(tf.no_op(), tf.constant(0.5), tf.constant([[0, 1]], tf.int64), parts=parts)
+    hook = MetricsHook(log, samples_per_update=10, every_secs=1e9)
+    with tf.train.MonitoredSession(hooks=[hook]) as session:
+        session.run(call, {seconds: 100.0})
+        assert all(map(math.isnan, hook.seconds_of_parts()))
+        for value in 3.0, 1.0:
+            session.run(call, {seconds: value})
+        means = dict(zip(PARTS, hook.seconds_of_parts(), strict=True))
+        assert means == {**dict.fromkeys(PARTS, 0.0), "pull": 2.0, "train": 1.0}
+    log.close()
+    (line,) = map(json.loads, (tmp_path / "metrics" / "worker-1.jsonl").read_text().splitlines())
+    assert line["parts"] == {"pull": 0.6667, "train": 0.3333} and line["round_seconds"] == 3.0
+
+
+def test_line_and_table_say_the_parts(tmp_path):
+    (tmp_path / "metrics").mkdir()
+    figures = progress.Progress(tmp_path, [0, 1])
+    for worker, parts in (0, {"pull": 0.5, "train": 0.5}), (1, {"train": 0.25, "wait": 0.75}):
+        line = {"global_step": 3, "last_step": 9, "parts": parts}
+        (tmp_path / "metrics" / f"worker-{worker}.jsonl").write_text(json.dumps(line) + "\n")
+    figures.poll()
+    assert figures.line() == "step 3 of 9, pull 25 %, train 38 %, wait 38 %"
+    assert figures.table().caption == "pull 25 %, train 38 %, wait 38 %"
+
+
+@pytest.mark.parametrize("parts", ['"pull"', '{"pull": "a"}', '{"pull": 7}', '{"pull": null}', "[1]"])
+def test_parts_that_are_damaged(parts):
+    assert progress.parsed([f'{{"parts": {parts}}}'.encode()]) == []
+
+
+def test_summary_says_the_parts(tmp_path, capsys):
+    result = dict(
+        scheme="HogWild", num_ps=1, num_workers=1, global_steps=1, samples=1, samples_per_worker=[1], train_seconds=1.0,
+        wall_seconds=1.0, samples_per_second=1.0, test_loss=1.0, staleness_mean=None, staleness_max=0, restarts=0,
+        round_seconds=0.00166, parts={"pull": 0.31, "train": 0.69},
+    )  # fmt: skip
+
+    def said(**changes):
+        (tmp_path / "result.json").write_text(json.dumps(result | changes))
+        progress.summary(types.SimpleNamespace(run_dir=str(tmp_path), delays=None), 0)
+        return capsys.readouterr().out.splitlines()[2]
+
+    assert said() == "a round takes 1.66 ms: pull 31 %, train 69 %"
+    assert said(parts=None, round_seconds=None) == "the parts of a round were not measured: too few rounds"
+
+
+@pytest.mark.cluster
+def test_the_fast_worker_waits_for_the_slow_one(run_dir):
+    script = ROOT / "Synchronous-SGD" / "synchronous_sgd.py"
+    output = run(run_dir, "--delays=0,100", "--rounds_per_call=2", "--steps=120", script=script)
+    lines = [(run_dir / "metrics" / f"worker-{i}.jsonl").read_text().splitlines() for i in range(2)]
+    fast, slow = ([parts for line in of_one if (parts := json.loads(line).get("parts"))] for of_one in lines)
+    assert np.median([parts["wait"] for parts in fast]) > 0.5
+    assert np.median([parts["train"] for parts in slow]) > 0.5
+    result = result_of(run_dir)
+    assert sum(result["parts"].values()) == pytest.approx(1, abs=1e-3)
+    assert f"a round takes {1000 * result['round_seconds']:.3g} ms: " in output
+
+
+@pytest.mark.cluster
+def test_a_worker_that_trains_slowly(run_dir):
+    run(run_dir, "--delays=50,50", "--rounds_per_call=2", "--steps=300")
+    assert result_of(run_dir)["parts"]["train"] > 0.8
