@@ -22,7 +22,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import numpy as np
 from absl.testing import flagsaver
 
-from common import flags, main, training
+from common import data, flags, main, training
 
 ROOT = Path(__file__).resolve().parents[1]
 README = Path(__file__).with_name("README.md")
@@ -788,7 +788,7 @@ def train(name, path, folder):
     for part in ("checkpoints", "metrics", "logs"):
         Path(folder, part).mkdir(parents=True)
     if path == row.schemes[0]:
-        training.check(settings, training.load_data(settings))
+        training.check(settings, data.load(settings.data, settings.seed))
     assert training.train(scheme, None, settings) == 0
     lines = [json.loads(line) for line in Path(folder, "metrics", "worker-0.jsonl").read_text().splitlines()]
     before = next(line["test_loss"] for line in lines if "test_loss" in line)
