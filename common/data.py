@@ -83,8 +83,8 @@ def load(spec, seed=0):
     Raises:
       UserError: if there is no such data or no training could use it.
     """
-    if (shared := _shared()) is not None:
-        return shared
+    if (kept := shared()) is not None:
+        return kept
     loaders = {"digits": digits, "linear": lambda: linear(seed), "mnist": mnist, "text": text}
     if spec in loaders:
         arrays = loaders[spec]()
@@ -187,6 +187,8 @@ def checked(arrays, spec):
       arrays: `((x_train, y_train), (x_test, y_test))`, each pair with weights of the samples as a third, if they have some.
     """
     parts: dict[str, Any] = {}
+    if isinstance(arrays, (tuple, list)) and any(hasattr(part, "element_spec") for part in arrays):
+        raise UserError(f"--data={spec} gives tf.data.Datasets, but this program trains with arrays only")
     try:
         for half, given in zip(("train", "test"), arrays, strict=True):
             x, y, *weights = given if len(given) != 3 or given[2] is not None else given[:2]
@@ -253,6 +255,19 @@ def _map_named(function, part, name):
         found = {key: _map_named(function, value, f"{name}[{key!r}]") for key, value in items}
         return found if isinstance(part, dict) else tuple(found.values())
     return function(part, name)
+
+
+def typed(samples, name):
+    """Returns (x, y), or (x, y, weights), some samples of more, in the types that training uses; `name` begins a line.
+
+    Raises:
+      UserError: if no training could use them.
+    """
+    convert = (functools.partial(_in_types_of_training, axis) for axis in "xyw")
+    found = tuple(_map_named(of, part, f"{name}: {axis}") for of, part, axis in zip(convert, samples, "xyw", strict=False))
+    if len(found) > 2 and any((w < 0).any() for w in arrays_in(found[2])):
+        raise UserError(f"{name}: w holds negative weights")
+    return found
 
 
 def _in_types_of_training(axis, array, name):
@@ -357,7 +372,7 @@ def share(data, descriptor):
         file.truncate(0)
 
 
-def _shared():
+def shared():
     """Returns the `Data` that was left for this task, or None."""
     descriptor = int(os.environ.get("LAUNCHER_DATA") or -1)
     if descriptor < 0 or not (size := os.fstat(descriptor).st_size):
@@ -410,6 +425,28 @@ def check_batch(x, y, batch_size, window=1, num_workers=1):
         )
 
 
+def call_user_function(flag, spec):
+    """Returns what FUNCTION of `spec`, FILE.py:FUNCTION, returns.
+
+    Raises:
+      UserError: if there is no such file or function.
+    """
+    return call(flag, spec, user_function(flag, spec))
+
+
+def call(flag, spec, function, *arguments):
+    """Returns what a function of the user's, `spec`, returns.
+
+    Raises:
+      UserError: if it raises.
+    """
+    try:
+        return function(*arguments)
+    except (Exception, SystemExit) as error:
+        name = spec.rpartition(":")[2]
+        raise UserError(f"{flag}={spec}: {name}() raised {one_line(error)}") from error
+
+
 def user_function(flag, spec):
     """Returns FUNCTION of `spec`, FILE.py:FUNCTION. The file's folder is importable to it, as if it was run.
 
@@ -435,26 +472,15 @@ def user_function(flag, spec):
             raise UserError(f"{flag}={spec}: {path} cannot be imported: {one_line(error)}") from error
         if before is not None:  # a module that others may still import, of the same name
             sys.modules[file.stem] = before
-    function = getattr(module, name, None)
+    try:
+        function = getattr(module, name, None)
+    except Exception as error:  # of a module's own __getattr__
+        raise UserError(f"{flag}={spec}: {one_line(error)}") from error
     is_model = hasattr(function, "get_config") and not isinstance(function, type)
     if not callable(function) or is_model:
         what = f", but a {type(function).__name__}: give a function that returns it" if function is not None else ""
         raise UserError(f"{flag}={spec}: {path} has no function {name!r}{what}")
     return function
-
-
-def call_user_function(flag, spec):
-    """Returns what FUNCTION of `spec`, FILE.py:FUNCTION, returns; see `user_function`.
-
-    Raises:
-      UserError: if there is no such file or function, or it raises.
-    """
-    function = user_function(flag, spec)
-    try:
-        return function()
-    except (Exception, SystemExit) as error:
-        name = spec.rpartition(":")[2]
-        raise UserError(f"{flag}={spec}: {name}() raised {one_line(error)}") from error
 
 
 def one_line(error):

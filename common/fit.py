@@ -29,8 +29,8 @@ from typing import Any
 
 import numpy as np
 
-from common import data, plots, progress
-from common.flags import TrainingFailed, UserError
+from common import data, plots, progress, streams
+from common.flags import Settings, TrainingFailed, UserError
 from common.rows import Rows
 
 ROOT = Path(__file__).resolve().parent.parent  # of the folders of the schemes
@@ -69,7 +69,8 @@ def train(scheme, model, data, *, run_dir=None, pace="own", verbose=True, **flag
       model: a `keras.Model`, which is not changed, and whose weights are where training begins; a function that returns one;
         or "linear", "mlp", "cnn".
       data: ((x_train, y_train), (x_test, y_test)), each pair with weights of the samples as a third if they have some; a
-        function that returns that; or "digits", "linear", "mnist", "text".
+        function that returns that, or a pair of `tf.data.Dataset`s; files, as "DIR/*.csv"; or "digits", "linear", "mnist",
+        "text". See "Data of your own" in README.md.
       run_dir: folder for all that the run writes; runs/SCHEME/TIME by default.
       pace: of a scheme that is a function, see `common.main.main`.
       verbose: whether to show the progress meanwhile.
@@ -95,7 +96,7 @@ def train(scheme, model, data, *, run_dir=None, pace="own", verbose=True, **flag
         arguments = [argument for flag in given.items() for argument in _as_arguments(*flag)]
         names = {f"--{flag}={problem}:{flag}": f"the {flag}" for flag in specs}
         _run([sys.executable, str(script), "--launch", *arguments], script.name, names, verbose)
-    return Run(folder, model, data, flags.get("loss"))
+    return Run(folder, model, data, flags)
 
 
 class Run:
@@ -106,8 +107,8 @@ class Run:
       result: what `result.json` says: speed, samples, staleness, loss and metrics on the test set.
     """
 
-    def __init__(self, path, model, data, loss):
-        self.path, self._model, self._data, self._loss = Path(path), model, data, loss
+    def __init__(self, path, model, data, flags):
+        self.path, self._model, self._data, self._flags = Path(path), model, data, flags
         self.result = json.loads((self.path / "result.json").read_text())
 
     @functools.cached_property
@@ -115,11 +116,11 @@ class Run:
         """The trained `keras.Model`, compiled with what was minimized."""
         from common import models
 
-        dataset = _loaded(self._data)
+        dataset, loss = _loaded(self._data, self._flags), self._flags.get("loss")
         if isinstance(self._model, str):
-            built = models.build(self._model, dataset, loss=self._loss)
+            built = models.build(self._model, dataset, loss=loss)
         else:
-            built = models.checked(self._model(), dataset, self._loss)
+            built = models.checked(self._model(), dataset, loss)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the model's own optimizer has slots, which no scheme trains
             built.keras_model.load_weights(self.path / "model.keras")
@@ -178,6 +179,8 @@ def _script_of(scheme, pace, flags, sent):
 
 def _as_arguments(flag, value):
     """Returns the arguments of a command line that give a flag this value."""
+    if callable(value):
+        raise UserError(f"{flag} must be 'FILE.py:FUNCTION', not a function of this program")
     if value is None:
         return []
     if isinstance(value, bool):
@@ -389,11 +392,18 @@ def _shown(lines, is_notebook):
     yield "\n" * (width > 0)
 
 
-def _loaded(given):
-    """Returns the `common.data.Data` of what `train` got."""
-    if isinstance(given, str):
-        return data.load(given)
+def _loaded(given, flags=None):
+    """Returns the `common.data.Data` of what `train` got; of data that are read while it trains, some samples."""
+    own = {name: (flags or {}).get(name) for name in ("label", "parse", "test_data", "seconds", "steps")}
+    spec, number = given if isinstance(given, str) else "", (flags or {}).get("num_workers", 1)
+    settings = Settings(**own, data=spec, num_workers=number, seed=0, run_dir=None)
     try:
-        return data.checked(given() if callable(given) else given, "")
+        if streams.is_of_datasets(given):
+            raise UserError("--data=: a tf.data.Dataset cannot be sent to the workers: give a function that returns the pair")
+        if spec:
+            dataset = streams.load(settings)
+        else:
+            dataset = streams.of_function(settings, given) if callable(given) else data.checked(given, "")
     except UserError as error:
-        raise UserError(f"the data{str(error).removeprefix('--data=')}") from None
+        raise UserError(re.sub("^--data=(?=:)", "the data", str(error))) from None
+    return dataset.first if isinstance(dataset, streams.Stream) else dataset

@@ -207,7 +207,11 @@ def define(defaults):
     define_number("epochs", own("epochs"), "passes over the training set, all workers together", above=0, most=2**32)
     define_integer("steps", None, "stop at this many global updates (default: from --epochs)", least=1)
     define_number("seconds", None, "stop after this many seconds of training", above=0, most=SECONDS)
-    flags.DEFINE_string("data", own("data", "digits"), "digits, linear, mnist, text, or FILE.py:FUNCTION")
+    text = "digits, linear, mnist, text, FILE.py:FUNCTION, or files, as 'DIR/*.csv', '*.parquet', '*.tfrecord'"
+    flags.DEFINE_string("data", own("data", "digits"), text)
+    flags.DEFINE_string("test_data", None, "files for the test (default: every tenth record of --data's)")
+    flags.DEFINE_string("label", None, "column of labels in files (default: the last called label, target, y, or the last)")
+    flags.DEFINE_string("parse", None, "FILE.py:FUNCTION that makes (x, y) of a record of a *.tfrecord, a scalar string tensor")
     flags.DEFINE_string("model", own("model", "mlp"), "linear, mlp, cnn, or FILE.py:FUNCTION")
     flags.DEFINE_string("loss", None, "of a model that has none, a name of Keras's (default: by the labels)")
     define_integer("batch_size", own("batch_size"), "samples per step and worker", least=1)

@@ -1,6 +1,7 @@
 """One process looks at data and model before any task starts, and is itself watched: a user's function may hang, or die."""
 
 import contextlib
+import json
 import os
 import select
 import signal
@@ -9,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+from pathlib import Path
 
 from common import progress, words
 from common.deaths import NOTHING, killed_by, last_error, of_memory
@@ -25,18 +27,20 @@ def check_input(script, arguments, settings, shared=None):
       shared: descriptor of an empty file, in which it leaves large arrays to the tasks, see `common.data.share`.
 
     Returns:
-      Seconds that it took for each, {`words.LOADING` or `BUILDING`: seconds}; empty for the built-in ones.
+      Seconds that it took for each, {`words.LOADING` or `BUILDING`: seconds}, empty for the built-in ones; and what the tasks
+      need not find out about the data again, see `common.streams.load`, or None.
 
     Raises:
       UserError: if they cannot be trained, or do not come within `--hang_secs`.
     """
     is_small = settings.num_workers <= 100 and settings.batch_size * settings.window <= 2**20
     if is_small and settings.loss is None and all(getattr(settings, flag) in names for flag, names in KNOWN.items()):
-        return {}
+        return {}, None
     with contextlib.ExitStack() as stack:
         heard, said = os.pipe()
         stack.callback(os.close, heard)
         errors = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
+        found = Path(stack.enter_context(tempfile.TemporaryDirectory()), "data.json")
         checking = subprocess.Popen(
             [sys.executable, str(script), *arguments, "--check"],
             stderr=errors,
@@ -47,6 +51,7 @@ def check_input(script, arguments, settings, shared=None):
                 "LAUNCHER_KEY": "check",
                 "LAUNCHER_WORDS": str(said),
                 "LAUNCHER_DATA": "" if shared is None else str(shared),
+                "LAUNCHER_FOUND": str(found),
             },
             pass_fds=[said] if shared is None else [said, shared],
             start_new_session=True,  # so that Ctrl-C reaches this process alone
@@ -62,7 +67,7 @@ def check_input(script, arguments, settings, shared=None):
         threading.Thread(target=hear_end, daemon=True).start()
         what, seconds = _watch_check(heard, settings)
         if what == words.CHECKED and checking.returncode == 0:
-            return seconds
+            return seconds, json.loads(found.read_text()) if found.exists() else None
         errors.seek(0)
         raise UserError(_why_check_failed(what, checking.returncode, errors.read(), script.name, settings))
 

@@ -41,11 +41,12 @@ def launch(script, arguments, settings):
       TrainingFailed: if a task ended too often.
     """
     with open(os.memfd_create("data"), "rb") as shared:  # which is gone with the last process that has it
-        check_secs = check_input(script, arguments, settings, shared.fileno())
+        check_secs, known = check_input(script, arguments, settings, shared.fileno())
         check_isolation(settings)
         run_dir, held = prepare_run_dir(settings)
         settings = settings.but(run_dir=run_dir, check_secs=check_secs, ends_with_chief=True)
         with held:
+            write_json(Path(run_dir, "data.json"), known)
             return _launch(script, arguments, settings, shared.fileno())
 
 

@@ -8,6 +8,7 @@ A script is its update rule and one call:
 
 import contextlib
 import functools
+import json
 import os
 import signal
 import sys
@@ -138,6 +139,7 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
     if train:
         without = (*without, "start_secs", "clip_norm", "learning_rate_schedule", "warmup_steps", "weight_decay")
         without = (*without, "validation", "patience", "callback")
+        without = (*without, "test_data", "label", "parse")
     if "launch" in without:
         without = (*without, "gpus")
     settings = flags.parse(values, arguments, script.name, without)
@@ -181,19 +183,23 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
     if check:
         check(settings)
     if settings.check:
-        from common import data
+        from common import data, streams
 
         words.doing(words.LOADING)
-        dataset = data.load(settings.data, settings.seed)  # before tensorflow is imported, which takes seconds
+        # Before tensorflow is imported, which takes seconds
+        dataset = data.load(settings.data, settings.seed) if train else streams.load(settings)
         workers = settings.num_workers if launches else 1
-        data.check_batch(dataset.x_train, dataset.y_train, settings.batch_size, settings.window, workers)
+        some = dataset.first if isinstance(dataset, streams.Stream) else dataset
+        data.check_batch(some.x_train, some.y_train, settings.batch_size, settings.window, workers)
         words.doing("importing tensorflow")
         from common import training
 
         words.doing(words.BUILDING)
         training.check(settings, dataset)
-        if shared := os.environ.get("LAUNCHER_DATA"):
+        if isinstance(dataset, data.Data) and (shared := os.environ.get("LAUNCHER_DATA")):
             data.share(dataset, int(shared))
+        if found := os.environ.get("LAUNCHER_FOUND"):
+            Path(found).write_text(json.dumps(streams.to_keep(settings, dataset)))
         words.doing(words.CHECKED)
         return 0
     if launches:

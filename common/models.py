@@ -476,13 +476,19 @@ class Model:
         Raises:
           UserError: if a metric cannot be a part of a graph, or is no number.
         """
-        model, variables = self.keras_model, self.split(parameters)
-        n = tf.nest.flatten(x)[0].shape[0]
         samples = (x, y) if weights is None else (x, y, weights)
 
+        def part(start):
+            return tf.nest.map_structure(lambda array: array[start : start + batch_size], samples)
+
+        return self.evaluate_parts(parameters, state, part, tf.nest.flatten(x)[0].shape[0], batch_size)
+
+    def evaluate_parts(self, parameters, state, part, n, batch_size):
+        """As `evaluate`, of n samples, which `part` gives in batches: a function of the number of a sample, a tensor."""
+        model, variables = self.keras_model, self.split(parameters)
+
         def batch(start, total, metrics, _):
-            part = tf.nest.map_structure(lambda array: array[start : start + batch_size], samples)
-            x, y, *weights = part
+            x, y, *weights = samples = part(start)
             weights = weights[0] if weights else None
             scope, loss, outputs = self._call(variables, state, metrics, x, y, weights, training=False)
             with _as_user_error("the metrics of the model cannot be a part of a graph"), scope, _compared_by_value():
@@ -492,7 +498,7 @@ class Model:
                 if value.shape.rank != 0:
                     raise UserError(f"the metric {name} of the model is {value.shape}, expected one number")
             metrics = [scope.get_current_value(v) for v in model.metrics_variables]
-            size = tf.cast(tf.shape(tf.nest.flatten(part)[0])[0], tf.float32)
+            size = tf.cast(tf.shape(tf.nest.flatten(samples)[0])[0], tf.float32)
             return start + batch_size, total + loss * size, metrics, found
 
         metrics = [tf.convert_to_tensor(value) for value in self._metrics]

@@ -143,7 +143,7 @@ class Progress:
     def line(self):
         """All of it in one line."""
         n = self.together()
-        parts = [f"step {_number(n, 'global_step', ',d')} of {_number(n, 'last_step', ',d')}"]
+        parts = [f"step {_steps(n)}"]
         for name, key, form in self._columns():
             if key in n:
                 parts.append(f"{name} {_number(n, key, form)}")
@@ -161,7 +161,7 @@ class Progress:
         if len(rows) > 1:
             rows["together"] = self.together()
         for name, n in rows.items():
-            step = f"{_number(n, 'global_step', ',d')} of {_number(n, 'last_step', ',d')}" if n else "starting"
+            step = _steps(n) if n else "starting"
             table.add_row(name, step, *(_number(n, key, form) for _, key, form in columns))
         return table
 
@@ -179,6 +179,14 @@ _KINDS: dict[str, Any] = {
     "staleness": dict,
     "parts": dict,
 }
+
+
+ENDLESS = 2**53  # the last step of a run that only --seconds ends
+
+
+def _steps(values):
+    last = values.get("last_step")
+    return _number(values, "global_step", ",d") + ("" if last == ENDLESS else f" of {_number(values, 'last_step', ',d')}")
 
 
 def _number(values, key, form):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common import data, ending, limits, models, plots, signals, tf
+from common import data, ending, limits, models, plots, signals, streams, tf
 from common.batches import Batches, Position, fed
 from common.callbacks import Callback, Patience
 from common.center import GlobalParameters
@@ -27,6 +27,7 @@ from common.run_dir import write_json
 from common.schedules import check_rates, hyperparameters, schedule_of
 from common.session import Saver, monitored_session
 from common.steps import PARTS, Rounds, build_rounds, repeat_rounds, timed_rounds
+from common.streams import Stream, StreamedBatches, TestSet
 from common.together import Pace, Ring, Together
 from common.words import BUILDING, LOADING, doing, nobody, tell
 
@@ -46,18 +47,16 @@ def train(scheme, task, settings):
     server = task.create_server() if task else None  # before all else: the others try to reach it
     index, num_workers = (task.shard_index, task.num_workers) if task else (0, 1)
     doing(LOADING)
-    dataset, held_out = split(data.load(settings.data, settings.seed), settings)
-    x, y, *weights = data.shard(dataset, index, num_workers)
+    dataset, held_out = split(streams.load(settings), settings)
     doing(BUILDING)
-    model = build_model(settings, dataset, index)
+    model = build_model(settings, samples_of(dataset, settings), index)
     doing("building the graph")
     with tf.Graph().as_default():
         schedule = schedule_of(settings)
         center = GlobalParameters(model.initial_parameters, task.num_ps if task else 1, task and task.device_fn(), schedule)
         with tf.device(task and task.device):
             position = position_of(settings, index, num_workers, dataset.num_samples)
-            weights = weights[0] if weights else None
-            batches = Batches(x, y, settings.batch_size, settings.seed + index, weights=weights, position=position)
+            batches = batches_of(dataset, settings, index, num_workers, position)
             kept = center.keep(model.initial_state)
             local = LocalParameters(
                 *(center, model, batches, f"worker_{index}", index, num_workers, delay_of(settings.delays, index)),
@@ -77,10 +76,10 @@ def train(scheme, task, settings):
                 # That of the chief's own x is not that of x̃.
                 final = parameters, local.state_at(parameters)
                 copies = [there.assign(here, read_value=False) for there, here in zip(kept, final[1], strict=True)]
-                results = model.evaluate(*final, *fed_test_set(dataset, local_init_feed_dict))
+                results = evaluation_of(model, final, dataset, local_init_feed_dict)
                 if held_out and not settings.num_evaluators:
                     with tf.variable_scope("validation"):
-                        found = model.evaluate(*final, *fed_test_set(held_out, local_init_feed_dict))
+                        found = evaluation_of(model, final, held_out, local_init_feed_dict)
                     results |= {f"validation_{name}": value for name, value in found.items()}
                 evaluation = step, results
             keeper = Keeper(
@@ -107,7 +106,9 @@ def train(scheme, task, settings):
                 local_init_feed_dict=local_init_feed_dict,
             )
         plan = Plan(last, center.step, next_call, evaluation, final, scaffold, gate, waits, gradients, keeper, position)
-        outcome = run_worker(plan, task, settings, server, interruption, functools.partial(monitored_session, keeper=keeper))
+        with streams.reading(dataset):
+            open_session = functools.partial(monitored_session, keeper=keeper)
+            outcome = run_worker(plan, task, settings, server, interruption, open_session)
     doing("writing the result")
     if outcome.final:
         model.save(*outcome.final, Path(settings.run_dir, "model.keras"))
@@ -433,14 +434,52 @@ def optimizers_of(center, local):
 
 def what_is_trained(model, dataset, num_workers, optimizers):
     """Returns what a run minimizes, with what, and with how many samples, as a line."""
-    shares = sorted({len(range(i, dataset.num_samples, num_workers)) for i in range(num_workers)})
-    share = " or ".join(f"{each:,}" for each in shares)
-    each = f", {share} for each of {num_workers} workers" if num_workers > 1 else ""
     own = model.own_optimizer
     ignored = f" (the model's own {own} is not used)" if own else ""
+    return f"minimizes {model.minimizes}, by {optimizers}{ignored}; {_samples_text(dataset, num_workers)}"
+
+
+def _samples_text(dataset, num_workers):
+    is_stream = isinstance(dataset, Stream)
+    if dataset.num_samples is None:
+        return f"samples without end, of an unknown number, {dataset.text()}"
+    shares = {s.count for s in dataset.shares} if is_stream else {
+        len(range(i, dataset.num_samples, num_workers)) for i in range(num_workers)
+    }  # fmt: skip
+    share = " or ".join(f"{each:,}" for each in sorted(shares))
+    each = f", {share} for each of {num_workers} workers" if num_workers > 1 else ""
+    if is_stream:
+        return f"{dataset.num_samples:,} samples{each}, {dataset.text()}"
     mapped = sum(array.nbytes for part in dataset.train for array in data.arrays_in(part) if isinstance(array, Rows))
     where = f"; {limits.as_bytes(mapped)} of them are mapped, not copied" if mapped else ""
-    return f"minimizes {model.minimizes}, by {optimizers}{ignored}; {dataset.num_samples:,} samples{each}{where}"
+    return f"{dataset.num_samples:,} samples{each}{where}"
+
+
+def samples_of(dataset, settings):
+    """Returns a `common.data.Data` that tells shapes and types: of a stream, some of its samples."""
+    if not isinstance(dataset, Stream):
+        return dataset
+    if settings.model in models.BUILT_IN and dataset.first.is_classification and not dataset.classes:
+        why = f"nobody knows how many classes {dataset.name} has before it is read"
+        raise UserError(f"--model={settings.model}: {why}; bring a model of your own, --model=FILE.py:FUNCTION")
+    return dataset.first
+
+
+def batches_of(dataset, settings, index, num_workers, position):
+    """Returns the batches of worker `index`, from a `common.batches.Position` on."""
+    if isinstance(dataset, Stream):
+        return StreamedBatches(dataset, index, settings.batch_size, settings.seed + index, position.value)
+    x, y, *weights = data.shard(dataset, index, num_workers)
+    weights = weights[0] if weights else None
+    return Batches(x, y, settings.batch_size, settings.seed + index, weights=weights, position=position)
+
+
+def evaluation_of(model, at, dataset, feeds):
+    """Returns loss and metrics `at` (parameters, state) on the test set, {name: tensor}; `feeds` gets what to feed it."""
+    if isinstance(dataset, Stream):
+        test = TestSet(dataset)
+        return model.evaluate_parts(*at, test.part, test.num_samples, test.batch_size)
+    return model.evaluate(*at, *fed_test_set(dataset, feeds))
 
 
 # Files in the run's folder. An evaluator, or the chief, writes the first to end training; the chief writes the second when that
@@ -450,13 +489,17 @@ STOP, ENDED = "evaluator-says-stop", "training-has-ended"
 
 def split(dataset, settings):
     """Returns what there is to train with of all the data, and what is held out, see `data.hold_out`; None for nothing."""
-    return data.hold_out(dataset, settings.validation, settings.seed) if settings.validation else (dataset, None)
+    if not settings.validation:
+        return dataset, None
+    if isinstance(dataset, Stream):
+        raise UserError(f"--validation={settings.validation}: a share can be held out of arrays only, not of {dataset.name}")
+    return data.hold_out(dataset, settings.validation, settings.seed)
 
 
 def position_of(settings, index, num_workers, num_samples):
     """Returns the `common.batches.Position` of a worker in the order of its samples, where the process before left it."""
     path = Path(settings.run_dir, "metrics", f"worker-{index}.position")
-    return Position(path, settings.seed, index, num_workers, num_samples)
+    return Position(path, settings.seed, index, num_workers, -1 if num_samples is None else num_samples)
 
 
 def delay_of(delays, index):
@@ -471,7 +514,9 @@ def samples_per_update(settings, gradients_per_update=1):
 
 def last_step(settings, num_samples, gradients_per_update=1):
     """Returns the global step to stop at, from `--steps` or else `--epochs`."""
-    return settings.steps or math.ceil(settings.epochs * num_samples / samples_per_update(settings, gradients_per_update))
+    if settings.steps or num_samples is None:
+        return settings.steps or streams.ENDLESS
+    return math.ceil(settings.epochs * num_samples / samples_per_update(settings, gradients_per_update))
 
 
 def updates_of(center, local, settings, num_samples):
@@ -589,10 +634,12 @@ def check(settings, dataset):
     dataset, _ = split(dataset, settings)
     if settings.callback is not None:
         data.user_function("--callback", settings.callback)
-    data.shard(dataset, 0, settings.num_workers if settings.launch else 1)
+    if not isinstance(dataset, Stream):
+        data.shard(dataset, 0, settings.num_workers if settings.launch else 1)
+    num_samples, dataset = dataset.num_samples, samples_of(dataset, settings)
     model = models.build(settings.model, dataset, settings.seed, settings.loss)
     if schedule := schedule_of(settings):
-        schedule.ask = lambda: last_step(settings, dataset.num_samples)  # at most
+        schedule.ask = lambda: last_step(settings, num_samples)  # at most
         with tf.Graph().as_default():
             schedule(tf.placeholder(tf.int64, []))
     if settings.model not in KNOWN["model"]:

@@ -199,7 +199,7 @@ def test_large_arrays_are_left_to_other_processes(monkeypatch):
     given = data.checked(((x, y), (x, y)), "")
     with open(os.memfd_create("data"), "rb") as shared:
         monkeypatch.setenv("LAUNCHER_DATA", str(shared.fileno()))
-        assert data._shared() is None
+        assert data.shared() is None
         data.share(given, shared.fileno())
         found = data.load("no_such_file.py:load")
         for mine, its in ((given.train, found.train), (given.test, found.test)):

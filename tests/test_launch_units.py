@@ -199,7 +199,7 @@ def test_chief_that_ends_without_a_result_has_failed(launched, tmp_path, is_ther
 def check(tmp_path, monkeypatch, user_error, capsys):
     """A function that lets a script, this code, look at the input. Returns what was noted, or the error, and what was shown."""
     begin = """
-import ctypes, os, signal, sys, time
+import ctypes, os, pathlib, signal, sys, time
 from common import words
 if sys.argv[-1] != "--check":
     sys.exit("not a check")
@@ -222,7 +222,9 @@ LOADS, BUILDS = "words.doing(words.LOADING)\n", "words.doing(words.BUILDING)\n"
 
 
 def test_check_says_how_long_each_part_took(check):
-    seconds, _ = check(f"{LOADS}time.sleep(0.2)\n{BUILDS}words.doing(words.CHECKED)")
+    found = "pathlib.Path(os.environ['LAUNCHER_FOUND']).write_text('[1]')\n"
+    (seconds, known), _ = check(f"{LOADS}time.sleep(0.2)\n{BUILDS}{found}words.doing(words.CHECKED)")
+    assert known == [1]
     assert seconds["loading the data"] >= 0.2 and seconds["building the model"] >= 0
 
 

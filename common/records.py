@@ -1,0 +1,355 @@
+"""Records in files (TFRecord, Parquet, CSV): how many there are, which of them are whose, and their values as arrays."""
+
+import contextlib
+import functools
+import glob
+import os
+import re
+import threading
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from common.data import one_line
+from common.flags import UserError
+
+HELD = 10  # without --test_data every tenth record of each file is for the test
+LABELS = ("label", "target", "y")  # what the column of labels may be called, if --label does not say
+_ROWS = 8192  # of a table that are read at once
+
+
+class Part(NamedTuple):
+    """Some records of a file: of all, of those for the test, or of the others, every `step`-th from number `first` on."""
+
+    path: str
+    total: int  # records in the file
+    held: bool | None = None  # True: those for the test; False: the others; None: all
+    first: int = 0
+    step: int = 1
+
+    @property
+    def count(self):
+        """How many these are."""
+        of_test = self.total // HELD
+        some = {True: of_test, False: self.total - of_test, None: self.total}[self.held]
+        return len(range(self.first, some, self.step))
+
+    def chosen(self, number):
+        """Whether the records with these numbers in the file, an array or tensor, are among these."""
+        if self.held is None:
+            return number % self.step == self.first
+        if self.held:
+            return number % HELD == HELD - 1
+        return (number % HELD != HELD - 1) & ((number - number // HELD) % self.step == self.first)
+
+
+def split(parts, index, num_workers):
+    """Returns the parts of worker `index`, and whether they are whole files: so if that gives equal shares within a tenth.
+
+    Otherwise a worker has every n-th record.
+    """
+    if len(parts) >= num_workers:
+        shares: list[list[Part]] = [[] for _ in range(num_workers)]
+        sizes = [0] * num_workers
+        for part in sorted(parts, key=lambda part: -part.count):
+            least = sizes.index(min(sizes))
+            shares[least].append(part)
+            sizes[least] += part.count
+        if max(sizes) <= 1.1 * min(sizes):
+            return sorted(shares[index]), True
+    found, before = [], 0
+    for part in parts:
+        found.append(part._replace(first=(index - before) % num_workers, step=num_workers))
+        before += part.count
+    return found, False
+
+
+def kind_of(spec):
+    """Returns which kind of files a pattern names, "tfrecord", "parquet" or "csv"; None if it is no pattern."""
+    name = os.path.basename(spec)
+    return "tfrecord" if ".tfrecord" in name else next((kind for kind in ("parquet", "csv") if name.endswith(f".{kind}")), None)
+
+
+def files_of(flag, pattern):
+    """Returns the files that a pattern names, in the order of the alphabet.
+
+    Raises:
+      UserError: if there are none.
+    """
+    paths = sorted(path for path in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(path))
+    if not paths:
+        raise UserError(f"{flag}={pattern}: there is no such file")
+    return [os.path.abspath(path) for path in paths]
+
+
+def why(error):
+    """The first line of an exception, without the names of operations that TensorFlow writes around what it says."""
+    return re.sub(r"\{\{.*?\}\} ?| ?\[Op:\w+\].*", "", one_line(error))
+
+
+class TFRecords:
+    """Files of TensorFlow's records.
+
+    Args:
+      parse: function of a serialized record, a scalar string tensor, that returns (x, y) or (x, y, weight).
+    """
+
+    def __init__(self, parse):
+        self._parse, self._lock = parse, threading.Lock()
+        self._parts: Any = iter(())
+        self._pipelines: dict[tuple, Any] = {}  # functions of the user's are traced once for each
+
+    def about(self, paths):
+        """Returns {path: number of records}, and nothing that is to be known beside that. It reads the length of each."""
+        return {path: _length_of(path) for path in paths}, {}
+
+    def read(self, parts, skip, size):
+        """Yields the samples of some parts in arrays of `size` samples, after the first `skip`."""
+        import tensorflow as tf
+
+        key = parts[0].held, parts[0].step, size
+        try:
+            with self._lock:  # until the iterator has asked for the parts
+                if key not in self._pipelines:
+                    self._pipelines[key] = self._pipeline(*key)
+                self._parts = iter([(part.path, part.first, skip if part is parts[0] else 0) for part in parts])
+                samples = self._pipelines[key].as_numpy_iterator()
+                found = next(samples, None)
+            while found is not None:
+                yield found
+                found = next(samples, None)
+        except tf.errors.DataLossError as error:
+            path = next((part.path for part in parts if not _is_whole(part.path)), "a file")
+            raise UserError(f"{path} is damaged: {why(error)}") from None
+
+    def _pipeline(self, held, step, size):
+        import tensorflow as tf
+
+        def records(path, first, skip):
+            part, found = Part(path, 0, held, first, step), tf.data.TFRecordDataset(path)
+            if held is not None or step > 1:  # many at once, as one at a time would take longer than to read them
+                found = found.batch(_ROWS).enumerate().map(functools.partial(chosen, part)).unbatch()
+            return found.skip(skip)
+
+        def chosen(part, number, records):
+            numbers = number * _ROWS + tf.range(tf.size(records, tf.int64), dtype=tf.int64)
+            return tf.boolean_mask(records, part.chosen(numbers))
+
+        kinds = tuple(tf.TensorSpec([], kind) for kind in (tf.string, tf.int64, tf.int64))
+        files = tf.data.Dataset.from_generator(lambda: self._parts, output_signature=kinds)
+        samples = files.flat_map(records).map(self._parse, tf.data.AUTOTUNE, deterministic=True)
+        check_elements(samples.element_spec)
+        return samples.batch(size)
+
+    def label_line(self):
+        """What is to be said of the labels."""
+        return ""
+
+
+def _length_of(path):
+    """Returns how many records a file has."""
+    size, at, count = os.path.getsize(path), 0, 0
+    with open(path, "rb") as file:
+        while at < size:
+            file.seek(at)
+            header = file.read(12)  # length, 64 bits, and its check sum
+            if header[:2] == b"\x1f\x8b" and at == 0:
+                raise UserError(f"{path} is compressed: unpack it, or read it with --data=FILE.py:FUNCTION")
+            at += 12 + int.from_bytes(header[:8], "little") + 4
+            if len(header) < 12 or at > size:
+                raise UserError(f"{path} is damaged, or no file of TFRecords: record {count} goes beyond its end")
+            count += 1
+    return count
+
+
+def _is_whole(path):
+    import tensorflow as tf
+
+    try:
+        for _ in tf.data.TFRecordDataset(path).batch(_ROWS):
+            pass
+    except tf.errors.DataLossError:
+        return False
+    return True
+
+
+class Tables:
+    """Files of Parquet or CSV, all with the same columns: one is the label, the others together are the sample.
+
+    Args:
+      kind: "parquet" or "csv".
+      label: name of the column of labels; None chooses the last that is called label, target or y, or else the last.
+      known: what `about` returned beside the lengths, if it was called before.
+    """
+
+    def __init__(self, kind, label=None, known=None):
+        self._kind, self._label, self._known = kind, label, dict(known or {})
+
+    def about(self, paths):
+        """Returns {path: number of records}, and what is to be known to read them. It reads the labels.
+
+        Raises:
+          UserError: if a file is damaged, or has other columns than the first, or the labels are no numbers.
+        """
+        names, types = self._columns(paths[0])
+        if "label" not in self._known:
+            label = self._label or ([name for name in names if name.lower() in LABELS] or names)[-1]
+            if label not in names:
+                raise UserError(f"--label={label}: {paths[0]} has the columns {_listed(names)}")
+            if len(names) < 2:
+                raise UserError(f"{paths[0]} has one column alone, {names[0]!r}: expected samples and labels")
+            self._known = {"label": label, "columns": names, "types": types}
+            self._known["classes"] = None
+        lengths = {}
+        for path in paths:
+            self._compare(path, *self._columns(path))
+            lengths[path] = 0
+            for batch in self._batches(path, [self._known["label"]]):
+                y = _values(batch.column(0), self._known["label"], path)
+                if y.dtype.kind in "iub" and len(y):
+                    both = [*(self._known["classes"] or ()), int(y.min()), int(y.max())]
+                    self._known["classes"] = [min(both), max(both)]
+                lengths[path] += batch.num_rows
+        return lengths, self._known
+
+    def _compare(self, path, names, types):
+        if names != self._known["columns"]:
+            other = next((n for n in [*names, *self._known["columns"]] if (n in names) != (n in self._known["columns"])), None)
+            raise UserError(f"{path} has other columns than the first file" + (f", as {other!r}" if other else ", in order"))
+        if self._kind == "parquet" and types != self._known["types"]:
+            name = next(name for name in names if types[name] != self._known["types"][name])
+            raise UserError(
+                f"{path}: the column {name!r} holds {types[name]}, but {self._known['types'][name]} in the first file"
+            )
+
+    def _columns(self, path):
+        """Returns the names of the columns of a file, and {name: type as text}."""
+        with _as_user_error(path):
+            if self._kind == "parquet":
+                import pyarrow.parquet as parquet
+
+                schema = parquet.read_schema(path)
+            else:
+                import pyarrow.csv as csv
+
+                with csv.open_csv(path) as reader:
+                    schema = reader.schema
+                if all(_is_number(name) for name in schema.names):
+                    raise UserError(f"{path} has no line of names of columns: it begins with {_listed(schema.names)}")
+        if len(set(schema.names)) < len(schema.names):
+            raise UserError(f"{path} has two columns of the same name: {_listed(schema.names)}")
+        return list(schema.names), {field.name: str(field.type) for field in schema}
+
+    def _batches(self, path, columns):
+        """Yields the batches of a file, with some columns."""
+        with _as_user_error(path):
+            if self._kind == "parquet":
+                import pyarrow.parquet as parquet
+
+                with parquet.ParquetFile(path) as file:
+                    yield from file.iter_batches(_ROWS, columns=columns, use_threads=False)
+            else:
+                import pyarrow
+                import pyarrow.csv as csv
+
+                # A file says of no number what type it is: samples are float32, labels what they are in the first file.
+                types = {name: pyarrow.float32() for name in columns}
+                label = self._known["label"]
+                if label in types:
+                    of_label = self._known["types"][label]
+                    types[label] = pyarrow.int64() if of_label in ("int64", "bool") else pyarrow.float32()
+                options = csv.ConvertOptions(column_types=types, include_columns=columns)
+                with csv.open_csv(path, csv.ReadOptions(use_threads=False), convert_options=options) as reader:
+                    yield from reader
+
+    def read(self, parts, skip, size):
+        """Yields the samples of some parts in arrays of `size` samples, after the first `skip`."""
+        known, held, count = self._known, [], 0
+        features = [name for name in known["columns"] if name != known["label"]]
+        for part in parts:
+            number = 0
+            for batch in self._batches(part.path, known["columns"]):
+                rows = np.flatnonzero(part.chosen(np.arange(number, number + batch.num_rows)))
+                number += batch.num_rows
+                rows, skip = rows[skip:], max(0, skip - len(rows))
+                if not len(rows):
+                    continue
+                columns = [_values(batch.column(batch.schema.get_field_index(n)), n, part.path)[rows] for n in features]
+                x = np.concatenate([c if c.ndim > 1 else c[:, None] for c in columns], axis=1)
+                y = _values(batch.column(batch.schema.get_field_index(known["label"])), known["label"], part.path)[rows]
+                held.append((x, y))
+                count += len(rows)
+                while count >= size:
+                    x, y = (np.concatenate(arrays) for arrays in zip(*held, strict=True))
+                    yield x[:size], y[:size]
+                    held, count = [(x[size:], y[size:])], len(x) - size
+        if count:
+            yield tuple(np.concatenate(arrays) for arrays in zip(*held, strict=True))
+
+    def label_line(self):
+        """What is to be said of the labels."""
+        return f"; label: the column {self._known['label']!r}, the sample: the other {len(self._known['columns']) - 1}"
+
+    @property
+    def classes(self):
+        """The smallest and the largest label, or None where labels are no whole numbers."""
+        return self._known["classes"]
+
+
+def _values(column, name, path):
+    """Returns a column as an array `[n]`, or `[n, k]` if its values are lists of k numbers."""
+    from pyarrow import types
+
+    values, of = column, f"{path}: the column {name!r} holds"
+    is_list = types.is_list(column.type) or types.is_large_list(column.type)
+    if is_list and len(lengths := np.unique(column.drop_null().value_lengths())) > 1:
+        raise UserError(f"{of} lists of different lengths, as {lengths[0]} and {lengths[1]}")
+    if is_list or types.is_fixed_size_list(column.type):
+        values = column.flatten()
+    if not (types.is_integer(values.type) or types.is_floating(values.type) or types.is_boolean(values.type)):
+        otherwise = "leave it out of the files, or read them with --data=FILE.py:FUNCTION"
+        raise UserError(f"{of} {column.type}, expected numbers: {otherwise}")
+    if empty := column.null_count + values.null_count * (values is not column):
+        raise UserError(f"{of} {empty} empty values: fill them, or leave their rows out")
+    array = values.to_numpy(zero_copy_only=False)
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise UserError(f"{of} {np.sum(~np.isfinite(array))} values that are NaN or infinite")
+    return array if values is column else array.reshape(len(column), -1)
+
+
+def _is_number(text):
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _listed(names):
+    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+@contextlib.contextmanager
+def _as_user_error(path):
+    """What pyarrow says of a file becomes one line."""
+    try:
+        import pyarrow
+    except ImportError:
+        raise UserError("files of Parquet and CSV need pyarrow, which is not installed: pip install pyarrow") from None
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path} cannot be read: {one_line(error)}") from None
+
+
+def check_elements(spec):
+    """Raises a `UserError` unless the elements of a `tf.data.Dataset` are (x, y) or (x, y, weight) of tensors of numbers."""
+    import tensorflow as tf
+
+    if not isinstance(spec, tuple) or len(spec) not in (2, 3):
+        raise UserError(f"its elements are {str(spec):.80}, expected (x, y) or (x, y, weight)")
+    for part in tf.nest.flatten(spec):
+        if not isinstance(part, tf.TensorSpec):
+            raise UserError(f"its elements hold {type(part).__name__}, expected dense tensors, as to_tensor() makes")
+        if part.dtype == tf.string:
+            raise UserError("its elements hold strings, expected numbers")
