@@ -177,10 +177,7 @@ TOGETHER = {
     "DiLoCo": Scheme(
         "DiLoCo", "diloco", diloco, {"momentum": 0.5, "weight_decay": 0.3, "local_learning_rate": 0.1, **ON_WORKER}
     ),
-    "SlowMo": Scheme(
-        *("Write-Your-Own-Scheme", "slowmo", slowmo),
-        {"slow_momentum": 0.5, "slow_learning_rate": 0.8, "local_learning_rate": None, **ON_WORKER},
-    ),
+    "SlowMo": Scheme("Write-Your-Own-Scheme", "slowmo", slowmo, {"slow_momentum": 0.5, "slow_learning_rate": 0.8}),
     "Semi-Synchronous-SGD": SSP,
     "no bound": SSP._replace(hp={"staleness": float("inf"), "issync": False}),
     "in step": SSP._replace(hp={"staleness": 0, "issync": False}),
@@ -267,7 +264,8 @@ def test_schedule_and_weight_decay(model, walk, batches, name):
     """A learning rate that falls with the global step: on the ps of its update, on a worker of its last pull."""
     scheme, schedule = TOGETHER[name], lambda step: 1 / (1 + 0.3 * step)
     if name != "DiLoCo":  # which has AdamW itself
-        scheme = scheme._replace(hp={**scheme.hp, "decay": 0.5})
+        slowmos = {"local_learning_rate": None, **ON_WORKER} if name == "SlowMo" else {}
+        scheme = scheme._replace(hp={**scheme.hp, "decay": 0.5, **slowmos})
     window = scheme.hp.get("window", 3)
     ours = walk(scheme, shuffled(), window, schedule=lambda step: schedule(tf.cast(step, tf.float32)))
     expected = written_again(scheme, shuffled(), model.initial_parameters, batches, window, schedule=schedule)
