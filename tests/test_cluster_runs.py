@@ -388,28 +388,40 @@ def test_intervals_of_downpour(run_dir):
     assert updates_in_metrics(run_dir) == result["global_steps"] == result["samples"] / 32 / 4
 
 
-@pytest.fixture
-def late(tmp_path):
-    """--data for which worker 1 needs five seconds more than worker 0."""
-    file = tmp_path / "late.py"
-    file.write_text(
-        "import sys, time\nfrom common import data\n\n\ndef load():\n"
-        "    time.sleep(5 if '--task_index=1' in sys.argv else 0)\n    return data.digits()\n"
-    )
-    return f"--data={file}:load"
+LATE = """
+import pathlib, sys, time
+from common import data
+
+here, is_late = pathlib.Path(__file__).parent, "--task_index=1" in sys.argv
+
+def after_five_seconds():
+    time.sleep(5 if is_late else 0)
+    if is_late:
+        (here / "came").write_text(str(time.time()))
+    return data.digits()
+
+def after_step_100():
+    while is_late and not any(int(p.stem.rpartition("-")[2]) >= 100 for p in here.glob("run/checkpoints/*.index")):
+        time.sleep(0.05)
+    return data.digits()
+"""
 
 
 @pytest.mark.parametrize("script", [HOGWILD, SEMI_SYNCHRONOUS])
-def test_workers_begin_together(run_dir, late, script):
-    """However late one is: a short run does not end before it has come. Waiting is no training."""
-    run(run_dir, late, "--epochs=30", script=script)
-    result = result_of(run_dir)
-    assert min(result["samples_per_worker"]) > 0.2 * result["samples"]
+def test_workers_begin_together(run_dir, tmp_path, script):
+    """However late one is, none trains before it has come."""
+    (tmp_path / "late.py").write_text(LATE)
+    run(run_dir, f"--data={tmp_path / 'late.py'}:after_five_seconds", "--epochs=30", script=script)
+    lines = (run_dir / "metrics" / "worker-0.jsonl").read_text().splitlines()
+    trained = [line for line in map(json.loads, lines) if "samples" in line]
+    assert trained[0]["time"] > float((tmp_path / "came").read_text())
 
 
-def test_start_without_those_that_are_late(run_dir, late):
-    """And the summary says what came of it."""
-    output = run(run_dir, late, "--epochs=3", "--start_secs=0.1")
+def test_start_without_those_that_are_late(run_dir, tmp_path):
+    """And the summary says what came of it. Worker 1 comes when worker 0 has done all."""
+    (tmp_path / "late.py").write_text(LATE)
+    late = f"--data={tmp_path / 'late.py'}:after_step_100"
+    output = run(run_dir, late, "--steps=100", "--start_secs=0.1", "--checkpoint_secs=0.5")
     assert "1 of 2 workers have not come within --start_secs=0.1: the others begin" in output
     assert "the workers' samples differ much" in output
     assert result_of(run_dir)["samples_per_worker"][1] == 0

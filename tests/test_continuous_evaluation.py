@@ -496,7 +496,7 @@ def test_the_evaluator_ends_a_training_that_does_not_improve(run_dir):
 @pytest.mark.cluster
 def test_a_killed_evaluator_costs_nothing(run_dir):
     """It is started again, knows the best checkpoint of before, and sees the training to its end."""
-    process = start(run_dir, "--launch", "--epochs=1000000", "--seconds=3", "--patience=1000000", script=SCRIPT)
+    process = start(run_dir, "--launch", "--steps=5000", "--patience=1000000", script=SCRIPT)
     read_until(process, lambda line: "validation loss" in line)
     (evaluator,) = processes(run_dir, "--job_name=worker", "--task_index=2")
     os.kill(evaluator, signal.SIGKILL)
