@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from common import devices, isolation, progress, signals, words
-from common.deaths import count_oom_kills, killed_by, last_error, of_memory
+from common.deaths import RAN_OUT, count_oom_kills, killed_by, last_error, of_memory
 from common.flags import TrainingFailed, UserError
 from common.forkserver import EARLY, ForkServer
 from common.forkserver import reserved_port as reserved_port  # for those that start tasks themselves
@@ -227,7 +227,7 @@ class Task:
         if self.why_killed:
             return f"{self.why_killed} and was killed"
         if self.ran_out:
-            return "ran out of memory and was killed by the kernel"
+            return RAN_OUT
         if self.status == EARLY:
             return "ended with exit status 0 before its work was done"
         status = self.status or 0
@@ -334,7 +334,7 @@ class Run:
         with contextlib.suppress(OSError):
             printed = Path(self._server.log).read_text(errors="replace")
         if status < 0:
-            return killed_by(-status)
+            return killed_by(-status, self._oom_kills)
         return of_memory(printed) or f"failed ({status}): {last_error(printed, '')}"
 
     def _look(self, last_look):
