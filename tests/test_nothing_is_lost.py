@@ -58,9 +58,10 @@ def test_a_chief_that_comes_back_goes_on_with_what_the_others_have_trained(run_d
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_worker_that_comes_back_after_the_last_second_trains_no_more(run_dir, index):
     """The chief, or another: it is stopped until the others have ended and wait for it, and then killed."""
-    process = start(run_dir, "--launch", "--epochs=1e6", "--seconds=10", "--hang_secs=200", *BACKUP)
-    metrics = [run_dir / "metrics" / f"worker-{i}.jsonl" for i in range(3)]
-    read_until(process, lambda line: is_training(line) and all(path.exists() and path.stat().st_size for path in metrics))
+    problem = ["--data=linear", "--model=linear"]  # whose graph is soon prepared
+    process = start(run_dir, "--launch", "--epochs=1e6", "--seconds=10", "--hang_secs=200", *problem, *BACKUP)
+    metrics = run_dir / "metrics" / f"worker-{index}.jsonl"
+    read_until(process, lambda line: is_training(line) and '"samples"' in metrics.read_text())
     kill(run_dir, "worker", index, signal.SIGSTOP)
     read_until(process, lambda line: re.match(rf"worker {1 - index} has waited .*for worker {index}\b", line))
     kill(run_dir, "worker", index)
