@@ -19,9 +19,10 @@ import sys
 from pathlib import Path
 
 from common import data, models, tf
+from common.checkpoints import checkpoints_in
 from common.flags import UserError
 from common.main import main
-from common.words import BUILDING, LOADING, doing
+from common.words import BUILDING, LOADING, doing, meanwhile
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "HogWild"))
 from hogwild import hogwild  # noqa: E402
@@ -41,7 +42,9 @@ def new_checkpoints(checkpoint_dir, has_ended):
 
     # Looks every second. The order matters: first whether training has ended, then whether there is a later checkpoint.
     for seen in tf.train.checkpoints_iterator(checkpoint_dir, timeout=2, timeout_fn=nothing_follows):
-        yield seen
+        if seen in checkpoints_in(checkpoint_dir):  # not what the list of a folder from elsewhere may name
+            with meanwhile("evaluating a checkpoint"):  # until the next one is asked for
+                yield seen
 
 
 class Evaluator:
@@ -198,7 +201,7 @@ def evaluate(task, settings):
         tags = {"validation_loss": "loss", "validation_accuracy": "test_accuracy"}
         log = MetricsLog(run_dir, "evaluator", last_step(settings, training.num_samples), tags)
     without_improvement = 0
-    doing("waiting for checkpoints and evaluating them", waits=True)
+    doing("waiting for a checkpoint", waits=True)
     for checkpoint in new_checkpoints(str(run_dir / "checkpoints"), (run_dir / ENDED).exists):
         try:
             copy = best.copy(checkpoint)

@@ -16,6 +16,7 @@ from common.batches import Batches
 from common.flags import UserError
 from common.main import main
 from common.steps import Rounds
+from common.words import doing
 
 # Flags of the schemes that mean nothing here: this trains one step a call, and evaluates each second.
 OF_SCHEMES = ("window", "rounds_per_call", "evaluation_secs")
@@ -161,11 +162,13 @@ def train(task, settings):
             first_time, first_step = session.run([training.clock, training.step])
             present, seconds = first_step, settings.seconds or math.inf
             while present < last and trained.seconds < seconds and not interruption.requested:
+                doing("running a call")  # tells the launcher so, which ends a task that gets nothing done
                 present = session.run(training.one).steps[-1, 1]
             if interruption.requested:
                 return 130
             stop_time = session.run(training.clock)
             interruption.training_ends()
+            doing("writing the result")
             metrics.flush()
             evaluated = evaluation.evaluate(session)
             values, state = session.run([training.values, training.state])

@@ -13,6 +13,7 @@ from distributed_setup import OF_SCHEMES, build, check
 
 from common import data, ending, tf
 from common.main import main
+from common.words import doing
 
 
 def train(task, settings):
@@ -78,6 +79,7 @@ def train(task, settings):
             supervisor.loop(1.0, evaluation.evaluate, (session,))
             written, losses = time.monotonic(), []
             while present < last and trained.seconds < seconds and not interruption.requested and not supervisor.should_stop():
+                doing("running a call")  # tells the launcher so, which ends a task that gets nothing done
                 one = session.run(training.one)
                 present = one.steps[-1, 1]
                 losses.append(one.loss)
@@ -93,6 +95,7 @@ def train(task, settings):
             if interruption.requested:
                 return 130
             interruption.training_ends()
+            doing("writing the result")
             evaluated = evaluation.evaluate(session)
             values, state = session.run([training.values, training.state])
     log.close()

@@ -16,7 +16,6 @@ number of workers. But N gradients are not one of each worker:
 Every worker writes down at which steps it gave its gradients, to `contributions/worker-N.json` in the folder of the run.
 """
 
-import json
 import sys
 import threading
 import time
@@ -29,6 +28,7 @@ import numpy as np
 from common import data, models, tf
 from common.flags import UserError, define_integer
 from common.main import main
+from common.run_dir import write_json
 from common.steps import Rounds
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
@@ -118,7 +118,7 @@ def train(task, settings):
         outcome = training.run_worker(plan, task, settings, server, interruption, open_session)
     path = Path(settings.run_dir, "contributions", f"worker-{index}.json")
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps([int(step) for step in steps[:-1]]))
+    write_json(path, [int(step) for step in steps[:-1]])
     if outcome.evaluated:
         model = models.build(settings.model, dataset)
         model.save(np.concatenate([w.ravel() for w in outcome.final]), [], Path(settings.run_dir, "model.keras"))

@@ -22,7 +22,7 @@ def _check_system():
         )
 
 
-def _private_caches():
+def private_caches():
     """Lets Keras and Matplotlib have a folder that is this process's, and goes with it, where the home is not writable. Keras
     would take /tmp/.keras, which anybody may have made before, with what they like in it.
 
@@ -30,7 +30,10 @@ def _private_caches():
     """
     home = os.path.expanduser("~")
     keras = os.path.join(home, ".keras")
-    if "KERAS_HOME" not in os.environ and not os.access(keras if os.path.isdir(keras) else home, os.W_OK):
+    is_writable = os.access(keras if os.path.isdir(keras) else home, os.W_OK)
+    if "KERAS_HOME" not in os.environ and is_writable and not os.access(home, os.W_OK):
+        os.environ["KERAS_HOME"] = keras  # Keras looks at the home alone
+    if "KERAS_HOME" not in os.environ and not is_writable:
         import tempfile
 
         os.environ["KERAS_HOME"] = tempfile.mkdtemp(prefix="keras-")
@@ -50,7 +53,7 @@ def _remove(folder, owner):
 
 
 _check_system()
-_private_caches()
+private_caches()
 
 
 @contextlib.contextmanager

@@ -39,10 +39,10 @@ def writing_into(folder):
             raise TrainingFailed(f"no checkpoint can be written: the folder {folder} is gone") from None
         if why is None:
             raise
-        raise TrainingFailed(
-            f"no checkpoint can be written into {folder}: {why}; those in it are whole, and --resume goes on from the "
-            "newest when that is mended"
-        ) from None
+        what = "start again"
+        if any(Path(folder).glob("*.index")):
+            what = "those in it are whole, and --resume goes on from the newest"
+        raise TrainingFailed(f"no checkpoint can be written into {folder}: {why}; {what} when that is mended") from None
 
 
 def checkpoints_in(folder):
@@ -53,13 +53,13 @@ def checkpoints_in(folder):
     listed = []
     with contextlib.suppress(ValueError, tf.errors.OpError):  # of an empty file, or one with other bytes
         state = tf.train.get_checkpoint_state(str(folder)) if folder else None
-        listed = list(state.all_model_checkpoint_paths) if state else []
+        listed = [path for path in state.all_model_checkpoint_paths if _is_ours(path, folder)] if state else []
     if listed:
-        return [path for path in listed if _is_ours(path, folder)]
-    # The file that lists them is damaged, or they were copied without it.
-    files = Path(folder).glob("*-*.index") if folder else []
-    steps = {int(step): str(file.with_suffix("")) for file in files if (step := file.stem.rpartition("-")[2]).isdigit()}
-    return [path for _, path in sorted(steps.items()) if _is_ours(path, folder)]
+        return listed
+    # The file that lists them is damaged, or names those of another folder, or they were copied without it.
+    files = [str(file.with_suffix("")) for file in Path(folder).glob("*-*.index")] if folder else []
+    found = [path for path in files if path.rpartition("-")[2].isdigit() and _is_ours(path, folder)]
+    return [path for _, path in sorted({int(path.rpartition("-")[2]): path for path in found}.items())]
 
 
 def _is_ours(path, folder):
@@ -98,6 +98,22 @@ def newest_good_checkpoint(folder):
     if problem:
         raise UserError(f"all checkpoints in {folder} are damaged, {Path(paths[0]).name}: {problem}; give another folder")
     return None
+
+
+def list_anew(folder):
+    """Lists in a folder what it really has, up to the newest good checkpoint, and returns that one's path, or None.
+
+    For a program that lets TensorFlow read the list: it would restore, and later remove, whatever a list from elsewhere names.
+
+    Raises:
+      UserError: if all are damaged.
+    """
+    newest, paths = newest_good_checkpoint(folder), checkpoints_in(folder)
+    if newest:
+        _list(folder, [os.path.basename(path) for path in paths[: paths.index(newest) + 1]])
+    else:
+        Path(folder, "checkpoint").unlink(missing_ok=True)
+    return newest
 
 
 def _damage(path):

@@ -1,11 +1,13 @@
 """How a process ended, in one line: what it printed last, by which signal, whether memory ran out."""
 
 import contextlib
+import math
 import re
 import signal
 from pathlib import Path
 
 NOTHING = "it printed nothing"
+RAN_OUT = "ran out of memory and was killed by the kernel"
 # Begins what C++ code of tensorflow reports that is no error, as that there is no GPU,
 _REPORT = re.compile(r"[IW]\d{4} |E\d{4} .* failed call to cuInit")
 _FATAL = re.compile(r"F\d{4} ")  # and what it ends a process with
@@ -37,8 +39,11 @@ def of_memory(text):
     return None
 
 
-def killed_by(number):
-    """Returns that a signal, of this number, killed a process."""
+def killed_by(number, oom_kills=math.inf):
+    """Returns that a signal, of this number, killed a process; and that it was for want of memory, if the kernel has killed
+    more than `oom_kills` processes for that by now, which is what `count_oom_kills` returned before."""
+    if number == signal.SIGKILL and count_oom_kills() > oom_kills:
+        return RAN_OUT
     try:
         return f"was killed by {signal.Signals(number).name}"
     except ValueError:  # one without a name

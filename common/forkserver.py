@@ -22,7 +22,7 @@ import threading
 import time
 from multiprocessing.connection import Connection, Pipe, wait
 
-from common import isolation, words
+from common import isolation, private_caches, words
 
 BEAT_SECONDS = 0.5  # from one sign of life, of a task or of the process that starts them, to the next
 START_SECONDS = 120  # for that process to begin, before it imports anything
@@ -159,6 +159,7 @@ def _serve(connection, pipe, terminal, is_isolated, preloads, launcher):
     if is_isolated and not problem:
         isolation.enter_own_network()
         isolation.give_up_power()
+        private_caches()  # root may have had the power to write into a home that is another user's
     isolation.give_up_new_privileges()
     isolation.adopt_orphans()
     reserved = contextlib.ExitStack()

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from common import progress, words
-from common.deaths import NOTHING, killed_by, last_error, of_memory
+from common.deaths import NOTHING, count_oom_kills, killed_by, last_error, of_memory
 from common.flags import KNOWN, UserError
 
 CHECK_SECONDS = 5  # after which the user is told that the input is being looked at
@@ -41,6 +41,7 @@ def check_input(script, arguments, settings, shared=None):
         stack.callback(os.close, heard)
         errors = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
         found = Path(stack.enter_context(tempfile.TemporaryDirectory()), "data.json")
+        oom_kills = count_oom_kills()
         checking = subprocess.Popen(
             [sys.executable, str(script), *arguments, "--check"],
             stderr=errors,
@@ -69,7 +70,7 @@ def check_input(script, arguments, settings, shared=None):
         if what == words.CHECKED and checking.returncode == 0:
             return seconds, json.loads(found.read_text()) if found.exists() else None
         errors.seek(0)
-        raise UserError(_why_check_failed(what, checking.returncode, errors.read(), script.name, settings))
+        raise UserError(_why_check_failed(what, checking.returncode, errors.read(), script.name, settings, oom_kills))
 
 
 def _kill_session(process):
@@ -113,14 +114,17 @@ def _watch_check(heard, settings):
                 what, began = words.read_progress(text).what, time.monotonic()
 
 
-def _why_check_failed(what, status, text, script_name, settings):
-    """One line on how the process ended that looked at data and model, doing `what`, with `text` on its standard error."""
+def _why_check_failed(what, status, text, script_name, settings, oom_kills):
+    """One line on how the process ended that looked at data and model, doing `what`, with `text` on its standard error.
+
+    `oom_kills` is what `count_oom_kills` returned when it began.
+    """
     said = last_error(text, script_name)
     if status == 2 and f"{script_name}: " in text:
         return said
     flag = _flag_of(what, settings) or "the check of data and model"
     if (how := of_memory(text)) or status < 0:
-        return f"{flag}: {how or killed_by(-status)} while {what}"
+        return f"{flag}: {how or killed_by(-status, oom_kills)} while {what}"
     if status == 130:  # no Ctrl-C reaches it
         return f"{flag}: it raised KeyboardInterrupt"
     if status == 0 or said == NOTHING:

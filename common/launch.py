@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from common import devices, isolation, progress, signals, words
-from common.deaths import count_oom_kills, killed_by, last_error, of_memory
+from common.deaths import RAN_OUT, count_oom_kills, killed_by, last_error, of_memory
 from common.flags import TrainingFailed, UserError
 from common.forkserver import EARLY, ForkServer
 from common.forkserver import reserved_port as reserved_port  # for those that start tasks themselves
 from common.input_check import check_input
-from common.run_dir import prepare_run_dir, write_json
+from common.run_dir import has_checkpoint, prepare_run_dir, write_json
 
 STOP_SECONDS = 60  # to save a checkpoint and leave, before a task is killed
 PS_SECONDS = 10  # for a ps to see that all workers are done
@@ -227,7 +227,7 @@ class Task:
         if self.why_killed:
             return f"{self.why_killed} and was killed"
         if self.ran_out:
-            return "ran out of memory and was killed by the kernel"
+            return RAN_OUT
         if self.status == EARLY:
             return "ended with exit status 0 before its work was done"
         status = self.status or 0
@@ -318,13 +318,18 @@ class Run:
                 continue
             name, status = event
             if name is None:
-                raise TrainingFailed(f"{STARTER} {self._how_server_ended()}; --resume goes on (log: {self._server.log})")
+                how = self._how_server_ended()
+                raise TrainingFailed(f"{STARTER} {how}{self._what_to_do()} (log: {self._server.log})")
             task = self._tasks[name]
             task.status = status
             if status in (-signal.SIGKILL, 128 + signal.SIGKILL):
                 before, self._oom_kills = self._oom_kills, count_oom_kills()
                 task.ran_out = self._oom_kills > before
             return task
+
+    def _what_to_do(self):
+        """Says at the end of a line that `--resume` goes on, unless it would find nothing."""
+        return "; --resume goes on" if has_checkpoint(self._chief.run_dir) else ""
 
     def _starting(self):
         return [task for task in self._tasks.values() if task.starts_at is not None]
@@ -334,7 +339,7 @@ class Run:
         with contextlib.suppress(OSError):
             printed = Path(self._server.log).read_text(errors="replace")
         if status < 0:
-            return killed_by(-status)
+            return killed_by(-status, self._oom_kills)
         return of_memory(printed) or f"failed ({status}): {last_error(printed, '')}"
 
     def _look(self, last_look):
@@ -353,7 +358,7 @@ class Run:
         patience = max(SERVER_SECS, hang_secs or 60) * (10 if self._server.is_importing else 1)
         if now - self._server.heard > patience:
             self._server.kill()
-            raise TrainingFailed(f"{STARTER} gave no sign of life for {patience:g} s and was killed; --resume goes on")
+            raise TrainingFailed(f"{STARTER} gave no sign of life for {patience:g} s and was killed{self._what_to_do()}")
         if not hang_secs:
             return
         for task in tasks:
@@ -376,7 +381,7 @@ class Run:
         workers = [task for task in self._workers if task.is_running and task not in self._evaluators]
         if workers and all(task in stalled and task.progress.waits for task in workers):
             each = ", ".join(f"{task.name} for {now - task.progressed:.0f} s{_while(task.progress)}" for task in workers[:4])
-            raise TrainingFailed(f"no worker makes progress: {each}{', ...' if workers[4:] else ''}; --resume goes on")
+            raise TrainingFailed(f"no worker makes progress: {each}{', ...' if workers[4:] else ''}{self._what_to_do()}")
 
     def _limit(self, progress):
         """Seconds after which a task that is still doing this is taken for hanging."""

@@ -27,7 +27,8 @@ def main(scheme=None, train=None, pace="own", without=(), check=None, evaluate=N
 
     Args:
       scheme: generator function, see `common.steps`.
-      train: instead, for a script with a main loop of its own: a function `train(task, settings)` as in `common.training`.
+      train: instead, for a script with a main loop of its own: a function `train(task, settings)` as in `common.training`. The
+        loop says `words.doing(...)` at each call, or the launcher takes it for hanging.
       pace: "own" if each worker goes at its own; "together" if workers wait for each other at the ps, as with `center.together`
         and `center.pace`; "ring" if they do among themselves, with `center.ring`: then all are started again when one has died.
       check: function of the flags, a namespace, that raises a `UserError` if they do not go together.
@@ -58,7 +59,8 @@ def main(scheme=None, train=None, pace="own", without=(), check=None, evaluate=N
         if why is None:
             raise
         where = getattr(error, "filename", None) or "the folder of the run"
-        sys.exit(_say(failed, f"{script.name}: {where} cannot be written: {why}; --resume goes on when that is mended"))
+        what = "mend that, and go on with --resume, if there is a checkpoint"
+        sys.exit(_say(failed, f"{script.name}: {where} cannot be written: {why}; {what}"))
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -223,8 +225,10 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
         return evaluate(task, settings)
 
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.heeded())  # see training.Interruption
-    from common import training  # and with it tensorflow
+    from common import checkpoints, training  # and with it tensorflow
 
+    if train and index == 0:
+        checkpoints.list_anew(Path(settings.run_dir, "checkpoints"))
     train = train or functools.partial(training.train, scheme)
     if launcher:
         return train(task, settings)

@@ -522,5 +522,9 @@ class Model:
         for variable, value in zip(self.keras_model.non_trainable_variables, state, strict=True):
             variable.assign(value)
         unfinished = f"{path}.unfinished.keras"
-        self.keras_model.save(unfinished)
-        os.replace(unfinished, path)
+        try:
+            self.keras_model.save(unfinished)
+            os.replace(unfinished, path)
+        finally:  # on a full disk it would take the room of the next checkpoint
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(unfinished)

@@ -20,7 +20,7 @@ from common import progress
 from common.flags import UserError
 
 # What a run writes into its folder; the names of files that are not complete yet begin with the names of those that are.
-FOLDERS = ("checkpoints", "logs", "metrics", "tensorboard", "best")
+FOLDERS = ("checkpoints", "logs", "metrics", "tensorboard", "best", "contributions")
 FILES = ("lock", "result.json", "curve.", "model.", "data.json", "evaluator-says-stop", "training-has-ended")
 WRITTEN_INTO = (".log", ".jsonl", ".position")  # what such files are called; others are replaced
 
@@ -60,10 +60,9 @@ def prepare_run_dir(settings, task=None):
     is_chief = task is None or task.is_master()
 
     def check():
-        has_checkpoint = any((run_dir / "checkpoints").glob("*.index"))
-        if settings.resume and not has_checkpoint and is_chief:
+        if settings.resume and not has_checkpoint(run_dir) and is_chief:
             raise UserError(f"--resume: there is no checkpoint in {run_dir / 'checkpoints'}")
-        if has_checkpoint and not settings.resume and is_chief:
+        if has_checkpoint(run_dir) and not settings.resume and is_chief:
             raise UserError(f"--run_dir={run_dir} holds a run already: --resume goes on with it, another folder starts anew")
 
     held = lock_folder(run_dir, "--run_dir", FOLDERS[:3], None if task is None else task_name(task), check)
@@ -71,6 +70,12 @@ def prepare_run_dir(settings, task=None):
         for path in (run_dir / "metrics").glob("*.position"):  # of a run that has left no checkpoint
             path.unlink()
     return str(run_dir.resolve()), held
+
+
+def has_checkpoint(run_dir):
+    """Whether there is a checkpoint in the folder of a run, good or not, so that `--resume` has something to look at."""
+    files = Path(run_dir, "checkpoints").glob("*.index")
+    return any(re.fullmatch(r"[\w.-]+-\d+", path.stem, re.ASCII) for path in files)
 
 
 def task_name(task):

@@ -195,20 +195,32 @@ class StreamedBatches:
       batch_size: samples per batch.
       seed: of the order.
       start: how many samples the worker has drawn before.
+
+    Raises:
+      UserError: if memory cannot hold a batch.
     """
 
     def __init__(self, stream, index, batch_size, seed, start=0):
         self.batch_size, self.init_feed_dict = batch_size, {}
         self.num_samples = stream.shares[index].count or ENDLESS
         self._stream = stream
+        self._check_batch(1)
         batches = stream.training_batches(index, batch_size, seed, start)
         # The first now, as it takes longer than others, which would let the other workers begin alone
         self._batches = itertools.chain([next(batches)], batches)
         self._of_state = stream.training_batches(index, batch_size, seed)
         self._kept: list[Any] = []
 
+    def _check_batch(self, window):
+        data.check_batch(self._stream.first.x_train, self._stream.first.y_train, self.batch_size, window)
+
     def next(self, window):
-        """Returns what `samples` takes for the next batches, `[window]`."""
+        """Returns what `samples` takes for the next batches, `[window]`.
+
+        Raises:
+          UserError: if they are too many for memory.
+        """
+        self._check_batch(window)
         return tf.fill([window], tf.constant(-1, tf.int64))
 
     def batch(self, k):

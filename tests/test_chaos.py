@@ -17,6 +17,45 @@ def test_what_a_round_objects_to(tmp_path):
     assert next(chaos.Round(1, 0, tmp_path / "run").problems(1)) == "exit status 1: the last line"
 
 
+def begins(time, what, step):
+    """When the chief said with which parameters it begins."""
+    return time, {"parameters": what, "global_step": step}
+
+
+# A run that trains from second 10 on, a hundred steps a second; a line of metrics every half second.
+TRAINED = [(10 + i / 2, 50 * i) for i in range(21)]
+NEW = begins(10.0, "new", 0)
+
+
+@pytest.mark.parametrize(
+    "signals, then, losses, problem",
+    [
+        ([20.0], begins(22.0, "restored from model.ckpt-900", 900), [1.0], ""),
+        (
+            [20.0],
+            begins(22.0, "restored from model.ckpt-700", 700),
+            [3.0],
+            "3.0 s were lost when parameters were restored from",
+        ),
+        ([20.0], begins(22.0, "restored from model.ckpt-1000", 1000), [0.0], ""),
+        (
+            [],
+            begins(22.0, "restored from model.ckpt-900", 900),
+            [],
+            "parameters were restored from model.ckpt-900, though no ps",
+        ),
+        ([], begins(22.0, "found on the ps", 1000), [], ""),
+        ([], begins(22.0, "found on the ps", 500), [], "the parameters found on the ps are of step 500, after one of 1000"),
+    ],
+)
+def test_how_much_was_lost(tmp_path, signals, then, losses, problem):
+    one = chaos.Round(1, 0, tmp_path / "run")
+    one._ends_of_parameters = signals
+    found = list(one._losses(TRAINED, [NEW, then]))
+    assert one.losses == pytest.approx(losses, abs=0.01)
+    assert len(found) == bool(problem) and all(line.startswith(problem) for line in found)
+
+
 @pytest.mark.parametrize("number", range(0, 6, 2))
 def test_run_comes_through(run_dir, number):
     one = chaos.Round(1, number, run_dir).run()

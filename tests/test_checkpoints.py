@@ -1,5 +1,9 @@
 """Who saves when, what is in a checkpoint, and when a chief goes on with the parameters that it finds."""
 
+import errno
+import os
+import queue
+import re
 import shutil
 import threading
 import time
@@ -291,6 +295,21 @@ def test_an_old_checkpoint_is_worth_one_line(chief, capsys, monkeypatch):
     assert line == "no checkpoint has been saved for 3100 s, with --checkpoint_secs=1000"
 
 
+def test_a_worker_that_may_not_save_looks_how_old_the_newest_is(chief, tmp_path, monkeypatch):
+    """It is on another machine, and the chief is away: what it does there, its thread does."""
+    opened = chief.begin()
+    other = Worker(chief.place, tmp_path / "elsewhere", 1, every_secs=1)
+    opened = chief.begin()
+    opened.run(chief.keeper._note_saved, {chief.keeper._time: time.time() - 3100})
+    said: queue.Queue = queue.Queue()
+    monkeypatch.setattr(checkpoints, "say", said.put)
+    joined = other.join()
+    other.keeper.after_create_session(joined, None)
+    line = said.get(timeout=SECONDS)
+    other.keeper.end(joined)
+    assert re.fullmatch(r"no checkpoint has been saved for \d+ s, with --checkpoint_secs=1", line) and saved(other.folder) == {}
+
+
 def test_training_ends_when_checkpoints_cannot_be_written(servers, tmp_path):
     chief = Worker(servers(1), tmp_path / "checkpoints", every_secs=0.05)
     opened = chief.begin()
@@ -305,6 +324,17 @@ def test_training_ends_when_checkpoints_cannot_be_written(servers, tmp_path):
         chief.keeper.after_run(None, None)
 
 
+def test_a_full_disk_without_a_checkpoint(tmp_path):
+    """There is nothing to go on from."""
+    for what in "start again", "those in it are whole, and --resume goes on from the newest":
+        with pytest.raises(TrainingFailed) as info, checkpoints.writing_into(str(tmp_path)):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        assert str(info.value) == (
+            f"no checkpoint can be written into {tmp_path}: No space left on device; {what} when that is mended"
+        )
+        (tmp_path / "model.ckpt-0.index").touch()
+
+
 @pytest.mark.parametrize(
     "name", ["model.ckpt-*", "../other/model.ckpt-3", "/tmp/model.ckpt-3", "model.ckpt-[3]", "link-3", "folder-3"]
 )
@@ -317,7 +347,6 @@ def test_only_files_of_the_folder_itself_are_checkpoints(tmp_path, name):
         (where / "model.ckpt-3.data-00000-of-00001").touch()
     (folder / "link-3.index").symlink_to(tmp_path / "other" / "model.ckpt-3.index")
     (folder / "folder-3.index").mkdir()
-    (folder / "checkpoint").write_text(
-        f'model_checkpoint_path: "{name}"\nall_model_checkpoint_paths: "{name}"\nall_model_checkpoint_paths: "model.ckpt-3"\n'
-    )
-    assert checkpoints_in(str(folder)) == [str(folder / "model.ckpt-3")]
+    for others in "", 'all_model_checkpoint_paths: "model.ckpt-3"\n':  # if the list names none of its own, the files count
+        (folder / "checkpoint").write_text(f'model_checkpoint_path: "{name}"\nall_model_checkpoint_paths: "{name}"\n{others}')
+        assert checkpoints_in(str(folder)) == [str(folder / "model.ckpt-3")]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from runs import ROOT, SECONDS, finish, processes, read_until, result_of, start
 
-from common import cluster, data, models, tf
+from common import cluster, data, models, tf, words
 from common.batches import Batches
 from common.center import GlobalParameters
 from common.checkpoints import Keeper
@@ -148,6 +148,26 @@ def test_training_that_has_ended_before_the_evaluator_begins(script, tmp_path, p
     assert list(script.new_checkpoints(str(tmp_path), lambda: True)) == []
     path = announce(tmp_path, 10)
     assert list(script.new_checkpoints(str(tmp_path), lambda: True)) == [path]
+
+
+def test_what_the_list_names_elsewhere_is_not_evaluated(script, tmp_path, pass_time):
+    """As that of a folder from somebody else, which the chief has not written yet."""
+    theirs, own = announce(tmp_path / "theirs", 5), tmp_path / "own"
+    own.mkdir()
+    tf.train.update_checkpoint_state(str(own), theirs, [theirs])
+    ended: list[bool] = []
+    pass_time(list, lambda: announce(own, 10), list, lambda: ended.append(True), list, list)
+    assert list(script.new_checkpoints(str(own), lambda: bool(ended))) == [str(own / "model.ckpt-10")]
+
+
+def test_evaluating_is_no_wait(script, tmp_path, pass_time):
+    """The launcher leaves a task alone that waits, but not one that evaluates and never comes to an end."""
+    announce(tmp_path, 10)
+    pass_time(list, list)
+    before, seen = words._progress[1:3], []
+    for _ in script.new_checkpoints(str(tmp_path), lambda: True):
+        seen.append(words._progress[1:3])
+    assert seen == [("evaluating a checkpoint", False)] and words._progress[1:3] == before
 
 
 @pytest.fixture

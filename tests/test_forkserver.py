@@ -19,7 +19,7 @@ import pytest
 from conftest import CHECKOUT
 from runs import SECONDS, processes, wait_until_gone
 
-from common import launch, words
+from common import deaths, launch, words
 from common.flags import TrainingFailed, UserError
 from common.forkserver import ForkServer
 
@@ -454,17 +454,20 @@ def test_killed_task_is_restarted(run, folder):
     assert lives(folder, "worker 0") == 1
 
 
-def test_kill_for_want_of_memory_is_said(run, monkeypatch):
-    """It is one if the system's count of such kills has grown."""
+@pytest.mark.parametrize(
+    "dies, how", [("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL"), ("os._exit(137)", "failed (137)")]
+)
+def test_kill_for_want_of_memory_is_said(run, monkeypatch, dies, how):
+    """It is one if the system's count of such kills has grown: of the task, or of what it has started and waited for."""
     counts = iter([7, 8, 8])
     monkeypatch.setattr(launch, "count_oom_kills", lambda: next(counts))
-    dies = "life > 1 or os.kill(os.getpid(), signal.SIGKILL); tell('pipe')"
+    dies = f"life > 1 or {dies}; tell('pipe')"
     result = run({"worker 0": "hear('pipe')", "worker 1": dies})
     assert (result.status, result.lines) == (
         0,
         [
             "worker 1 ran out of memory and was killed by the kernel; restart 1 of 3",
-            "worker 1 was killed by SIGKILL; restart 2 of 3 in 1 s",
+            f"worker 1 {how}; restart 2 of 3 in 1 s",
         ],
     )
 
@@ -576,6 +579,13 @@ class Looking:
         assert {number for _, number in self.killed} <= {signal.SIGKILL}
         return [name for name, _ in self.killed]
 
+    def save(self, folder):
+        """Lets the run have a checkpoint, in this folder."""
+        (folder / "checkpoints").mkdir()
+        (folder / "checkpoints" / "model.ckpt-7.index").touch()
+        for task in self.tasks:
+            task.run_dir = str(folder)
+
     def why(self, name):
         return next(task.why_killed for task in self.tasks if task.name == name)
 
@@ -672,25 +682,28 @@ def test_who_waits_is_not_killed_as_long_as_one_goes_on(looking):
         assert looking.look(float(at + 1)) == []
 
 
-def test_all_wait_for_each_other(looking):
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_all_wait_for_each_other(looking, tmp_path, is_saved):
     for name in "worker 0", "worker 1", "worker 2":
         looking.doing(name, 0.0, "running a call", waits=True, number=9, longest=0.1)
     looking.doing("worker 2", 30.0, "waiting until all workers have ended", waits=True, number=10)
     for second in range(31, 631):
         assert looking.look(float(second)) == []
+    if is_saved:
+        looking.save(tmp_path)
     with pytest.raises(TrainingFailed) as info:
         looking.look(631.0)
     assert str(info.value) == (
         "no worker makes progress: worker 0 for 631 s while running a call, worker 1 for 631 s while running a call, "
-        "worker 2 for 601 s while waiting until all workers have ended; --resume goes on"
+        f"worker 2 for 601 s while waiting until all workers have ended{'; --resume goes on' if is_saved else ''}"
     )
 
 
 def test_an_evaluator_that_waits_holds_up_no_verdict(monkeypatch):
     looking = Looking(monkeypatch, workers=2, num_evaluators=1)
     looking.doing("worker 0", 0.0, "running a call", waits=True, longest=0.1)
-    looking.doing("worker 1", 0.0, "waiting for checkpoints and evaluating them", waits=True)
-    with pytest.raises(TrainingFailed, match="^no worker makes progress: worker 0 for 61 s while running a call; --resume"):
+    looking.doing("worker 1", 0.0, "waiting for a checkpoint", waits=True)
+    with pytest.raises(TrainingFailed, match="^no worker makes progress: worker 0 for 61 s while running a call$"):
         looking.look(61.0)
 
 
@@ -731,7 +744,7 @@ def test_server_that_is_stopped(looking):
     looking.server.is_importing = False
     with pytest.raises(TrainingFailed) as info:
         looking.look(601.0)
-    words = "the process that starts the tasks gave no sign of life for 60 s and was killed; --resume goes on"
+    words = "the process that starts the tasks gave no sign of life for 60 s and was killed"
     assert (str(info.value), looking.killed) == (words, [("the server", signal.SIGKILL)])
 
 
@@ -788,6 +801,22 @@ def test_restarts_count_for_an_hour(looking, monkeypatch):
     with pytest.raises(TrainingFailed, match="^worker 1 was killed by SIGKILL after 3 restarts"):
         dies(4602.0)
     assert task.restarts == 5
+
+
+def test_a_task_is_started_again_when_its_pause_is_over(looking, monkeypatch):
+    """Not before, and the ends of others are heard meanwhile."""
+    task, started = looking.tasks[1], list[str]()
+    looking.server.start = lambda name, *_: started.append(name)
+    task.command, task.status, task.starts_at = ["python", "scheme.py"], 1, 107.0
+    looking.now = looking.run._looked = 100.0
+    looking.run._events.put(("worker 0", 0))
+    assert looking.run._next_end(100.0) is looking.tasks[0] and started == []
+    looking.now = 106.9
+    looking.run._looked = 106.9
+    assert looking.run._next_end(106.9) is None and started == []
+    looking.now = 107.0
+    assert looking.run._next_end(107.0) is None and started == ["worker 1"]
+    assert task.is_running and task.starts_at is None
 
 
 LEAVE_CHILDREN = """
@@ -909,11 +938,26 @@ def test_without_lockstep_the_others_live_on(run, folder):
     assert [lives(folder, name) for name in programs] == [1, 2]
 
 
-def test_fork_server_that_is_killed_ends_the_run(run, folder):
+def test_fork_server_that_is_killed_for_want_of_memory(run, folder, monkeypatch):
+    monkeypatch.setattr(launch, "count_oom_kills", lambda: 7)
+    monkeypatch.setattr(deaths, "count_oom_kills", lambda: 8)
+    result = run({"worker 0": "os.kill(os.getppid(), signal.SIGKILL); signal.pause()"})
+    words = "the process that starts the tasks ran out of memory and was killed by the kernel (log: "
+    assert failure(result).startswith(words)
+    assert wait_until_gone(processes(folder)) == []
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_fork_server_that_is_killed_ends_the_run(run, folder, is_saved):
+    """There is something to go on with, or not."""
+    if is_saved:
+        (folder / "checkpoints").mkdir()
+        (folder / "checkpoints" / "model.ckpt-7.index").touch()
     killing = "hear('pipe'); os.kill(os.getppid(), signal.SIGKILL); signal.pause()"
     result = run({"worker 0": "tell('pipe'); signal.pause()", "worker 1": killing})
     log = folder / "logs" / "fork-server.log"
-    assert failure(result) == f"the process that starts the tasks was killed by SIGKILL; --resume goes on (log: {log})"
+    what = "; --resume goes on" if is_saved else ""
+    assert failure(result) == f"the process that starts the tasks was killed by SIGKILL{what} (log: {log})"
     assert wait_until_gone(processes(folder)) == []
 
 

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -175,6 +176,52 @@ def test_caches_are_private_where_the_home_is_not_writable(of_all):
     assert re.fullmatch(rf"{of_all}/tmp/keras-\w{{8}}", folder)
     assert list((of_all / "tmp").iterdir()) == []
     assert os.path.exists("/tmp/.keras") == before
+
+
+AS_ORDINARY_USER = """
+import os, sys
+from common import isolation
+os.environ.pop("KERAS_HOME", None)
+isolation.enter_own_network()
+isolation.give_up_power()  # or root could write anywhere
+os.execv(sys.executable, [sys.executable, "-c", sys.argv[1]])
+"""
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_keras_folder_in_a_home_that_is_not_writable(of_all, is_there):
+    """It is used if it is there: Keras itself would look at the home alone, and take /tmp/.keras."""
+    for name in ("tmp", "home", "home/.keras") if is_there else ("tmp", "home"):
+        (of_all / name).mkdir()
+    (of_all / "home").chmod(0o500)
+    environ = {name: value for name, value in os.environ.items() if name not in ("KERAS_HOME", "MPLCONFIGDIR")}
+    environ |= {"HOME": str(of_all / "home"), "TMPDIR": str(of_all / "tmp"), "XDG_CACHE_HOME": str(of_all / "tmp")}
+    command = [sys.executable, "-c", AS_ORDINARY_USER, CACHES]
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=SECONDS)
+    (of_all / "home").chmod(0o700)
+    assert ended.returncode == 0, ended.stderr
+    keras = ended.stdout.split()[0]
+    assert keras == f"{of_all}/home/.keras" if is_there else keras.startswith(f"{of_all}/tmp/keras-")
+
+
+START_WITH_HOME = START_POWER.replace("power.py", "caches.py")
+
+
+def test_tasks_have_private_caches_where_only_power_makes_the_home_writable(of_all):
+    """Root may write into another user's home, but not its tasks, which have no such power."""
+    for name in "tmp", "home":
+        (of_all / name).mkdir()
+    (of_all / "home").chmod(0o500)
+    (of_all / "caches.py").write_text(
+        'import os, stat\nfolder = os.environ["KERAS_HOME"]\nprint(folder, os.stat(folder).st_mode)'
+    )
+    environ = {name: value for name, value in os.environ.items() if name not in ("KERAS_HOME", "MPLCONFIGDIR")}
+    environ |= {"HOME": str(of_all / "home"), "TMPDIR": str(of_all / "tmp")}
+    subprocess.run([sys.executable, "-c", START_WITH_HOME, str(of_all), "True"], env=environ, check=True, timeout=SECONDS)
+    (of_all / "home").chmod(0o700)
+    folder, mode = (of_all / "log").read_text().split()
+    assert folder.startswith(f"{of_all}/tmp/keras-") and stat.S_IMODE(int(mode)) == 0o700
+    assert list((of_all / "tmp").iterdir()) == []
 
 
 @pytest.fixture

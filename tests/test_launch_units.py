@@ -248,6 +248,16 @@ def test_check_that_fails(check, code, words):
     assert check(code)[0] == words
 
 
+def test_check_that_the_kernel_kills_for_want_of_memory(check, monkeypatch):
+    """As a container with too little memory does, when the data are larger than that."""
+    monkeypatch.setattr(input_check, "count_oom_kills", lambda: 7)
+    for count, how in (7, "was killed by SIGKILL"), (8, "ran out of memory and was killed by the kernel"):
+        monkeypatch.setattr(deaths, "count_oom_kills", lambda count=count: count)
+        words = f"--data=d.py:f: {how} while loading the data"
+        assert check(f"{LOADS}os.kill(os.getpid(), 9)")[0] == words
+        assert check(f"{LOADS}os.kill(os.getpid(), 11)")[0] == "--data=d.py:f: was killed by SIGSEGV while loading the data"
+
+
 def test_check_that_hangs_is_said_and_ended_with_its_children(check, tmp_path, monkeypatch):
     monkeypatch.setattr(input_check, "CHECK_SECONDS", 0.1)
     hangs = f"pid = os.fork()\nif pid: open({str(tmp_path / 'pid')!r}, 'w').write(str(pid))\n{LOADS}signal.pause()"

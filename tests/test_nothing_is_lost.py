@@ -5,11 +5,12 @@ import os
 import re
 import shutil
 import signal
+import time
 
 import pytest
 from runs import ROOT, finish, is_training, processes, read_until, result_of, run, start
 
-from common import tf
+from common import launch, tf
 from common.checkpoints import checkpoints_in
 
 pytestmark = pytest.mark.cluster
@@ -52,6 +53,23 @@ def test_a_chief_that_comes_back_goes_on_with_what_the_others_have_trained(run_d
     assert result["global_steps"] >= reached and result["samples"] == 32 * result["global_steps"]
     assert newest_step(run_dir) == result["global_steps"]
     assert result["test_accuracy"] >= 0.95
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_worker_that_comes_back_after_the_last_second_trains_no_more(run_dir, index):
+    """The chief, or another: it is stopped until the others have ended and wait for it, and then killed."""
+    problem = ["--data=linear", "--model=linear"]  # whose graph is soon prepared
+    process = start(run_dir, "--launch", "--epochs=1e6", "--seconds=10", "--hang_secs=200", *problem, *BACKUP)
+    metrics = run_dir / "metrics" / f"worker-{index}.jsonl"
+    read_until(process, lambda line: is_training(line) and '"samples"' in metrics.read_text())
+    kill(run_dir, "worker", index, signal.SIGSTOP)
+    read_until(process, lambda line: re.match(rf"worker {1 - index} has waited .*for worker {index}\b", line))
+    kill(run_dir, "worker", index)
+    finish(process)
+    result = result_of(run_dir)
+    assert [samples == 0 for samples in result["samples_per_worker"]] == [i == index for i in range(3)]
+    assert result["restarts"] == 1 and result["samples"] == 32 * result["global_steps"]
+    assert newest_step(run_dir) == result["global_steps"]
 
 
 def test_others_save_while_the_chief_is_away(run_dir):
@@ -97,10 +115,11 @@ def test_seconds_and_epochs_are_those_of_all_runs(run_dir):
     output = run(run_dir, "--num_workers=1", "--epochs=1000", f"--seconds={seconds}", "--resume")
     assert "nothing was left to do" in output
     assert result_of(run_dir)["global_steps"] == after["global_steps"]
+    assert "nothing was left to do" in run(run_dir, "--num_workers=1", "--steps=400", "--resume")
+    assert result_of(run_dir)["global_steps"] == after["global_steps"]
 
 
-@pytest.mark.cluster
-@pytest.mark.parametrize(
+OWN_LOOPS = pytest.mark.parametrize(
     ("script", "launched"),
     [
         ("Distributed-Setup/distributed_setup.py", True),
@@ -109,6 +128,9 @@ def test_seconds_and_epochs_are_those_of_all_runs(run_dir):
         ("Multiple-GPUs-Single-Machine/mirrored_strategy.py", False),
     ],
 )
+
+
+@OWN_LOOPS
 def test_scripts_with_a_main_loop_of_their_own_count_all_runs(run_dir, script, launched):
     """Samples, epochs and seconds, with batches of another size in the second run."""
 
@@ -125,3 +147,59 @@ def test_scripts_with_a_main_loop_of_their_own_count_all_runs(run_dir, script, l
     assert after["samples"] == pytest.approx(8000, abs=20 * devices)
     again = train("--epochs=100000", "--seconds=0.01", "--batch_size=20", "--resume")
     assert again["samples"] == after["samples"]
+
+
+@OWN_LOOPS
+def test_a_list_of_checkpoints_from_elsewhere_harms_nothing(run_dir, tmp_path, script, launched):
+    """What it names elsewhere is neither read nor removed: these scripts let TensorFlow itself keep the list."""
+
+    def train(*flags):
+        how = ["--launch"] if launched else []
+        finish(start(run_dir, *how, "--data=linear", "--model=linear", *flags, script=ROOT / script))
+        return result_of(run_dir)["global_steps"]
+
+    assert train("--steps=20") == 20
+    (tmp_path / "other").mkdir()
+    kinds = "index", "data-00000-of-00001"
+    theirs = [tmp_path / "other" / f"model.ckpt-{step}.{kind}" for step in range(6) for kind in kinds]
+    for path in theirs:
+        path.write_text("precious")
+    names = [str(tmp_path / "other" / name) for name in ("*", "model.ckpt-5")]
+    listed = "".join(f'all_model_checkpoint_paths: "{name}"\n' for name in names)
+    (run_dir / "checkpoints" / "checkpoint").write_text(f'model_checkpoint_path: "{names[-1]}"\n{listed}')
+    assert train("--steps=40", "--resume") == 40
+    assert [path.read_text() for path in theirs] == ["precious"] * 12
+    lines = [json.loads(line) for line in (run_dir / "metrics" / "worker-0.jsonl").read_text().splitlines()]
+    steps = [line["global_step"] for line in lines]
+    assert steps == sorted(steps)  # it went on from its own checkpoint
+
+
+@pytest.mark.parametrize("script", ["distributed_setup", "distributed_setup_supervisor", "hogwild"])
+def test_each_call_of_a_main_loop_is_told(run_dir, parse, monkeypatch, script):
+    """To the launcher, which takes a worker for hanging that does the same for longer than ten times --hang_secs."""
+    told = {}
+
+    class Task(launch.Task):
+        def hear(self, text):
+            more = super().hear(text)
+            if self.job == "worker" and self.progress:
+                told[self.progress.what] = self.progress.number
+            return more
+
+    monkeypatch.setattr(launch, "Task", Task)
+    flags = ["--data=linear", "--model=linear", "--steps=2000", "--num_workers=1", "--rounds_per_call=1"]
+    flags = flags if script == "hogwild" else flags[:-1]
+    settings = parse(*flags, f"--run_dir={run_dir}", epochs=1, batch_size=32, learning_rate=0.1)
+    settings = settings.but(scheme="scheme", num_evaluators=0, pace="own", began=time.time())
+    (path,) = ROOT.glob(f"*/{script}.py")
+    assert launch.launch(path, flags, settings) == 0
+    assert told["writing the result"] - told["starting"] > 2000 and told["running a call"] > told["starting"]
+
+
+def test_a_damaged_checkpoint_of_a_main_loop_of_ones_own_is_one_line(run_dir):
+    script, flags = ROOT / "Non-Distributed-Setup" / "non_distributed_setup.py", ["--data=linear", "--model=linear"]
+    finish(start(run_dir, *flags, "--steps=10", script=script))
+    (path,) = (run_dir / "checkpoints").glob("*.data-*")
+    os.truncate(path, path.stat().st_size // 2)
+    output = finish(start(run_dir, *flags, "--steps=20", "--resume", script=script), status=2)
+    assert output.splitlines()[-1].startswith(f"{script.name}: all checkpoints in {run_dir}/checkpoints are damaged, ckpt-1: ")

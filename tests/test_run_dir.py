@@ -139,6 +139,15 @@ def test_resume_without_a_checkpoint(prepare, user_error, tmp_path, task):
     assert not (tmp_path / "nothing").exists()
 
 
+@pytest.mark.parametrize("name", ["model.ckpt.index", "model.ckpt-.index", "a b-100.index", "model.ckpt-*.index", "notes.txt"])
+def test_files_that_are_no_checkpoints(prepare, user_error, tmp_path, name):
+    """So a run that is to go on does not begin anew, without a word."""
+    in_folder(tmp_path, f"checkpoints/{name}").touch()
+    with user_error("--resume: there is no checkpoint in"):
+        prepare(tmp_path, resume=True)
+    prepare(tmp_path)
+
+
 def test_resume_without_a_folder(prepare, user_error):
     with user_error("--resume needs --run_dir=FOLDER"):
         prepare(None, resume=True)
@@ -372,7 +381,7 @@ def in_folder(run_dir, name):
         *("model.keras", "model.keras.unfinished.keras", training.STOP, training.ENDED),
         *("logs/worker-0.log", "logs/fork-server.log", "metrics/worker-1.jsonl", "checkpoints/checkpoint"),
         *("checkpoints/model.ckpt-100.index", "tensorboard/worker-0", "best/evaluation.json", "best/model.keras"),
-        *("logs", "metrics", "tensorboard", "best"),
+        *("logs", "metrics", "tensorboard", "best", "contributions", "contributions/worker-0.json"),
     ],
 )
 def test_link_in_the_folder(hold, user_error, finished_run, tmp_path, name, task):

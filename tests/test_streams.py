@@ -424,6 +424,14 @@ def test_state_is_estimated_with_the_same_batches_each_time(graph, stream):
         assert np.array_equal(session.run(first)[0], one[0]) and not np.array_equal(one[0], two[0])
 
 
+def test_batches_that_memory_cannot_hold(graph, stream, user_error):
+    """Nobody begins to gather the first one, and a window is looked at, too."""
+    with user_error("--batch_size=9223372036854775807 takes at least", "of memory"):
+        streams.StreamedBatches(stream, 0, 2**63 - 1, 3)
+    with user_error("--batch_size=8 with a window of 1,000,000,000,000,000 steps takes at least", "of memory"):
+        streams.StreamedBatches(stream, 0, 8, 3).next(10**15)
+
+
 def test_what_goes_wrong_in_a_session_is_one_line(graph, stream):
     def fails(error):
         monkeypatch = functools.partial(_raise, error)

@@ -303,7 +303,7 @@ def last_line_of_a_failed_run(output, run_dir):
     assert "Traceback" not in output and "restart" not in output
     assert wait_until_gone(processes(run_dir)) == []
     *before, last = output.splitlines()
-    usual = "checking the data and the model ", "HogWild: ", "minimizes ", "step ", "the ports of this run "
+    usual = "checking the data and the model ", "HogWild: ", "minimizes ", "step ", "the ports of this run ", "no model is "
     assert all(line.startswith(usual) for line in before), output
     return last
 
@@ -355,10 +355,11 @@ def large():  # a million parameters, so a checkpoint of 4 MB
 @needs_mounts
 @pytest.mark.cluster
 def test_the_disk_fills_up_while_a_run_trains(run_dir, tmp_path):
-    """It has room for three checkpoints. They are copied to where they can be read: the disk is gone with the last process."""
+    """It has room for three checkpoints and a model, beside which the next one has none. They are copied to where they can be
+    read: the disk is gone with the last process."""
     (tmp_path / "m.py").write_text(LARGE_MODEL)
     run_dir.mkdir()
-    commands = 'mount -t tmpfs -o size=16m none "$0" && { "$@"; status=$?; cp -r "$0/checkpoints" "$0-copy"; exit $status; }'
+    commands = 'mount -t tmpfs -o size=20m none "$0" && { "$@"; status=$?; cp -r "$0" "$0-copy"; exit $status; }'
     program = [
         sys.executable,
         str(HOGWILD),
@@ -381,7 +382,9 @@ def test_the_disk_fills_up_while_a_run_trains(run_dir, tmp_path):
         f"hogwild.py: no checkpoint can be written into {run_dir}/checkpoints: No space left on device; those in it are whole, "
         f"and --resume goes on from the newest when that is mended (log: {run_dir}/logs/worker-0.log)"
     )
-    copy = Path(f"{run_dir}-copy")
+    assert "no model is written beside the checkpoints: [Errno 28] No space left on device" in ended.stdout
+    copy = Path(f"{run_dir}-copy", "checkpoints")
+    assert [path.name for path in copy.parent.glob("model.keras*")] == ["model.keras"]
     steps = good_checkpoints(copy)
     assert len(steps) == 3 and steps[0] == 0 and steps[-1] > 0
     assert {path.name for path in copy.glob("model.ckpt-*")} == {
