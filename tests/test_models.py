@@ -845,7 +845,11 @@ def test_metrics_that_cannot_be(user_model, user_error, metric, text):
 def test_what_is_trained(user_model):
     dataset = data.checked((two_and_two(13), two_and_two(7)), "mine")
     model = user_model(PROBLEMS["two outputs, weights of losses and samples"][0](), dataset)
-    assert training.what_is_trained(model, dataset, 2, "SGD on the ps") == (
+    text = (
         "minimizes sparse categorical crossentropy of kind, mae of size + the losses of its layers, by SGD on the ps "
         "(the model's own RMSprop is not used); 13 samples, 6 or 7 for each of 2 workers"
     )
+    assert training.what_is_trained(model, dataset, 2, "SGD on the ps") == text
+    size = sum(array.nbytes for part in dataset.train for array in data.arrays_in(part))
+    said = training.what_is_trained(model, dataset, 2, "SGD on the ps", is_own=True)
+    assert said == f"{text}, from arrays of {size / 1000:.1f} kB in memory"
