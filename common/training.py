@@ -490,11 +490,14 @@ STOP, ENDED = "evaluator-says-stop", "training-has-ended"
 
 
 def split(dataset, settings):
-    """Returns what there is to train with of all the data, and what is held out, see `data.hold_out`; None for nothing."""
+    """Returns what there is to train with of all the data, and what is held out, as a test set; None for nothing.
+
+    Of arrays see `data.hold_out`; a `Stream` has held it out already.
+    """
     if not settings.validation:
         return dataset, None
     if isinstance(dataset, Stream):
-        raise UserError(f"--validation={settings.validation}: a share can be held out of arrays only, not of {dataset.name}")
+        return dataset, dataset.validation
     return data.hold_out(dataset, settings.validation, settings.seed)
 
 
