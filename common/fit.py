@@ -405,5 +405,6 @@ def _loaded(given, flags=None):
         else:
             dataset = streams.of_function(settings, given) if callable(given) else data.checked(given, "")
     except UserError as error:
-        raise UserError(re.sub("^--data=(?=:)", "the data", str(error))) from None
+        said = re.sub("^--data= must give", "the data must be", str(error))
+        raise UserError(re.sub("^--data=(?=:)", "the data", said)) from None
     return dataset.first if isinstance(dataset, streams.Stream) else dataset

@@ -30,6 +30,7 @@ DATA = (X, Y), (X, Y)
         ((3, "mlp", DATA), "a scheme is the name of a folder, as 'HogWild', or a generator function, not 3"),
         (("HogWild", 3, DATA), "the model must be a keras.Model, a function that returns one, or a name, not int"),
         (("HogWild", "mlp", ((X, Y), (X, Y[:2]))), "the data: x_test has 8 samples, y_test has 2 labels"),
+        (("HogWild", "mlp", (X, Y)), "the data must be ((x_train, y_train), (x_test, y_test)) as NumPy arrays, and weights as"),
         (("HogWild", "mlp", lambda: sys.exit(1)), None),  # the function is not called here
         (
             ("HogWild", (lambda lock: lambda: lock)(threading.Lock()), DATA),

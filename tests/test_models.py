@@ -183,6 +183,22 @@ class Noise(keras.layers.Layer):
         return x + keras.random.normal(keras.ops.shape(x))
 
 
+class Recomputed(keras.layers.Layer):
+    """Computes a layer again for its gradient."""
+
+    def build(self, shape):
+        self.dense = keras.layers.Dense(4)
+        self.dense.build(shape)
+
+    def call(self, x):
+        return keras.remat(self.dense.call)(x)
+
+
+def rematerialized():
+    with keras.RematScope(mode="full"):
+        return keras.Sequential([keras.layers.Dense(4)])
+
+
 def several_outputs():
     x = keras.Input([3])
     return keras.Model(x, [keras.layers.Dense(4)(x), keras.layers.Dense(4)(x)])
@@ -205,6 +221,8 @@ def several_outputs():
             [": gru is stateful: it would go on where the batch before has ended"],
         ),
         (lambda: keras.Sequential([Noise(), keras.layers.Dense(4)]), ["keras.random without a SeedGenerator"]),
+        (lambda: keras.Sequential([Recomputed()]), ["a custom gradient of a function that uses variables"]),
+        (rematerialized, ["a custom gradient of a function that uses variables or takes arguments by name, as of keras.remat"]),
         (
             lambda: keras.Sequential([dense(8, activation="softmax"), keras.layers.Lambda(lambda p: p[:, :4] + p[:, 4:])]),
             ["ends with softmax"],
