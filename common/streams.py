@@ -366,6 +366,8 @@ def to_keep(settings, dataset):
 
 def _of_files(settings, kind, known):
     name, parse = f"--data={settings.data}", None
+    if settings.test_data is not None and kind_of(settings.test_data) != kind:
+        raise UserError(f"--test_data={settings.test_data}: expected files of the same kind as {name}, as 'DIR/*.{kind}'")
     if kind == "tfrecord":
         if settings.parse is None:
             raise UserError(f"{name} needs --parse=FILE.py:FUNCTION: what makes (x, y) of a record, a scalar string tensor")

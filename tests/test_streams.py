@@ -28,6 +28,11 @@ def parse(record):
     return tf.cast(numbers[:2], tf.float32), numbers[2]
 """
 
+TAKES_TWO = """
+def takes_two(record, other):
+    return record, other
+"""
+
 
 def settings(spec, **others):
     return Settings(**{**FLAGS, "data": str(spec), "num_workers": 1, "seed": 0, "check": False, **others})
@@ -388,7 +393,9 @@ def test_tables_that_are_refused(user_error, tmp_path, name, columns, flags, tex
 
 
 def test_files_that_are_refused(user_error, tmp_path):
-    (tmp_path / "parse.py").write_text(PARSE + "\ndef wrong(record):\n    return record, 1\n")
+    (tmp_path / "parse.py").write_text(
+        PARSE + "\ndef wrong(record):\n    return record, 1\n\ndef fails(record):\n    1 / 0\n" + TAKES_TWO
+    )
     parse = f"{tmp_path}/parse.py:parse"
     write_records(tmp_path / "0.tfrecord", range(20))
     whole = (tmp_path / "0.tfrecord").read_bytes()
@@ -410,6 +417,15 @@ def test_files_that_are_refused(user_error, tmp_path):
         streams.load(settings(f"{tmp_path}/*.parquet"))
     with user_error(f"--data={tmp_path}/*.csv: there is no such file"):
         streams.load(settings(f"{tmp_path}/*.csv"))
+    with user_error("--test_data=*.parquet: expected files of the same kind as --data=", "*.csv, as 'DIR/*.csv'"):
+        streams.load(settings(tmp_path / "*.csv", test_data="*.parquet"))
+    with user_error("--parse must be FILE.py:FUNCTION, not 'parse.py'"):
+        streams.load(settings(spec, parse="parse.py"))
+    with user_error(f"--data={spec}: the samples of the training set cannot be read: ZeroDivisionError: "):
+        (tmp_path / "1.tfrecord").write_bytes(whole)
+        streams.load(settings(spec, parse=f"{tmp_path}/parse.py:fails"))
+    with user_error("cannot be read: TypeError: takes_two() missing 1 required positional argument: 'other'"):
+        streams.load(settings(spec, parse=f"{tmp_path}/parse.py:takes_two"))
     with user_error("--test_data=no*.csv: there is no such file"):
         write_table(tmp_path / "a.csv", range(12))
         streams.load(settings(tmp_path / "a.csv", test_data="no*.csv"))
