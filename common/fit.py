@@ -116,7 +116,8 @@ class Run:
         """The trained `keras.Model`, compiled with what was minimized."""
         from common import models
 
-        dataset, loss = _loaded(self._data, self._flags), self._flags.get("loss")
+        flags = {**self._flags, "num_workers": self.result["num_workers"], "run_dir": self.path}
+        dataset, loss = _loaded(self._data, flags), self._flags.get("loss")
         if isinstance(self._model, str):
             built = models.build(self._model, dataset, loss=loss)
         else:
@@ -140,11 +141,20 @@ class Run:
         return {**found, **{key: [n[key] for n in lines] for key in keys}}
 
     def plot(self):
-        """Draws loss, metrics and speed over time, and returns the figure of Matplotlib; a notebook shows it."""
+        """Draws loss, metrics and speed over time, and returns the figure of Matplotlib; a notebook shows it, once."""
         import matplotlib.pyplot as plt
 
-        figure = plt.figure(layout="constrained")
+        figure: Any = plt.figure(layout="constrained")
         plots.draw(figure, self.path)
+
+        def show():
+            from IPython.display import display
+
+            plt.close(figure)  # or pyplot would show it again at the end of the cell
+            del figure._ipython_display_
+            display(figure)
+
+        figure._ipython_display_ = show
         return figure
 
     def __repr__(self):
@@ -218,7 +228,13 @@ class _Arrays:
                 return array
             array = array[:]
         name = f"array-{self._count}.npy"
-        np.save(Path(self._folder, name), array)
+        try:
+            np.save(Path(self._folder, name), array)
+        except OSError as error:
+            raise UserError(
+                f"the data cannot be written to {Path(self._folder).parent} for the workers: {error.strerror or error}; name "
+                "another folder in TMPDIR, or give a function that returns the data"
+            ) from error
         self._count += 1
         return name
 
@@ -394,9 +410,9 @@ def _shown(lines, is_notebook):
 
 def _loaded(given, flags=None):
     """Returns the `common.data.Data` of what `train` got; of data that are read while it trains, some samples."""
-    own = {name: (flags or {}).get(name) for name in ("label", "parse", "test_data", "seconds", "steps")}
+    own = {name: (flags or {}).get(name) for name in ("label", "parse", "test_data", "seconds", "steps", "run_dir")}
     spec, number = given if isinstance(given, str) else "", (flags or {}).get("num_workers", 1)
-    settings = Settings(**own, data=spec, num_workers=number, seed=0, run_dir=None)
+    settings = Settings(**own, data=spec, num_workers=number, seed=0, check=False)
     try:
         if streams.is_of_datasets(given):
             raise UserError("--data=: a tf.data.Dataset cannot be sent to the workers: give a function that returns the pair")

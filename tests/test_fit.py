@@ -1,5 +1,7 @@
 """common/fit.py: `train` from Python sends model, data and scheme to the tasks, shows what they say, and ends them."""
 
+import errno
+import json
 import os
 import re
 import signal
@@ -9,6 +11,8 @@ import threading
 import warnings
 
 import keras
+import nbclient
+import nbformat
 import numpy as np
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
@@ -131,6 +135,8 @@ def test_model_with_a_layer_and_a_loss_of_a_cell(monkeypatch):
 PROGRAM = """
 import sys
 import keras
+import nbclient
+import nbformat
 import numpy as np
 from common import tf, train
 from common.flags import TrainingFailed, UserError
@@ -272,3 +278,40 @@ def test_a_notebook_shows_one_line(capsys, kind):
     capsys.readouterr()
     shell.run_cell("raise kind('what was wrong')")
     assert capsys.readouterr().out.strip() == f"{kind.__name__}: what was wrong"
+
+
+CELLS = """
+from common.fit import Run
+run = Run(RUN, None, None, {})
+run.plot()
+---
+run.plot();
+---
+figure = run.plot()
+figure.set_size_inches(9, 3)
+---
+figure
+"""
+
+
+def test_a_notebook_shows_a_plot_once(tmp_path):
+    """Also where it is not what the cell returns; and again in a later cell that returns it."""
+    (tmp_path / "result.json").write_text("{}")
+    (tmp_path / "metrics").mkdir()
+    line = {"time": 1.0, "worker": 0, "global_step": 1, "loss": 0.5, "test_loss": 0.5, "samples_per_second": 9.0}
+    (tmp_path / "metrics" / "worker-0.jsonl").write_text(json.dumps(line) + "\n")
+    cells = [nbformat.v4.new_code_cell(text) for text in CELLS.replace("RUN", repr(str(tmp_path))).split("---\n")]
+    nbclient.NotebookClient(notebook := nbformat.v4.new_notebook(cells=cells), timeout=SECONDS).execute()
+    for cell in notebook.cells:
+        assert ["image/png" in output.get("data", {}) for output in cell.outputs] == [True], cell.source
+
+
+def test_data_for_which_there_is_no_place(user_error, monkeypatch):
+    def save(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(np, "save", save)
+    with user_error(
+        "the data cannot be written to ", " for the workers: No space left on device; name another folder in TMPDIR"
+    ):
+        train("HogWild", "mlp", DATA)
