@@ -62,6 +62,110 @@ def test_loss_that_keras_does_not_save(user_error):
         assert fit._SentModel(model)().loss is not None
 
 
+class First(keras.Model):
+    """A model as Keras's guides begin with: its __init__ takes nothing, not even what Keras adds to a config."""
+
+    def __init__(self):
+        super().__init__()
+        self.doubles, self.dense = Times(2), keras.layers.Dense(2)
+
+    def call(self, x):
+        return self.dense(self.doubles(x))
+
+
+class Times(keras.layers.Layer):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def call(self, x):
+        return self.factor * x
+
+
+class Wide(keras.Model):
+    def __init__(self, units=4, **more):
+        super().__init__(**more)
+        self.dense = keras.layers.Dense(units)
+
+    def call(self, x):
+        return self.dense(x)
+
+
+class WideStack(keras.Sequential):
+    def __init__(self, name=None):
+        super().__init__([keras.layers.Dense(2)], name=name)
+
+
+class Powers(keras.losses.Loss):
+    def __init__(self, power=2, **more):
+        super().__init__(**more)
+        self.power = power
+
+    def call(self, y, p):
+        return keras.ops.mean(keras.ops.abs(y - p) ** self.power)
+
+
+class PowersWithConfig(Powers):
+    def get_config(self):
+        return {**super().get_config(), "power": self.power}
+
+
+def closure():
+    def loss(y, p):
+        return keras.ops.mean(y - p)
+
+    return loss
+
+
+def dense_with(loss):
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(2)])
+    model.compile("sgd", loss)
+    return model
+
+
+OWN = First, Times, Wide, WideStack, Powers, PowersWithConfig
+
+
+@pytest.fixture
+def of_a_cell(monkeypatch):
+    for own in OWN:
+        monkeypatch.setattr(own, "__module__", "__main__")
+        monkeypatch.setattr(sys.modules["__main__"], own.__name__, own, raising=False)
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+def test_subclasses_are_sent(of_a_cell, is_built):
+    models = First(), keras.Sequential([Times(3), keras.layers.Dense(2)])
+    models[1].layers[0].trainable = False
+    for model in models:
+        if is_built:
+            model(X)
+        received = fit._SentModel(model)()
+        assert received(X).shape == (8, 2)
+        if is_built:
+            np.testing.assert_allclose(received(X), model(X), rtol=1e-6)
+        before, after = (next(layer for layer in each._flatten_layers() if type(layer) is Times) for each in (model, received))
+        assert (before.trainable, before.factor) == (after.trainable, after.factor) and "from_config" not in vars(Times)
+    assert fit._SentModel(dense_with(PowersWithConfig(3)))().loss.power == 3
+    fit._SentModel(dense_with(lambda y, p: keras.ops.mean(y - p)))()
+
+
+@pytest.mark.parametrize(
+    "make, text",
+    [
+        (lambda: Wide(6), "Keras does not save the argument units of Wide, which has no get_config of its own"),
+        (lambda: keras.Sequential([keras.Input([3]), Wide(6)]), "Keras does not save the argument units of Wide, which has"),
+        (lambda: dense_with(Powers(3)), "Keras does not save the argument power of Powers, which has"),
+        (WideStack, "Keras makes another of its config, of 3 layers in place of 2"),
+        (lambda: dense_with(closure()), "TypeError: Could not locate function 'loss'"),
+    ],
+)
+def test_models_that_would_come_as_others(of_a_cell, user_error, make, text):
+    """In Keras 3.15 the first of them would come with four units."""
+    with user_error(f"the model cannot be sent to the workers: {text}", "; give a function that returns the model"):
+        fit._SentModel(make())
+
+
 def test_pace_is_for_a_function(user_error):
     with user_error("pace='ring' is for a scheme that is a function: HogWild has its own"):
         train("HogWild", "mlp", DATA, pace="ring")
