@@ -18,7 +18,7 @@ import re
 import sys
 from pathlib import Path
 
-from common import data, models, tf
+from common import models, tf
 from common.checkpoints import checkpoints_in
 from common.flags import UserError
 from common.main import main
@@ -52,12 +52,12 @@ class Evaluator:
 
     Args:
       model: a `common.models.Model`.
-      validation: a `common.data.Data` whose test set are the held-out samples, see `common.data.hold_out`.
-      dataset: the `common.data.Data` with the real test set.
+      validation: a `common.data.Data`, or a `common.streams.Stream`, whose test set are the held-out samples.
+      dataset: the same with the real test set.
     """
 
     def __init__(self, model, validation, dataset):
-        from common.training import fed_test_set
+        from common.training import evaluation_of
 
         with tf.Graph().as_default():
             self._parameters = tf.placeholder(tf.float32, [model.size])
@@ -66,8 +66,7 @@ class Evaluator:
             feeds: dict = {}
             for name, of in ("validation", validation), ("test", dataset):
                 with tf.variable_scope(name):
-                    samples = fed_test_set(of, feeds)
-                self._fetches.append(model.evaluate(self._parameters, self._state, *samples))
+                    self._fetches.append(evaluation_of(model, (self._parameters, self._state), of, feeds))
             self._session = tf.Session()
             self._session.run(tf.local_variables_initializer(), feeds)
 
@@ -184,15 +183,14 @@ def evaluate(task, settings):
     Raises:
       UserError: for data and model that cannot be evaluated, or that are not those of the training.
     """
-    from common import plots
+    from common import plots, streams
     from common.metrics import MetricsLog
-    from common.training import ENDED, STOP, last_step
+    from common.training import ENDED, STOP, last_step, samples_of, split
 
     doing(LOADING)
-    dataset = data.load(settings.data, settings.seed)
-    training, validation = data.hold_out(dataset, settings.validation, settings.seed)
+    training, validation = split(dataset := streams.load(settings), settings)
     doing(BUILDING)
-    model = models.build(settings.model, training, settings.seed, settings.loss)
+    model = models.build(settings.model, samples_of(training, settings), settings.seed, settings.loss)
     doing("building the graph")
     run_dir = Path(settings.run_dir)
     evaluator, best = Evaluator(model, validation, dataset), Best(run_dir / "best")
@@ -210,7 +208,8 @@ def evaluate(task, settings):
             if tf.train.checkpoint_exists(checkpoint):
                 raise
             continue  # it was so old that the chief has just removed it: there is a newer one
-        results = evaluator.validate(values)
+        with streams.reading(dataset):
+            results = evaluator.validate(values)
         loss, notes = results["loss"], {f"validation_{name}": value for name, value in results.items()}
         log.write(step, **notes)
         is_better = loss < best.loss
@@ -227,7 +226,8 @@ def evaluate(task, settings):
     if best.checkpoint:  # none if no loss was finite
         values, _ = values_in(best.checkpoint, model)
         model.save(*values, run_dir / "best" / "model.keras")
-        best.note(**{f"test_{name}": value for name, value in evaluator.test(values).items()})
+        with streams.reading(dataset):
+            best.note(**{f"test_{name}": value for name, value in evaluator.test(values).items()})
     plots.draw_curve(run_dir)
     (run_dir / ENDED).unlink(missing_ok=True)  # or a run that resumes from here would count as ended
     return 0

@@ -6,6 +6,7 @@ import importlib.util
 import mmap
 import os
 import pickle
+import re
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -91,7 +92,7 @@ def load(spec, seed=0):
     elif ":" in spec:
         arrays = call_user_function("--data", spec)
     else:
-        raise UserError(f"--data must be one of {', '.join(loaders)} or FILE.py:FUNCTION, not {spec!r}")
+        raise UserError(f"--data must be one of {', '.join(loaders)}, FILE.py:FUNCTION, or files as 'DIR/*.csv', not {spec!r}")
     return checked(arrays, spec)
 
 
@@ -453,7 +454,9 @@ def user_function(flag, spec):
     Raises:
       UserError: if there is no such file or function.
     """
-    path, _, name = spec.rpartition(":")
+    path, colon, name = spec.rpartition(":")
+    if not colon:
+        raise UserError(f"{flag} must be FILE.py:FUNCTION, not {spec!r}")
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         raise UserError(f"{flag}={spec}: there is no file {path}")
@@ -484,6 +487,9 @@ def user_function(flag, spec):
 
 
 def one_line(error):
-    """The kind and the first line of an exception."""
+    """The kind and the first line of an exception; of one in a function that TensorFlow traces, the line behind its frames."""
     lines = str(error).strip().splitlines()
+    if lines and lines[0] == "in user code:":
+        told = [line.strip() for line in lines if re.match(r" {4}\w+(Error|Exception|Iteration)\b", line)]
+        return re.sub(r"(\w+\.<locals>\.)*tf__", "", told[-1] if told else f"{type(error).__name__}: {lines[-1].strip()}")
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -10,10 +10,13 @@ The processes of the cluster are new ones. What they need of this one is sent to
 scheme's script reads as it reads any FILE.py:FUNCTION (`receive`).
 """
 
+import contextlib
 import datetime
 import difflib
 import functools
+import inspect
 import io
+import itertools
 import json
 import os
 import pickle
@@ -116,7 +119,8 @@ class Run:
         """The trained `keras.Model`, compiled with what was minimized."""
         from common import models
 
-        dataset, loss = _loaded(self._data, self._flags), self._flags.get("loss")
+        flags = {**self._flags, "num_workers": self.result["num_workers"], "run_dir": self.path}
+        dataset, loss = _loaded(self._data, flags), self._flags.get("loss")
         if isinstance(self._model, str):
             built = models.build(self._model, dataset, loss=loss)
         else:
@@ -140,11 +144,20 @@ class Run:
         return {**found, **{key: [n[key] for n in lines] for key in keys}}
 
     def plot(self):
-        """Draws loss, metrics and speed over time, and returns the figure of Matplotlib; a notebook shows it."""
+        """Draws loss, metrics and speed over time, and returns the figure of Matplotlib; a notebook shows it, once."""
         import matplotlib.pyplot as plt
 
-        figure = plt.figure(layout="constrained")
+        figure: Any = plt.figure(layout="constrained")
         plots.draw(figure, self.path)
+
+        def show():
+            from IPython.display import display
+
+            plt.close(figure)  # or pyplot would show it again at the end of the cell
+            del figure._ipython_display_
+            display(figure)
+
+        figure._ipython_display_ = show
         return figure
 
     def __repr__(self):
@@ -218,7 +231,13 @@ class _Arrays:
                 return array
             array = array[:]
         name = f"array-{self._count}.npy"
-        np.save(Path(self._folder, name), array)
+        try:
+            np.save(Path(self._folder, name), array)
+        except OSError as error:
+            raise UserError(
+                f"the data cannot be written to {Path(self._folder).parent} for the workers: {error.strerror or error}; name "
+                "another folder in TMPDIR, or give a function that returns the data"
+            ) from error
         self._count += 1
         return name
 
@@ -231,19 +250,21 @@ class _Arrays:
 
 
 class _SentModel:
-    """A Keras model on its way to another process: as Keras saves it, and the classes and functions of its own."""
+    """A Keras model on its way to another process: as Keras saves it, and the classes and functions of its own.
+
+    Raises:
+      UserError: if another process would not get the same model.
+    """
 
     def __init__(self, keras_model):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "model.keras")
             try:
                 with warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", "You are saving a model that has not yet been built")
+                    warnings.simplefilter("ignore")  # it is not built yet; it has a lambda, which is a risk to others
                     keras_model.save(path)
             except Exception as error:
-                raise UserError(
-                    f"the model cannot be sent to the workers: {data.one_line(error)}; give a function that returns it"
-                ) from error
+                raise _cannot_be_sent(data.one_line(error)) from error
             self._saved = path.read_bytes()
         _check_losses(keras_model)
         main = vars(sys.modules["__main__"])
@@ -251,14 +272,95 @@ class _SentModel:
             texts = set(_strings_in(json.loads(archive.read("config.json"))))
         found = {text: main.get(text.rpartition(">")[2]) for text in texts}  # a registered one is called PACKAGE>NAME
         self._own = {text: value for text, value in found.items() if getattr(value, "__module__", None) == "__main__"}
+        self._kinds = {type(layer) for layer in keras_model._flatten_layers() if _is_own(layer)}
+        _check_settings(keras_model)
+        self._check_same(keras_model)
 
     def __call__(self):
         import keras
 
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, _made_from_config(self._kinds), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Skipping variable loading for optimizer")  # which no scheme uses
             path = Path(folder, "model.keras")
             path.write_bytes(self._saved)
             return keras.models.load_model(path, custom_objects=self._own, safe_mode=False)
+
+    def _check_same(self, keras_model):
+        try:
+            again = self()
+        except Exception as error:  # whatever Keras, or a class of the user's, raises
+            causes = re.findall(r"(?:xception encountered|during deserialization): (.+)", str(error))
+            raise _cannot_be_sent(causes[-1] if causes else data.one_line(error).partition(". ")[0]) from error
+        before, after = ([type(layer) for layer in model._flatten_layers()] for model in (keras_model, again))
+        if before != after:
+            raise _cannot_be_sent(f"Keras makes another of its config, of {len(after)} layers in place of {len(before)}")
+        if not keras_model.built:
+            return
+        for old, new in itertools.zip_longest(keras_model.weights, again.weights):
+            a, b = (None if v is None else v.numpy() for v in (old, new))
+            if a is None or b is None or not np.array_equal(a, b, equal_nan=a.dtype.kind == "f"):
+                raise _cannot_be_sent(f"Keras does not give {(old or new).path} back as it was")
+
+
+def _cannot_be_sent(why):
+    return UserError(f"the model cannot be sent to the workers: {why}; give a function that returns the model")
+
+
+def _is_own(value):
+    return type(value).__module__.partition(".")[0] != "keras"
+
+
+@contextlib.contextmanager
+def _made_from_config(kinds):
+    """Keras makes layers of these classes, and models, from what it has saved, also where their __init__ takes no `trainable`,
+    `dtype` or `name`, which Keras adds to the arguments of every class that has no `get_config` of its own."""
+    import keras
+
+    def from_config(kind, config):
+        taken = inspect.signature(kind.__init__).parameters
+        added = {name: config[name] for name in ("trainable", "dtype", "name") if name in config and name not in taken}
+        made = kind(**{name: value for name, value in config.items() if name not in added})
+        if "dtype" in added:
+            made.dtype_policy = keras.dtype_policies.get(added["dtype"])
+        made.trainable = config.get("trainable", True)
+        return made
+
+    changed = []
+    for kind in kinds:
+        takes_all = any(p.kind == p.VAR_KEYWORD for p in inspect.signature(kind.__init__).parameters.values())
+        is_keras = [getattr(kind, name).__module__.startswith("keras.src.") for name in ("get_config", "from_config")]
+        if all(is_keras) and not takes_all and not issubclass(kind, (keras.Sequential, keras.src.models.functional.Functional)):
+            kind.from_config = classmethod(from_config)
+            changed.append(kind)
+    try:
+        yield
+    finally:
+        for kind in changed:
+            del kind.from_config
+
+
+def _check_settings(keras_model):
+    """Raises a `UserError` if Keras does not save with which arguments an object of a class of the user's own was made.
+
+    In 3.15 it saves those of a layer; those of a subclassed model as if all had been left away; of losses and metrics none.
+    """
+    import keras
+
+    compiled = getattr(keras_model, "_compile_config", None)
+    given = keras.tree.flatten([getattr(compiled, "config", {}).get(k) for k in ("loss", "metrics", "weighted_metrics")])
+    measures = [each for each in given if isinstance(each, (keras.losses.Loss, keras.metrics.Metric))]
+    for owner in filter(_is_own, [*keras_model._flatten_layers(), *measures]):
+        if not type(owner).get_config.__module__.startswith("keras.src."):
+            continue
+        parameters = list(inspect.signature(type(owner).__init__).parameters.values())[1:]
+        names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        saved = {"inputs", "outputs", "layers", "name", "trainable", "dtype"}
+        if not isinstance(owner, keras.Model):
+            saved = saved | owner.get_config().keys()
+        if forgotten := [name for name in names if name not in saved]:
+            raise _cannot_be_sent(
+                f"Keras does not save the argument {forgotten[0]} of {type(owner).__name__}, which has no get_config of its own"
+            )
 
 
 def _check_losses(keras_model):
@@ -272,10 +374,7 @@ def _check_losses(keras_model):
             except Exception:  # of a class that is loaded in another way
                 continue
             if repr(again._fn_kwargs) != repr(loss._fn_kwargs):
-                raise UserError(
-                    f"the model cannot be sent to the workers: Keras does not save the settings {loss._fn_kwargs} of its loss "
-                    f"{type(loss).__name__}; give a function that returns the model"
-                )
+                raise _cannot_be_sent(f"Keras does not save the settings {loss._fn_kwargs} of its loss {type(loss).__name__}")
 
 
 def _strings_in(value):
@@ -394,9 +493,9 @@ def _shown(lines, is_notebook):
 
 def _loaded(given, flags=None):
     """Returns the `common.data.Data` of what `train` got; of data that are read while it trains, some samples."""
-    own = {name: (flags or {}).get(name) for name in ("label", "parse", "test_data", "seconds", "steps")}
+    own = {name: (flags or {}).get(name) for name in ("label", "parse", "test_data", "seconds", "steps", "run_dir")}
     spec, number = given if isinstance(given, str) else "", (flags or {}).get("num_workers", 1)
-    settings = Settings(**own, data=spec, num_workers=number, seed=0, run_dir=None)
+    settings = Settings(**own, data=spec, num_workers=number, seed=0, check=False)
     try:
         if streams.is_of_datasets(given):
             raise UserError("--data=: a tf.data.Dataset cannot be sent to the workers: give a function that returns the pair")
@@ -405,5 +504,6 @@ def _loaded(given, flags=None):
         else:
             dataset = streams.of_function(settings, given) if callable(given) else data.checked(given, "")
     except UserError as error:
-        raise UserError(re.sub("^--data=(?=:)", "the data", str(error))) from None
+        said = re.sub("^--data= must give", "the data must be", str(error))
+        raise UserError(re.sub("^--data=(?=:)", "the data", said)) from None
     return dataset.first if isinstance(dataset, streams.Stream) else dataset

@@ -34,7 +34,8 @@ def check_input(script, arguments, settings, shared=None):
       UserError: if they cannot be trained, or do not come within `--hang_secs`.
     """
     is_small = settings.num_workers <= 100 and settings.batch_size * settings.window <= 2**20
-    if is_small and settings.loss is None and all(getattr(settings, flag) in names for flag, names in KNOWN.items()):
+    has_flags = settings.loss is not None or settings.warmup_steps > 0
+    if is_small and not has_flags and all(getattr(settings, flag) in names for flag, names in KNOWN.items()):
         return {}, None
     with contextlib.ExitStack() as stack:
         heard, said = os.pipe()

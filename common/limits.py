@@ -22,7 +22,7 @@ def memory():
 
 def as_bytes(count):
     """A number of bytes as text: `25.6 TB`."""
-    count, units = count / 1e6, ["MB", "GB", "TB", "PB"]
+    count, units = count / 1e3, ["kB", "MB", "GB", "TB", "PB"]
     while count >= 1000 and len(units) > 1:
         count /= 1000
         units.pop(0)

@@ -7,6 +7,8 @@ import math
 import os
 import re
 import threading
+import traceback
+from pathlib import Path
 
 import numpy as np
 
@@ -324,13 +326,24 @@ def _as_user_error(what):
     except Exception as error:
         why = re.search(r"\x1b\[1m(.*?)\x1b\[0m", str(error), re.DOTALL)  # what Keras puts around it says nothing
         line = f"{type(error).__name__}: {why[1].strip().splitlines()[0]}" if why else one_line(error)
-        if "Attempting to capture an EagerTensor" in line:
+        captures = "Attempting to capture an EagerTensor" in line
+        if "custom_gradient decorator" in line or captures and _is_in(error, "custom_gradient.py"):
+            line = (
+                "a custom gradient of a function that uses variables or takes arguments by name, as of keras.remat and "
+                "RematScope, is computed in no graph but that of fit"
+            )
+        elif captures:
             line = (
                 "it needs a variable or table that is none of its layers' keras.Variables, as a tf.Variable, a lookup layer, "
                 "keras.random without a SeedGenerator, or the compiled optimizer"
             )
         line = re.sub(r"{{function_node .*?}} | \[Op:\w+\].*|  Label values: .*", "", line)  # nor does TensorFlow
         raise UserError(f"{what}: {line}") from error
+
+
+def _is_in(error, file):
+    """Whether an exception was raised under a function of a file of this name."""
+    return any(Path(frame.filename).name == file for frame in traceback.extract_tb(error.__traceback__))
 
 
 def _make_constant(keras_model):

@@ -1,6 +1,7 @@
 """Records in files (TFRecord, Parquet, CSV): how many there are, which of them are whose, and their values as arrays."""
 
 import contextlib
+import fractions
 import functools
 import glob
 import os
@@ -19,28 +20,60 @@ _ROWS = 8192  # of a table that are read at once
 
 
 class Part(NamedTuple):
-    """Some records of a file: of all, of those for the test, or of the others, every `step`-th from number `first` on."""
+    """Some records of a file: of all, of those for the test, or of the others, every `step`-th from number `first` on.
+
+    Before every `step`-th is taken, a share may be held out for validation, evenly spread.
+    """
 
     path: str
     total: int  # records in the file
     held: bool | None = None  # True: those for the test; False: the others; None: all
     first: int = 0
     step: int = 1
+    share: tuple[int, int] | None = None  # (p, q): of every q records p are for validation
+    validates: bool = False  # those, and not the others
 
     @property
     def count(self):
         """How many these are."""
         of_test = self.total // HELD
         some = {True: of_test, False: self.total - of_test, None: self.total}[self.held]
+        if self.share:
+            of_validation = held_before(some, self.share)
+            some = of_validation if self.validates else some - of_validation
         return len(range(self.first, some, self.step))
 
     def chosen(self, number):
         """Whether the records with these numbers in the file, an array or tensor, are among these."""
-        if self.held is None:
-            return number % self.step == self.first
         if self.held:
             return number % HELD == HELD - 1
-        return (number % HELD != HELD - 1) & ((number - number // HELD) % self.step == self.first)
+        of_others = number - number // HELD if self.held is False else number  # their numbers among those that are not held
+        place = of_others
+        if self.share:
+            before = held_before(of_others, self.share)
+            place = before if self.validates else of_others - before
+        found = place % self.step == self.first
+        if self.held is False:
+            found &= number % HELD != HELD - 1
+        if self.share:
+            found &= is_held(of_others, self.share) == self.validates
+        return found
+
+
+def held_before(number, share):
+    """Returns how many of the first `number` records are held out, if of every q records p are, for (p, q) = share."""
+    p, q = share
+    return number * p // q
+
+
+def is_held(number, share):
+    """Returns whether the record with this number, an integer, or an array or tensor of them, is one of those."""
+    return held_before(number + 1, share) > held_before(number, share)
+
+
+def share_of(number):
+    """Returns (p, q) whose ratio is a number between 0 and 1, to a millionth."""
+    return fractions.Fraction(number).limit_denominator(10**6).as_integer_ratio()
 
 
 def split(parts, index, num_workers):
@@ -107,7 +140,7 @@ class TFRecords:
         """Yields the samples of some parts in arrays of `size` samples, after the first `skip`."""
         import tensorflow as tf
 
-        key = parts[0].held, parts[0].step, size
+        key = parts[0]._replace(path="", total=0, first=0), size
         try:
             with self._lock:  # until the iterator has asked for the parts
                 if key not in self._pipelines:
@@ -122,12 +155,15 @@ class TFRecords:
             path = next((part.path for part in parts if not _is_whole(part.path)), "a file")
             raise UserError(f"{path} is damaged: {why(error)}") from None
 
-    def _pipeline(self, held, step, size):
+    def _pipeline(self, like, size):
+        """Makes the samples, in arrays of `size`, of the parts that `_parts` gives, which are as `like` but for their files."""
         import tensorflow as tf
 
         def records(path, first, skip):
-            part, found = Part(path, 0, held, first, step), tf.data.TFRecordDataset(path)
-            if held is not None or step > 1:  # many at once, as one at a time would take longer than to read them
+            part, found = like._replace(first=first), tf.data.TFRecordDataset(path)
+            if (
+                part.held is not None or part.step > 1 or part.share
+            ):  # many at once, as one at a time would take longer than to read them
                 found = found.batch(_ROWS).enumerate().map(functools.partial(chosen, part)).unbatch()
             return found.skip(skip)
 

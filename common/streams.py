@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import copy
 import inspect
 import itertools
 import json
@@ -14,7 +15,20 @@ import numpy as np
 from common import data, limits, progress, tf
 from common.data import arrays_in
 from common.flags import TrainingFailed, UserError
-from common.records import HELD, Part, Tables, TFRecords, check_elements, files_of, kind_of, split, why
+from common.records import (
+    HELD,
+    Part,
+    Tables,
+    TFRecords,
+    check_elements,
+    files_of,
+    held_before,
+    is_held,
+    kind_of,
+    share_of,
+    split,
+    why,
+)
 
 BLOCK_BYTES, BLOCK_SAMPLES = 2**24, 8192  # what a worker shuffles at once: so much, or so many samples, whichever is less
 SAMPLES = 200  # that tell shapes and types
@@ -29,10 +43,11 @@ class Share:
       count: how many; None if they never end.
       read: function of (number of samples to skip, size, random generator or None) that yields arrays of `size` samples, the
         last of fewer. The generator gives the order of files.
+      name: what these samples are called in a line, where they are nobody's to train with.
     """
 
-    def __init__(self, count, read):
-        self.count, self.read = count, read
+    def __init__(self, count, read, name="the test set"):
+        self.count, self.read, self.name = count, read, name
 
 
 class Stream:
@@ -42,18 +57,18 @@ class Stream:
       name: of it, `--data=...`, to begin a line.
       shares: list of the `Share` of each worker.
       test: `Share` of the test set.
+      held_out: `Share` of the samples that were held out for validation, or None.
       known: what makes `load` faster the next time, for JSON.
       about: what is to be said of it, in the first line of a run.
       classes: the smallest and the largest label, where labels are whole numbers and that is known.
 
     Attributes:
       first: a `common.data.Data` of a few samples, which tell shapes and types.
-      failed: what a worker could not read, as a `UserError`, or None.
     """
 
-    def __init__(self, name, shares, test, known, about, classes=None):
-        self.name, self.shares, self.test, self.known, self._about = name, shares, test, known, about
-        self.classes, self.failed = classes, None
+    def __init__(self, name, shares, test, held_out, known, about, classes=None):
+        self.name, self.shares, self.test, self.held_out, self.known, self._about = name, shares, test, held_out, known, about
+        self.classes, self._failures = classes, []
         train, of_test = (self._first(share, half) for share, half in ((shares[0], "training"), (test, "test")))
         self.first = data.checked((train, of_test), name.removeprefix("--data="))
         if classes and self.first.is_classification:  # they are known, though not of which samples
@@ -61,6 +76,18 @@ class Stream:
         for i, share in enumerate(shares):
             if share.count == 0:
                 raise UserError(f"{name}: there are too few samples for {len(shares)} workers, worker {i} has none")
+
+    @property
+    def failed(self):
+        """What a worker could not read, as a `UserError`, or None."""
+        return self._failures[0] if self._failures else None
+
+    @property
+    def validation(self):
+        """The same, with what is held out in place of the test set."""
+        found = copy.copy(self)
+        found.test = self.held_out
+        return found
 
     def _first(self, share, half):
         found = next(iter(self._read(share, 0, SAMPLES, None, f"of the {half} set")), None)
@@ -89,7 +116,8 @@ class Stream:
         """What is to be said of where the samples come from, in the first line of a run."""
         three, size = limits.as_bytes(3 * self.block * self.bytes_of_one), f"{self.test.count:,} samples"
         blocks = f"shuffled in blocks of {self.block:,} samples, of which three take {three} of memory"
-        return f"{self._about.format(test=size)}; read while it trains, {blocks}"
+        held_out = f"; validation: {self.held_out.count:,} samples" if self.held_out else ""
+        return f"{self._about.format(test=size)}{held_out}; read while it trains, {blocks}"
 
     def _read(self, share, skip, size, order, whose):
         """Yields what a share has, in the types of training.
@@ -148,7 +176,7 @@ class Stream:
 
     def test_batches(self, batch_size):
         """Yields the test set once, in batches."""
-        yield from self._read(self.test, 0, batch_size, None, "of the test set")
+        yield from self._read(self.test, 0, batch_size, None, f"of {self.test.name}")
 
     def as_tensors(self, draw, argument, batch_size):
         """Returns the (x, y), or (x, y, weights), that a Python function of `argument`, a tensor, gives, as tensors.
@@ -160,7 +188,7 @@ class Stream:
             try:
                 return arrays_in(draw(number))
             except UserError as error:
-                self.failed = error
+                self._failures.append(error)
                 raise
 
         like = self.first.train
@@ -267,7 +295,8 @@ class TestSet:
             self._batches = self._stream.test_batches(self.batch_size)
         batch = next(self._batches, None)
         if batch is None:
-            raise UserError(f"{self._stream.name}: the test set ends after {start:,} samples; there were {self.num_samples:,}")
+            name = self._stream.test.name
+            raise UserError(f"{self._stream.name}: {name} ends after {start:,} samples; there were {self.num_samples:,}")
         if self._keeps:
             self._kept.append(batch)
         return batch
@@ -349,6 +378,8 @@ def to_keep(settings, dataset):
 
 def _of_files(settings, kind, known):
     name, parse = f"--data={settings.data}", None
+    if settings.test_data is not None and kind_of(settings.test_data) != kind:
+        raise UserError(f"--test_data={settings.test_data}: expected files of the same kind as {name}, as 'DIR/*.{kind}'")
     if kind == "tfrecord":
         if settings.parse is None:
             raise UserError(f"{name} needs --parse=FILE.py:FUNCTION: what makes (x, y) of a record, a scalar string tensor")
@@ -359,6 +390,12 @@ def _of_files(settings, kind, known):
     held = None if known["test"] else False
     parts = [Part(path, n, held) for path, n in known["train"].items()]
     of_test = [Part(path, n) for path, n in known["test"].items()] or [part._replace(held=True) for part in parts]
+    held_out, validation = None, _validation(settings)
+    if validation:
+        total = sum(part.count for part in parts)
+        parts = [part._replace(share=validation) for part in parts]
+        held_out = _share_of(reader, [part._replace(validates=True) for part in parts], HELD_OUT)
+        _check_held_out(settings, held_out.count, total)
     shares, by_files = [], False
     for i in range(settings.num_workers):
         own, by_files = split(parts, i, settings.num_workers)
@@ -372,7 +409,21 @@ def _of_files(settings, kind, known):
         count = count.replace("2th", "2nd").replace("3th", "3rd")
     tested = f"test: {settings.test_data}" if settings.test_data else f"test: every {HELD}th record"
     about = f"from {count}; {tested}, {{test}}{reader.label_line()}"
-    return Stream(name, shares, test, known, about, getattr(reader, "classes", None))
+    return Stream(name, shares, test, held_out, known, about, getattr(reader, "classes", None))
+
+
+HELD_OUT = "the held-out samples"  # what they are called in a line
+
+
+def _validation(settings):
+    """Returns the share that `--validation` names, as (p, q), or None."""
+    share = getattr(settings, "validation", None)
+    return share_of(share) if share else None
+
+
+def _check_held_out(settings, count, total):
+    if not 0 < count < total:
+        raise UserError(f"--validation={settings.validation} holds out {count} of {total} samples: expected some, not all")
 
 
 def _look_at(settings, reader):
@@ -393,7 +444,7 @@ def _look_at(settings, reader):
     return {**found, "about": about}
 
 
-def _share_of(reader, parts):
+def _share_of(reader, parts, *name):
     parts = [part for part in parts if part.count]
 
     def read(skip, size, order):
@@ -402,7 +453,7 @@ def _share_of(reader, parts):
             skip -= left.pop(0).count
         return reader.read(left, skip, size) if left else iter(())
 
-    return Share(sum(part.count for part in parts), read)
+    return Share(sum(part.count for part in parts), read, *name)
 
 
 def _of_datasets(settings, pairs, shards_itself, known):
@@ -417,8 +468,13 @@ def _of_datasets(settings, pairs, shards_itself, known):
                 raise UserError(
                     f"{name}: the {half} set gives batches, expected single samples: leave batch() out, or end with unbatch()"
                 )
-    shuffles = not shards_itself and _has(pairs[0][0], "Shuffle")
-    if shuffles and num_workers > 1:
+    validation = _validation(settings)
+    if validation and any(_has(train, "Shuffle") for train, _ in pairs):
+        raise UserError(
+            f"{name}: the training set is shuffled, so --validation would hold out other samples each time: leave shuffle() "
+            "out, as samples are shuffled here (and list_files takes shuffle=False)"
+        )
+    if not shards_itself and num_workers > 1 and _has(pairs[0][0], "Shuffle"):
         raise UserError(
             f"{name}: the training set is shuffled, so no worker could tell which samples are its own: leave shuffle() out, as "
             "samples are shuffled here (and list_files takes shuffle=False)"
@@ -431,16 +487,33 @@ def _of_datasets(settings, pairs, shards_itself, known):
         raise UserError(f"{name}: the training set never ends: --steps or --seconds has to say when training does")
     if None in known["train"] and not settings.steps and getattr(settings, "learning_rate_schedule", None):
         raise UserError(f"{name}: the training set never ends: --learning_rate_schedule needs --steps")
+    sets, counts, held_out = [train for train, _ in pairs], known["train"], None
+    if validation:
+        if None in counts:
+            raise UserError(f"{name}: the training set never ends, so --validation cannot hold out a share of it")
+        held = [held_before(count, validation) for count in counts]
+        _check_held_out(settings, sum(held), sum(counts))
+        others, *rest = (_cut(train, validation, True) for train in sets)
+        for other in rest:
+            others = others.concatenate(other)
+        held_out = Share(sum(held), _reader_of(others), HELD_OUT)
+        sets = [_cut(train, validation, False) for train in sets]
+        counts = [count - each for count, each in zip(counts, held, strict=True)]
     shares = []
     for i in range(num_workers):
         if shards_itself:
-            shares.append(Share(known["train"][i], _reader_of(pairs[i][0])))
+            shares.append(Share(counts[i], _reader_of(sets[i])))
         else:
-            total = known["train"][0]
-            count = None if total is None else len(range(i, total, num_workers))
-            shares.append(Share(count, _reader_of(pairs[0][0].shard(num_workers, i) if num_workers > 1 else pairs[0][0])))
+            count = None if counts[0] is None else len(range(i, counts[0], num_workers))
+            shares.append(Share(count, _reader_of(sets[0].shard(num_workers, i) if num_workers > 1 else sets[0])))
     about = "from a tf.data.Dataset" + (" of each worker's own" if shards_itself else "") + "; test: {test}"
-    return Stream(name, shares, Share(known["test"], _reader_of(pairs[0][1])), known, about)
+    return Stream(name, shares, Share(known["test"], _reader_of(pairs[0][1])), held_out, known, about)
+
+
+def _cut(dataset, share, validates):
+    """Returns the elements of a dataset that are held out for validation, or those that are not."""
+    chosen = dataset.enumerate().filter(lambda number, element: is_held(number, share) == validates)
+    return chosen.map(lambda number, element: element)
 
 
 def _reader_of(dataset):

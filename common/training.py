@@ -66,7 +66,7 @@ def train(scheme, task, settings):
             last, next_call = build_calls(scheme, center, local, settings, dataset.num_samples)
             if index == 0:
                 optimizers = ", ".join([optimizers_of(center, local), *map(str, [schedule] if schedule else [])])
-                tell(what_is_trained(model, dataset, num_workers, optimizers))
+                tell(what_is_trained(model, dataset, num_workers, optimizers, ":" in settings.data))
             waits = center.waits(local)
             gradients = waits.gradients_per_update if waits else 1
             copies, final, evaluation = [], None, None
@@ -432,14 +432,14 @@ def optimizers_of(center, local):
     return said.replace("GradientDescent", "SGD") or "the scheme's own steps"
 
 
-def what_is_trained(model, dataset, num_workers, optimizers):
-    """Returns what a run minimizes, with what, and with how many samples, as a line."""
+def what_is_trained(model, dataset, num_workers, optimizers, is_own=False):
+    """Returns what a run minimizes, with what, and with how many samples, as a line; of a user's own data also their size."""
     own = model.own_optimizer
     ignored = f" (the model's own {own} is not used)" if own else ""
-    return f"minimizes {model.minimizes}, by {optimizers}{ignored}; {_samples_text(dataset, num_workers)}"
+    return f"minimizes {model.minimizes}, by {optimizers}{ignored}; {_samples_text(dataset, num_workers, is_own)}"
 
 
-def _samples_text(dataset, num_workers):
+def _samples_text(dataset, num_workers, is_own):
     is_stream = isinstance(dataset, Stream)
     if dataset.num_samples is None:
         return f"samples without end, of an unknown number, {dataset.text()}"
@@ -450,8 +450,10 @@ def _samples_text(dataset, num_workers):
     each = f", {share} for each of {num_workers} workers" if num_workers > 1 else ""
     if is_stream:
         return f"{dataset.num_samples:,} samples{each}, {dataset.text()}"
-    mapped = sum(array.nbytes for part in dataset.train for array in data.arrays_in(part) if isinstance(array, Rows))
-    where = f"; {limits.as_bytes(mapped)} of them are mapped, not copied" if mapped else ""
+    arrays = [array for part in dataset.train for array in data.arrays_in(part)]
+    whole, mapped = (sum(a.nbytes for a in some) for some in (arrays, [a for a in arrays if isinstance(a, Rows)]))
+    kept = f"of which {limits.as_bytes(mapped)} are mapped, not copied" if mapped else "in memory"
+    where = f", from arrays of {limits.as_bytes(whole)}{',' * bool(mapped)} {kept}" if is_own else ""
     return f"{dataset.num_samples:,} samples{each}{where}"
 
 
@@ -488,11 +490,14 @@ STOP, ENDED = "evaluator-says-stop", "training-has-ended"
 
 
 def split(dataset, settings):
-    """Returns what there is to train with of all the data, and what is held out, see `data.hold_out`; None for nothing."""
+    """Returns what there is to train with of all the data, and what is held out, as a test set; None for nothing.
+
+    Of arrays see `data.hold_out`; a `Stream` has held it out already.
+    """
     if not settings.validation:
         return dataset, None
     if isinstance(dataset, Stream):
-        raise UserError(f"--validation={settings.validation}: a share can be held out of arrays only, not of {dataset.name}")
+        return dataset, dataset.validation
     return data.hold_out(dataset, settings.validation, settings.seed)
 
 

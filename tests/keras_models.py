@@ -456,6 +456,30 @@ def einsum():
     return keras.Model(inputs, layers.Dense(3)(layers.Flatten()(layers.Multiply()([x, layers.RepeatVector(4)(gate)]))))
 
 
+@keras.saving.register_keras_serializable("keras_models")
+class Rounded(layers.Layer):
+    """Rounds to quarters, and hands the gradient on as if it did not."""
+
+    def call(self, inputs):
+        return straight_through(inputs)
+
+
+@ops.custom_gradient
+def straight_through(x):
+    """Returns x, rounded to quarters, and its gradient, that of x."""
+
+    def gradient(*args, upstream=None):
+        return args[0] if upstream is None else upstream
+
+    return ops.round(4 * x) / 4, gradient
+
+
+@model(classes(6))
+def own_gradient():
+    """A gradient of one's own, `keras.ops.custom_gradient`: what is rounded has the gradient of what is not"""
+    return stack([6], layers.Dense(8), Rounded(), layers.Dense(3))
+
+
 @model(classes(6))
 def unused():
     """A layer whose variables the outputs do not depend on"""
@@ -740,6 +764,13 @@ class Adversaries(keras.Sequential):
 
     def train_step(self, data):
         return {}
+
+
+@model(classes(6), refused="a custom gradient of a function that uses variables or takes arguments by name")
+def rematerialized():
+    """Layers that are computed again for the gradient, `RematScope`"""
+    with keras.RematScope(mode="full"):
+        return stack([6], layers.Dense(8, "relu"), layers.Dense(3))
 
 
 @model(classes(6), refused="has a train_step of its own, which no worker calls")

@@ -213,7 +213,8 @@ def test_own_loss_and_metrics_of_two_outputs(run_dir, tmp_path):
     output = run(run_dir, *arguments, f"--model={spec}:build", "--epochs=20")
     assert (
         "minimizes sparse categorical crossentropy of row, mse of size + the losses of its layers, by SGD on the ps, SGD on "
-        "the workers (the model's own Adam is not used); 1,000 samples, 500 for each of 2 workers\n"
+        "the workers (the model's own Adam is not used); 1,000 samples, 500 for each of 2 workers, from "
+        "arrays of 84.0 kB in memory\n"
     ) in output
     result = result_of(run_dir)
     assert result["test_row_accuracy"] >= 0.9 and f"test row accuracy {result['test_row_accuracy']:.3f}" in output

@@ -360,7 +360,7 @@ def settings(tmp_path):
     (tmp_path / "metrics" / "worker-0.jsonl").write_text(json.dumps(of_worker) + "\n")
     return types.SimpleNamespace(
         run_dir=str(tmp_path), data="linear", model="linear", seed=0, validation=0.1, patience=2, batch_size=32, window=1,
-        steps=1000, epochs=None, loss=None,
+        steps=1000, epochs=None, loss=None, test_data=None, label=None, parse=None,
     )  # fmt: skip
 
 

@@ -110,7 +110,9 @@ def test_characters_have_places_in_the_alphabet():
 
 @pytest.mark.parametrize("spec", ["digit", "", "data.py"])
 def test_no_such_data(user_error, spec):
-    with user_error(f"--data must be one of digits, linear, mnist, text or FILE.py:FUNCTION, not {spec!r}"):
+    with user_error(
+        f"--data must be one of digits, linear, mnist, text, FILE.py:FUNCTION, or files as 'DIR/*.csv', not {spec!r}"
+    ):
         data.load(spec)
 
 

@@ -1,5 +1,7 @@
 """common/fit.py: `train` from Python sends model, data and scheme to the tasks, shows what they say, and ends them."""
 
+import errno
+import json
 import os
 import re
 import signal
@@ -9,6 +11,8 @@ import threading
 import warnings
 
 import keras
+import nbclient
+import nbformat
 import numpy as np
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
@@ -30,6 +34,7 @@ DATA = (X, Y), (X, Y)
         ((3, "mlp", DATA), "a scheme is the name of a folder, as 'HogWild', or a generator function, not 3"),
         (("HogWild", 3, DATA), "the model must be a keras.Model, a function that returns one, or a name, not int"),
         (("HogWild", "mlp", ((X, Y), (X, Y[:2]))), "the data: x_test has 8 samples, y_test has 2 labels"),
+        (("HogWild", "mlp", (X, Y)), "the data must be ((x_train, y_train), (x_test, y_test)) as NumPy arrays, and weights as"),
         (("HogWild", "mlp", lambda: sys.exit(1)), None),  # the function is not called here
         (
             ("HogWild", (lambda lock: lambda: lock)(threading.Lock()), DATA),
@@ -55,6 +60,110 @@ def test_loss_that_keras_does_not_save(user_error):
     for loss in keras.losses.Huber(), keras.losses.CategoricalCrossentropy(label_smoothing=0.1), "mse":
         model.compile("sgd", loss)
         assert fit._SentModel(model)().loss is not None
+
+
+class First(keras.Model):
+    """A model as Keras's guides begin with: its __init__ takes nothing, not even what Keras adds to a config."""
+
+    def __init__(self):
+        super().__init__()
+        self.doubles, self.dense = Times(2), keras.layers.Dense(2)
+
+    def call(self, x):
+        return self.dense(self.doubles(x))
+
+
+class Times(keras.layers.Layer):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def call(self, x):
+        return self.factor * x
+
+
+class Wide(keras.Model):
+    def __init__(self, units=4, **more):
+        super().__init__(**more)
+        self.dense = keras.layers.Dense(units)
+
+    def call(self, x):
+        return self.dense(x)
+
+
+class WideStack(keras.Sequential):
+    def __init__(self, name=None):
+        super().__init__([keras.layers.Dense(2)], name=name)
+
+
+class Powers(keras.losses.Loss):
+    def __init__(self, power=2, **more):
+        super().__init__(**more)
+        self.power = power
+
+    def call(self, y, p):
+        return keras.ops.mean(keras.ops.abs(y - p) ** self.power)
+
+
+class PowersWithConfig(Powers):
+    def get_config(self):
+        return {**super().get_config(), "power": self.power}
+
+
+def closure():
+    def loss(y, p):
+        return keras.ops.mean(y - p)
+
+    return loss
+
+
+def dense_with(loss):
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(2)])
+    model.compile("sgd", loss)
+    return model
+
+
+OWN = First, Times, Wide, WideStack, Powers, PowersWithConfig
+
+
+@pytest.fixture
+def of_a_cell(monkeypatch):
+    for own in OWN:
+        monkeypatch.setattr(own, "__module__", "__main__")
+        monkeypatch.setattr(sys.modules["__main__"], own.__name__, own, raising=False)
+
+
+@pytest.mark.parametrize("is_built", [True, False])
+def test_subclasses_are_sent(of_a_cell, is_built):
+    models = First(), keras.Sequential([Times(3), keras.layers.Dense(2)])
+    models[1].layers[0].trainable = False
+    for model in models:
+        if is_built:
+            model(X)
+        received = fit._SentModel(model)()
+        assert received(X).shape == (8, 2)
+        if is_built:
+            np.testing.assert_allclose(received(X), model(X), rtol=1e-6)
+        before, after = (next(layer for layer in each._flatten_layers() if type(layer) is Times) for each in (model, received))
+        assert (before.trainable, before.factor) == (after.trainable, after.factor) and "from_config" not in vars(Times)
+    assert fit._SentModel(dense_with(PowersWithConfig(3)))().loss.power == 3
+    fit._SentModel(dense_with(lambda y, p: keras.ops.mean(y - p)))()
+
+
+@pytest.mark.parametrize(
+    "make, text",
+    [
+        (lambda: Wide(6), "Keras does not save the argument units of Wide, which has no get_config of its own"),
+        (lambda: keras.Sequential([keras.Input([3]), Wide(6)]), "Keras does not save the argument units of Wide, which has"),
+        (lambda: dense_with(Powers(3)), "Keras does not save the argument power of Powers, which has"),
+        (WideStack, "Keras makes another of its config, of 3 layers in place of 2"),
+        (lambda: dense_with(closure()), "TypeError: Could not locate function 'loss'"),
+    ],
+)
+def test_models_that_would_come_as_others(of_a_cell, user_error, make, text):
+    """In Keras 3.15 the first of them would come with four units."""
+    with user_error(f"the model cannot be sent to the workers: {text}", "; give a function that returns the model"):
+        fit._SentModel(make())
 
 
 def test_pace_is_for_a_function(user_error):
@@ -130,6 +239,8 @@ def test_model_with_a_layer_and_a_loss_of_a_cell(monkeypatch):
 PROGRAM = """
 import sys
 import keras
+import nbclient
+import nbformat
 import numpy as np
 from common import tf, train
 from common.flags import TrainingFailed, UserError
@@ -271,3 +382,40 @@ def test_a_notebook_shows_one_line(capsys, kind):
     capsys.readouterr()
     shell.run_cell("raise kind('what was wrong')")
     assert capsys.readouterr().out.strip() == f"{kind.__name__}: what was wrong"
+
+
+CELLS = """
+from common.fit import Run
+run = Run(RUN, None, None, {})
+run.plot()
+---
+run.plot();
+---
+figure = run.plot()
+figure.set_size_inches(9, 3)
+---
+figure
+"""
+
+
+def test_a_notebook_shows_a_plot_once(tmp_path):
+    """Also where it is not what the cell returns; and again in a later cell that returns it."""
+    (tmp_path / "result.json").write_text("{}")
+    (tmp_path / "metrics").mkdir()
+    line = {"time": 1.0, "worker": 0, "global_step": 1, "loss": 0.5, "test_loss": 0.5, "samples_per_second": 9.0}
+    (tmp_path / "metrics" / "worker-0.jsonl").write_text(json.dumps(line) + "\n")
+    cells = [nbformat.v4.new_code_cell(text) for text in CELLS.replace("RUN", repr(str(tmp_path))).split("---\n")]
+    nbclient.NotebookClient(notebook := nbformat.v4.new_notebook(cells=cells), timeout=SECONDS).execute()
+    for cell in notebook.cells:
+        assert ["image/png" in output.get("data", {}) for output in cell.outputs] == [True], cell.source
+
+
+def test_data_for_which_there_is_no_place(user_error, monkeypatch):
+    def save(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(np, "save", save)
+    with user_error(
+        "the data cannot be written to ", " for the workers: No space left on device; name another folder in TMPDIR"
+    ):
+        train("HogWild", "mlp", DATA)

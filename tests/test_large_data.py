@@ -253,6 +253,8 @@ def build():
     (tmp_path / "large.py").write_text(text)
     flags = f"--data={tmp_path}/large.py:load", f"--model={tmp_path}/large.py:build", "--batch_size=8"
     process = start(run_dir, "--launch", *flags, "--num_workers=3", "--epochs=1e6")
+    told = read_until(process, lambda line: line.startswith("minimizes "))
+    assert "1,000 for each of 3 workers, from arrays of 300.0 MB, of which 300.0 MB are mapped, not copied\n" in told
     read_until(process, is_training)
     memory = []
     for pid in processes(run_dir, "--job_name=worker"):

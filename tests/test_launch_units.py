@@ -208,7 +208,7 @@ if sys.argv[-1] != "--check":
     def check(code, hang_secs=60):
         (tmp_path / "scheme.py").write_text(begin + code)
         problem = {"data": "d.py:f", "model": "m.py:f", "num_workers": 2, "batch_size": 32, "window": 1}
-        settings = types.SimpleNamespace(hang_secs=hang_secs, loss=None, **problem)
+        settings = types.SimpleNamespace(hang_secs=hang_secs, loss=None, warmup_steps=0, **problem)
         try:
             return input_check.check_input(tmp_path / "scheme.py", [], settings), capsys.readouterr().out
         except UserError as error:

@@ -106,5 +106,12 @@ def test_processes_of_a_cgroup(cgroups, user_error):
 
 
 def test_numbers_of_bytes():
-    for count, text in (1_500_000, "1.5 MB"), (2.5e10, "25.0 GB"), (1e12, "1.0 TB"), (1e18, "1,000.0 PB"):
+    for count, text in (
+        (24, "0.0 kB"),
+        (1_500, "1.5 kB"),
+        (1_500_000, "1.5 MB"),
+        (2.5e10, "25.0 GB"),
+        (1e12, "1.0 TB"),
+        (1e18, "1,000.0 PB"),
+    ):
         assert limits.as_bytes(count) == text

@@ -183,6 +183,22 @@ class Noise(keras.layers.Layer):
         return x + keras.random.normal(keras.ops.shape(x))
 
 
+class Recomputed(keras.layers.Layer):
+    """Computes a layer again for its gradient."""
+
+    def build(self, shape):
+        self.dense = keras.layers.Dense(4)
+        self.dense.build(shape)
+
+    def call(self, x):
+        return keras.remat(self.dense.call)(x)
+
+
+def rematerialized():
+    with keras.RematScope(mode="full"):
+        return keras.Sequential([keras.layers.Dense(4)])
+
+
 def several_outputs():
     x = keras.Input([3])
     return keras.Model(x, [keras.layers.Dense(4)(x), keras.layers.Dense(4)(x)])
@@ -205,6 +221,8 @@ def several_outputs():
             [": gru is stateful: it would go on where the batch before has ended"],
         ),
         (lambda: keras.Sequential([Noise(), keras.layers.Dense(4)]), ["keras.random without a SeedGenerator"]),
+        (lambda: keras.Sequential([Recomputed()]), ["a custom gradient of a function that uses variables"]),
+        (rematerialized, ["a custom gradient of a function that uses variables or takes arguments by name, as of keras.remat"]),
         (
             lambda: keras.Sequential([dense(8, activation="softmax"), keras.layers.Lambda(lambda p: p[:, :4] + p[:, 4:])]),
             ["ends with softmax"],
@@ -845,7 +863,11 @@ def test_metrics_that_cannot_be(user_model, user_error, metric, text):
 def test_what_is_trained(user_model):
     dataset = data.checked((two_and_two(13), two_and_two(7)), "mine")
     model = user_model(PROBLEMS["two outputs, weights of losses and samples"][0](), dataset)
-    assert training.what_is_trained(model, dataset, 2, "SGD on the ps") == (
+    text = (
         "minimizes sparse categorical crossentropy of kind, mae of size + the losses of its layers, by SGD on the ps "
         "(the model's own RMSprop is not used); 13 samples, 6 or 7 for each of 2 workers"
     )
+    assert training.what_is_trained(model, dataset, 2, "SGD on the ps") == text
+    size = sum(array.nbytes for part in dataset.train for array in data.arrays_in(part))
+    said = training.what_is_trained(model, dataset, 2, "SGD on the ps", is_own=True)
+    assert said == f"{text}, from arrays of {size / 1000:.1f} kB in memory"

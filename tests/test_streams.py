@@ -11,9 +11,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import tensorflow
-from runs import finish, is_training, processes, read_until, result_of, run, start
+from runs import HOGWILD, ROOT, finish, is_training, processes, read_until, result_of, run, start
 
-from common import fit, models, records, streams, tf, train, training
+from common import fit, models, plots, records, streams, tf, train, training
 from common.center import GlobalParameters
 from common.flags import Settings, TrainingFailed
 from common.local import LocalParameters
@@ -26,6 +26,11 @@ import tensorflow as tf
 def parse(record):
     numbers = tf.io.decode_raw(record, tf.int32)
     return tf.cast(numbers[:2], tf.float32), numbers[2]
+"""
+
+TAKES_TWO = """
+def takes_two(record, other):
+    return record, other
 """
 
 
@@ -141,6 +146,35 @@ def test_count_of_a_part(held, first, step):
         assert part.count == np.count_nonzero(part.chosen(np.arange(total)))
 
 
+@pytest.mark.parametrize("held", [None, False])
+@pytest.mark.parametrize("number", [0.25, 0.3, 0.9, 1e-6])
+def test_validation_and_the_shares_of_workers_are_all_of_a_part(held, number):
+    """Each record is in one of them, and the share is that of the flag, to a record."""
+    share = records.share_of(number)
+    for total in range(50):
+        whole = Part("", total, held)
+        of_workers = [whole._replace(share=share, first=i, step=3) for i in range(3)]
+        validation = whole._replace(share=share, validates=True)
+        chosen = [part.chosen(np.arange(total)) for part in (*of_workers, validation)]
+        assert [np.count_nonzero(each) for each in chosen] == [part.count for part in (*of_workers, validation)]
+        np.testing.assert_array_equal(sum(each.astype(int) for each in chosen), whole.chosen(np.arange(total)))
+        assert validation.count == int(number * whole.count + 1e-9)
+
+
+@pytest.mark.parametrize("lengths, num_workers", [((30,), 3), ((25, 24, 25), 3), ((50, 9, 3), 2)])
+def test_held_out_samples_are_nobodys(files, lengths, num_workers):
+    """Neither a worker's nor of the test set, which stays as it was; and the same ones each time."""
+    given = settings(**files(*lengths), num_workers=num_workers)
+    before, stream = streams.load(given), streams.load(given.but(validation=0.25))
+    of_test, held = numbers_in(stream.test_batches(4)), numbers_in(stream.validation.test_batches(4))
+    assert of_test == numbers_in(before.test_batches(4)) and held == numbers_in(stream.validation.test_batches(5))
+    shares = [epoch_of(stream, worker) for worker in range(num_workers)]
+    assert sorted(itertools.chain(*shares, held, of_test)) == list(range(sum(lengths)))
+    assert stream.held_out.count == len(held) == sum((n - n // 10) // 4 for n in lengths)
+    assert stream.num_samples == before.num_samples - len(held)
+    assert f"; validation: {len(held)} samples; read while it trains" in stream.text()
+
+
 def line_of(stream):
     model = models.build("mlp", stream.first)
     return training.what_is_trained(model, stream, len(stream.shares), "SGD on the ps")
@@ -153,7 +187,7 @@ def test_first_line_of_a_run(tmp_path, monkeypatch):
     assert line_of(streams.load(settings("*.csv", num_workers=2))) == (
         "minimizes sparse categorical crossentropy of logits, by SGD on the ps; 36 samples, 18 for each of 2 workers, from 4 "
         "files *.csv, whole files for each worker; test: every 10th record, 4 samples; label: the column 'label', the sample: "
-        "the other 2; read while it trains, shuffled in blocks of 18 samples, of which three take 0.0 MB of memory"
+        "the other 2; read while it trains, shuffled in blocks of 18 samples, of which three take 0.6 kB of memory"
     )
     assert "every 5th record for each worker" in line_of(streams.load(settings("*.csv", num_workers=5)))
 
@@ -194,6 +228,39 @@ def test_a_function_that_shards_by_itself(monkeypatch):
     stream = of(lambda num_workers, index: (dataset(10 + index, 50 * index), dataset(3)), num_workers=2)
     assert [sorted(epoch_of(stream, i)) for i in range(2)] == [list(range(10)), list(range(50, 61))]
     assert "21 samples, 10 or 11 for each of 2 workers, from a tf.data.Dataset of each worker's own" in line_of(stream)
+
+
+@pytest.mark.parametrize("by_itself", [False, True])
+def test_samples_held_out_of_datasets(by_itself):
+    """Every fourth, of each worker's own, too."""
+    pairs = [(dataset(10 + i, 50 * i), dataset(3)) for i in range(2)]
+    function = (lambda num_workers, index: pairs[index]) if by_itself else lambda: pairs[0]
+    stream = of(function, num_workers=2, validation=0.25)
+    held = [3, 7, 53, 57] if by_itself else [3, 7]
+    assert numbers_in(stream.validation.test_batches(3)) == held
+    whole = [*range(10), *range(50, 61)] if by_itself else range(10)
+    assert sorted(epoch_of(stream, 0) + epoch_of(stream, 1)) == [n for n in whole if n not in held]
+    assert [share.count for share in stream.shares] == ([8, 9] if by_itself else [4, 4])
+    assert numbers_in(stream.test_batches(2)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "train, text",
+    [
+        (lambda: dataset().shuffle(9), "the training set is shuffled, so --validation would hold out other samples each time"),
+        (lambda: dataset().repeat(), "the training set never ends, so --validation cannot hold out a share of it"),
+        (lambda: dataset(3), "--validation=0.25 holds out 0 of 3 samples: expected some, not all"),
+    ],
+)
+def test_where_nothing_can_be_held_out(user_error, train, text):
+    with user_error(text):
+        of(lambda: (train(), dataset()), steps=5, validation=0.25)
+
+
+def test_files_of_which_nothing_can_be_held_out(user_error, tmp_path):
+    write_table(tmp_path / "a.csv", range(12))
+    with user_error("--validation=0.01 holds out 0 of 11 samples: expected some, not all"):
+        streams.load(settings(tmp_path / "*.csv", validation=0.01))
 
 
 def test_a_dataset_of_unknown_length_is_counted():
@@ -326,7 +393,9 @@ def test_tables_that_are_refused(user_error, tmp_path, name, columns, flags, tex
 
 
 def test_files_that_are_refused(user_error, tmp_path):
-    (tmp_path / "parse.py").write_text(PARSE + "\ndef wrong(record):\n    return record, 1\n")
+    (tmp_path / "parse.py").write_text(
+        PARSE + "\ndef wrong(record):\n    return record, 1\n\ndef fails(record):\n    1 / 0\n" + TAKES_TWO
+    )
     parse = f"{tmp_path}/parse.py:parse"
     write_records(tmp_path / "0.tfrecord", range(20))
     whole = (tmp_path / "0.tfrecord").read_bytes()
@@ -348,6 +417,15 @@ def test_files_that_are_refused(user_error, tmp_path):
         streams.load(settings(f"{tmp_path}/*.parquet"))
     with user_error(f"--data={tmp_path}/*.csv: there is no such file"):
         streams.load(settings(f"{tmp_path}/*.csv"))
+    with user_error("--test_data=*.parquet: expected files of the same kind as --data=", "*.csv, as 'DIR/*.csv'"):
+        streams.load(settings(tmp_path / "*.csv", test_data="*.parquet"))
+    with user_error("--parse must be FILE.py:FUNCTION, not 'parse.py'"):
+        streams.load(settings(spec, parse="parse.py"))
+    with user_error(f"--data={spec}: the samples of the training set cannot be read: ZeroDivisionError: "):
+        (tmp_path / "1.tfrecord").write_bytes(whole)
+        streams.load(settings(spec, parse=f"{tmp_path}/parse.py:fails"))
+    with user_error("cannot be read: TypeError: takes_two() missing 1 required positional argument: 'other'"):
+        streams.load(settings(spec, parse=f"{tmp_path}/parse.py:takes_two"))
     with user_error("--test_data=no*.csv: there is no such file"):
         write_table(tmp_path / "a.csv", range(12))
         streams.load(settings(tmp_path / "a.csv", test_data="no*.csv"))
@@ -442,7 +520,7 @@ def test_what_goes_wrong_in_a_session_is_one_line(graph, stream):
     with tf.Session() as session, pytest.raises(TrainingFailed, match="^b.csv is gone$"), streams.reading(stream):
         for samples in fails(streams.UserError("b.csv is gone")):
             session.run(samples)
-    stream.failed = None
+    stream._failures.clear()
     logits, label = tf.zeros([1, 3]), tf.constant([7])
     loss = tf.nn.sparse_softmax_cross_entropy_with_logits(label, logits)
     with tf.Session() as session, pytest.raises(TrainingFailed, match="there is the class 7, but the model gives 3 outputs"):
@@ -474,6 +552,21 @@ def test_a_run_on_files_in_which_a_worker_is_killed(run_dir, tmp_path):
     assert (run_dir / "data.json").exists()
     run(run_dir, *flags, "--resume", "--seconds=1", "--steps=1000000")
     assert result_of(run_dir)["test_accuracy"] is not None
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("script", [HOGWILD, ROOT / "Continuous-Evaluation" / "continuous_evaluation.py"])
+def test_early_stopping_on_samples_that_are_held_out_of_files(run_dir, tmp_path, script):
+    """By the chief, or by an evaluator, which reads the same ones."""
+    for i in range(4):
+        write_table(tmp_path / f"{i}.csv", range(i, 400, 4))
+    flags = f"--data={tmp_path}/*.csv", "--learning_rate=0.0001", "--validation=0.2", "--patience=2", "--steps=1000000000"
+    said = run(run_dir, *flags, script=script)
+    assert "288 samples, 144 for each of 2 workers, from 4 files" in said and "; validation: 72 samples; read while" in said
+    assert result_of(run_dir)["global_steps"] < 1000000000
+    lines = [line for line in plots.read_metrics(run_dir) if "validation_loss" in line]
+    best = min(line["validation_loss"] for line in lines)
+    assert len(lines) >= 3 and all(line["validation_loss"] >= best for line in lines[-2:])
 
 
 @pytest.mark.cluster
