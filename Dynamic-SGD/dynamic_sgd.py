@@ -1,4 +1,4 @@
-"""Dynamic SGD: a push counts the less, the staler it is (Zhang, Gupta, Lian, Liu 2015, https://arxiv.org/abs/1511.05950; the
+"""Dynamic SGD: the staler a push, the less it counts (Zhang, Gupta, Lian, Liu 2015, https://arxiv.org/abs/1511.05950; the
 divisor τ + 1 is that of dist-keras's "DynSGD")."""
 
 from common import tf

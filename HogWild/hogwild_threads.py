@@ -1,8 +1,8 @@
 """HogWild as its paper has it: threads of one process that share the parameters in memory (arXiv:1106.5730).
 
-The update rule is the one of hogwild.py. What differs is who runs it and where x̃ lives: no ps and no messages; `--num_threads`
-workers are threads of this process, each with its own samples, local variables and rounds, and all of them read and write one
-vector in the memory of this process.
+The update rule is the one of hogwild.py, but there is no ps, and there are no messages. `--num_threads` workers are threads of
+this process, each with its own samples, local variables and rounds, and all of them read and write one vector in the memory of
+this process.
 
 What is locked, then? TensorFlow has two kinds of variables, and they differ in just this:
 

@@ -67,10 +67,21 @@ class Batches:
         with tf.variable_scope(name):
             parts = {"x": x, "y": y} if weights is None else {"x": x, "y": y, "weights": weights}
             self._samples = tuple(fed(name, part, self.init_feed_dict) for name, part in parts.items())
-            rng = np.random.default_rng(seed)
-            orders = {name: rng.permutation(self.num_samples) for name in ("first", "second")}
-            self._first, self._second = (fed(name, order, self.init_feed_dict) for name, order in orders.items())
+            orders: dict = {}
+            self._first, self._second = map(fed, ("first", "second"), self._orders(seed), (orders, orders))
+            self._order_feeds = tuple(orders)
+            self.init_feed_dict.update(orders)
             self._position = local_variable("position", position.start() if position else tf.zeros([], tf.int64))
+
+    def _orders(self, seed):
+        rng = np.random.default_rng(seed)
+        return rng.permutation(self.num_samples), rng.permutation(self.num_samples)
+
+    def reorder(self, seed):
+        """Takes another seed, from the next initialization on; returns the part of `init_feed_dict` that changes by it."""
+        changed = dict(zip(self._order_feeds, self._orders(seed), strict=True))
+        self.init_feed_dict.update(changed)
+        return changed
 
     def next(self, window):
         """Returns the indices `[window, batch_size]` of the next samples.

@@ -23,10 +23,10 @@ def make(regression):
     """A function that makes a replay of a linear regression."""
     replays = []
 
-    def make(num_workers=2):
+    def make(num_workers=2, seed=0):
         def make_batches(i):
             x, y = data.shard(regression, i, num_workers)
-            return Batches(x, y, 4, seed=i, name=f"batches_{i}")
+            return Batches(x, y, 4, seed=seed + i, name=f"batches_{i}")
 
         hp = types.SimpleNamespace(learning_rate=0.01)
         replay = Replay(hogwild_like, hp, models.build("linear", regression), make_batches, num_workers)
@@ -72,3 +72,48 @@ def test_it_goes_on_where_it_was(make):
     two.run(6)
     np.testing.assert_array_equal(one.center, two.center)
     np.testing.assert_array_equal(one.replicas, two.replicas)
+
+
+def test_it_begins_anew(make):
+    """In the same order of samples, or in that of a new Replay with other seeds."""
+    once, again = make(), make()
+    once.run(10)
+    again.run(7)
+    again.restart()
+    assert again.updates == [] and again.losses == []
+    again.run(10)
+    np.testing.assert_array_equal(again.center, once.center)
+    assert again.updates == once.updates and again.losses == once.losses
+
+    other = make(seed=50)
+    other.run(10)
+    again.restart(lambda worker: 50 + worker)
+    again.run(10)
+    np.testing.assert_array_equal(again.center, other.center)
+    assert np.any(again.center != once.center)
+
+
+def test_nobody_waits_for_what_was_before_the_restart(regression):
+    def bounded(center, local, hp):
+        sgd = tf.train.GradientDescentOptimizer(hp.learning_rate)
+        pace = center.pace(local, 2)
+        yield pace.wait()
+        yield local.pull(center)
+        yield local.train(1, sgd)
+        yield center.push(sgd, local.gradient)
+        yield pace.tick()
+
+    def make_batches(i):
+        x, y = data.shard(regression, i, 2)
+        return Batches(x, y, 4, seed=i, name=f"batches_{i}")
+
+    replay = Replay(bounded, types.SimpleNamespace(learning_rate=0.01), models.build("linear", regression), make_batches)
+    steps = []
+    for _ in range(2):
+        steps.append(0)
+        while not replay.has_to_wait(0):
+            replay.step(0)
+            steps[-1] += 1
+        replay.restart()
+    assert steps == [3 * 5, 3 * 5]
+    replay.close()
