@@ -65,8 +65,8 @@ def spans(scheme, hp, seconds=(1.0, 1.2, 1.7), message=0.6, until=20.0):
         return batches
 
     replay = Replay(scheme, hp, models.build("linear", line), make_batches, n)
-    found, waiting, last_wake = [], {}, [0.0] * n
-    heap: list[tuple] = []
+    found, waiting = [], {}
+    heap: list[tuple] = []  # (end of what it does, its begin, worker)
 
     def begin(worker, now):
         step, windows_of = replay.next_step(worker), windows[worker]
@@ -81,7 +81,7 @@ def spans(scheme, hp, seconds=(1.0, 1.2, 1.7), message=0.6, until=20.0):
         takes = steps * seconds[worker] if part == "train" else message if part and part != "wait" else 0.0
         if takes:
             found.append(Span(worker, part, now, now + takes, steps))
-        heapq.heappush(heap, (now + takes, len(last_wake) * round(1e6 * now) + worker, worker))
+        heapq.heappush(heap, (now + takes, now, worker))
 
     for worker in range(n):
         begin(worker, 0.0)
@@ -110,7 +110,8 @@ def draw(scheme, hp, seconds=(1.0, 1.2, 1.7), message=0.6, until=20.0):
         for k in range(1, steps):
             axes.plot([start + k * (end - start) / steps] * 2, [worker - 0.36, worker + 0.36], color="white", lw=1)
     shown = [part for part in COLORS if any(span.part == part for span in found)]
-    names = {"train": "local steps", "wait": "waits for others"}
+    one = all(span.steps == 1 for span in found if span.part == "train")
+    names = {"train": "local step" if one else "local steps", "wait": "waits for others"}
     handles = [plt.Rectangle((0, 0), 1, 1, color=COLORS[part]) for part in shown]
     axes.legend(
         handles,
