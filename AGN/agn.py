@@ -7,9 +7,9 @@ from common.main import main
 def agn(center, local, hp):
     """x ← x̃;  T local steps x ← x − η g(x);  x̃ ← x̃ − (η/T) Σ g(x_t).
 
-    The push has the direction of T local steps, each gradient g taken where the local walk x_t then stood, and the size of
-    one: the division by T is all that sets it apart from pushing the sum, which is T times as large and, times the number
-    of workers that push it, soon too large.
+    Each gradient g is taken where the local walk x_t then is. The push has the direction of T local steps and the size of
+    one. Only the division by T sets it apart from pushing the sum, which is T times as large: too large with several
+    workers and a long window.
 
     T is `hp.window`, η `hp.learning_rate`; the local steps are of SGD or of another optimizer (`hp.local_optimizer`).
     """

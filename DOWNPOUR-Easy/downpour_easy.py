@@ -7,10 +7,9 @@ from common.main import main
 def downpour_easy(center, local, hp):
     """x ← x̃;  T times a ← a + g(x), x ← x − η g(x);  x̃ ← Adagrad(x̃, a).
 
-    A worker walks T local steps of SGD and pushes the sum a of their gradients: T times fewer messages a sample. The ps
-    applies it with Adagrad, element by element:  s ← s + a²;  x̃ ← x̃ − η a/√s.  What many workers push often, or pushes
-    of many gradients, makes s large and the steps small; that is what tames the summed and stale gradients. The slots s
-    live on the ps beside x̃, shared by all workers.
+    A worker makes T local steps of SGD and pushes the sum a of their gradients: T times fewer messages a sample. The ps
+    applies it with Adagrad, element by element:  s ← s + a²;  x̃ ← x̃ − η a/√s.  An element to which large sums are pushed,
+    or many, gets a large s, and so short steps. The slots s are on the ps beside x̃, shared by all workers.
 
     T is `hp.window`, the paper's n_push = n_fetch; η is `hp.learning_rate`.
     """

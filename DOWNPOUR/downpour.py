@@ -12,7 +12,8 @@ def downpour(center, local, hp):
     if step mod n_push = 0: x̃ ← Adagrad(x̃, a), a ← 0.
 
     Adagrad is  s ← s + g²;  x ← x − η g/√s,  element by element: the worker has slots s of its own for its g, the ps has
-    slots for the a of all workers. n_push is `hp.window`, n_fetch `hp.n_fetch` or else the same, η `hp.learning_rate`.
+    slots for the a of all workers. In the paper's pseudocode the worker's steps are plain SGD; Adagrad there is this
+    collection's reading. n_push is `hp.window`, n_fetch `hp.n_fetch` or else the same, η `hp.learning_rate`.
 
     A round is the least number of steps after which both intervals begin anew.
     """

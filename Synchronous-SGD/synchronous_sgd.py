@@ -8,9 +8,9 @@ from common.main import main
 def synchronous_sgd(center, local, hp):
     """x ← x̃;  x̃ ← x̃ − η (1/N) Σ g(x), over the first N gradients of this x̃; the rest are dropped.
 
-    All workers take the same x̃, and x̃ changes once when N of them have given their gradients. With b backup workers N is
-    n − b of n workers: the b slowest need not be waited for, and what they still bring is not used. With b = 0 each worker
-    contributes exactly once to every update.
+    All workers take the same x̃, and x̃ changes once, when N of them have given their gradients. With b backup workers N is
+    n − b of n workers: the update does not wait for the b slowest, and their late gradients are dropped. With b = 0 each
+    worker contributes exactly once to every update.
 
     η is `hp.learning_rate`, b `hp.backup_workers`.
     """
