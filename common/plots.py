@@ -1,4 +1,4 @@
-"""Curves from what a run has written."""
+"""Curves from what a run has written, and what several notebooks draw."""
 
 import contextlib
 import os
@@ -93,3 +93,21 @@ def squared_error_contours(axes, x, y, slopes, intercepts, levels=12):
         slope, intercept, errors, levels=np.geomspace(errors.min() + 0.01, errors.max(), levels), colors="lightgray", zorder=0
     )
     axes.set(xlabel="slope", ylabel="intercept", xlim=slopes, ylim=intercepts)
+
+
+def spread(axes, x, runs, **style):
+    """Draws runs of the same experiment that differ by their seeds: the median as a line, the range as a band.
+
+    Args:
+      axes: matplotlib's.
+      x: numbers [points].
+      runs: numbers [runs, points].
+      style: of the line, as `color` and `label`.
+    """
+    (line,) = axes.plot(x, np.median(runs, axis=0), **style)
+    axes.fill_between(x, np.min(runs, axis=0), np.max(runs, axis=0), color=line.get_color(), alpha=0.2, lw=0)
+
+
+def median_and_range(values, form=".3f"):
+    """Returns numbers [runs] as a text, `0.978 (0.972 to 0.981)`; `form` is the format of each number."""
+    return f"{np.median(values):{form}} ({np.min(values):{form}} to {np.max(values):{form}})"
