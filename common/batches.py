@@ -67,10 +67,16 @@ class Batches:
         with tf.variable_scope(name):
             parts = {"x": x, "y": y} if weights is None else {"x": x, "y": y, "weights": weights}
             self._samples = tuple(fed(name, part, self.init_feed_dict) for name, part in parts.items())
-            rng = np.random.default_rng(seed)
-            orders = {name: rng.permutation(self.num_samples) for name in ("first", "second")}
-            self._first, self._second = (fed(name, order, self.init_feed_dict) for name, order in orders.items())
+            self._orders: dict = {}
+            unordered = np.arange(self.num_samples)
+            self._first, self._second = (fed(name, unordered, self._orders) for name in ("first", "second"))
+            self.reorder(seed)
             self._position = local_variable("position", position.start() if position else tf.zeros([], tf.int64))
+
+    def reorder(self, seed):
+        """Puts the order of this seed into `init_feed_dict`: it counts from the next initialization of the variables on."""
+        rng = np.random.default_rng(seed)
+        self.init_feed_dict.update({feed: rng.permutation(self.num_samples) for feed in self._orders})
 
     def next(self, window):
         """Returns the indices `[window, batch_size]` of the next samples.

@@ -45,9 +45,6 @@ class Replay:
     """
 
     def __init__(self, scheme, hp, model, make_batches, num_workers=2, num_ps=1, schedule=None):
-        self.updates: list[Update] = []
-        self.dropped: list[tuple[int, int]] = []
-        self.losses: list[tuple[int, float]] = []
         self._model, self.graph = model, tf.Graph()
         with self.graph.as_default():
             self._center = GlobalParameters(model.initial_parameters, num_ps, schedule=schedule)
@@ -61,18 +58,38 @@ class Replay:
             self._fetches = [[step.fetches() for step in steps] for steps in self._steps]
             self._value = self._center.read()[0]
             self._step = self._center.step.read_value()
-            feeds = dict(self._center.init_feed_dict)
-            for worker in workers:
-                feeds.update(worker.init_feed_dict)
-            self.session = tf.Session(config=_config())
-            self.session.run(tf.global_variables_initializer(), feeds)
-            self.session.run(tf.local_variables_initializer(), feeds)
+            self._initializers = tf.global_variables_initializer(), tf.local_variables_initializer()
         self._evaluations: dict[Any, Any] = {}  # by the shapes of x and y
+        self._begin()
+
+    def _begin(self):
+        """A session of its own, and all counts at zero."""
+        self.session = tf.Session(graph=self.graph, config=_config())
+        feeds = dict(self._center.init_feed_dict)
+        for worker in self._workers:
+            feeds.update(worker.init_feed_dict | worker.batches.init_feed_dict)
+        for initializer in self._initializers:
+            self.session.run(initializer, feeds)
+        self.updates: list[Update] = []
+        self.dropped: list[tuple[int, int]] = []
+        self.losses: list[tuple[int, float]] = []
+        num_workers = len(self._workers)
         self._next, self._known = [0] * num_workers, [0] * num_workers
         self._own = [0] * num_workers  # updates since the pull
         self._times = [(0.0, i) for i in range(num_workers)]
         self._waiting: list[int] = []
         self._global_step = 0
+
+    def restart(self, seed):
+        """Begins anew with other orders of the samples, as a new `Replay` would, but without building its graph again.
+
+        Args:
+          seed: function of a worker's index that returns the seed of its batches.
+        """
+        self.close()
+        for i, worker in enumerate(self._workers):
+            worker.batches.reorder(seed(i))
+        self._begin()
 
     def steps(self, worker):
         """Returns the `common.steps.Step`s of this worker's round."""

@@ -18,18 +18,27 @@ def hogwild_like(center, local, hp):
     yield center.push(sgd, local.gradient)
 
 
+def synchronous(center, local, hp):
+    """The same, and all wait for each other."""
+    sgd, others = tf.train.GradientDescentOptimizer(hp.learning_rate), center.together(local)
+    yield local.pull(center)
+    yield local.train(1, sgd)
+    yield others.push(sgd, local.gradient)
+    yield others.wait()
+
+
 @pytest.fixture
 def make(regression):
     """A function that makes a replay of a linear regression."""
     replays = []
 
-    def make(num_workers=2):
+    def make(num_workers=2, seed=0, scheme=hogwild_like):
         def make_batches(i):
             x, y = data.shard(regression, i, num_workers)
-            return Batches(x, y, 4, seed=i, name=f"batches_{i}")
+            return Batches(x, y, 4, seed=seed + i, name=f"batches_{i}")
 
         hp = types.SimpleNamespace(learning_rate=0.01)
-        replay = Replay(hogwild_like, hp, models.build("linear", regression), make_batches, num_workers)
+        replay = Replay(scheme, hp, models.build("linear", regression), make_batches, num_workers)
         replays.append(replay)
         return replay
 
@@ -72,3 +81,21 @@ def test_it_goes_on_where_it_was(make):
     two.run(6)
     np.testing.assert_array_equal(one.center, two.center)
     np.testing.assert_array_equal(one.replicas, two.replicas)
+
+
+@pytest.mark.parametrize("scheme", [hogwild_like, synchronous])
+def test_restart_is_as_a_new_replay(make, scheme):
+    new, again = make(seed=7, scheme=scheme), make(scheme=scheme)
+    again.run(3)
+    again.step(1)  # in the middle of a round: what it left must not count
+    other = again.center
+    again.restart(lambda i: 7 + i)
+    np.testing.assert_array_equal(again.center, new.center)
+    for replay in (new, again):
+        replay.run(10)
+    np.testing.assert_array_equal(again.center, new.center)
+    assert (again.updates, again.dropped, again.losses) == (new.updates, new.dropped, new.losses)
+    again.restart(lambda i: i)
+    again.run(3)
+    again.step(1)
+    np.testing.assert_array_equal(again.center, other)
