@@ -1,6 +1,6 @@
-"""Which task am I, where are the others, which device gets what.
+"""Which task this process is, where the others are, and which device gets what.
 
-What a process reads about itself here needs no tensorflow; what it does with it does.
+To read this from the environment needs no tensorflow; to use it does.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ class TaskSpecDef:
     Args:
       task_type: "ps", "worker", "master" (or "chief"), or "evaluator", which looks at checkpoints and trains nothing.
       index: which of its type.
-      trial: whatever a platform calls one of several trainings; only kept.
+      trial: a platform's name for one of several trainings; it is only stored.
       ps_hosts: host:port of each ps, a list, or text with commas between.
       worker_hosts: of each worker but the master, if that has a host of its own.
       master: its host:port.
