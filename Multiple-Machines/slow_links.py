@@ -1,4 +1,4 @@
-"""How schemes fare when the machines are far from each other: `bash Multiple-Machines/slow_links.sh`, as root.
+"""Measures how fast schemes train when the machines are far from each other: `bash Multiple-Machines/slow_links.sh`, as root.
 
 A ps and two workers train the digits, each on a host of its own (`hosts.py`): with a network as fast as this machine makes it,
 with links that carry 10 MB/s, and with links on which every packet takes 20 ms. Figures are medians of --rounds runs in turn.
@@ -32,7 +32,7 @@ ACCURACY = 0.95
 
 
 def main():
-    """Runs all, and writes what came out."""
+    """Runs all, and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3, help="runs of each scheme on each network (default: 3)")
     parser.add_argument("--seconds", type=float, default=15, help="of training in each (default: 15)")

@@ -100,7 +100,7 @@ def train(task, settings):
         evaluation = global_step, {"loss": mean_loss(logits, dataset.y_test), "accuracy": accuracy}
         last = training.last_step(settings, len(dataset.x_train))
         plan = training.Plan(last, global_step, next_call, evaluation, tf.trainable_variables(), tf.train.Scaffold())
-        # The main loop is that of the schemes, and so is how it is measured; the session is the textbooks'.
+        # The main loop and the measurement are those of the schemes; the session is the textbooks'.
         outcome = training.run_worker(plan, task, settings, server, interruption, textbook_session)
     if outcome.evaluated:
         model = models.build(settings.model, dataset)

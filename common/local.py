@@ -73,7 +73,7 @@ class LocalParameters:
         return [self._known_step.assign(step, read_value=False)]
 
     def counts_updates_in(self, variable):
-        """From now on the schedule goes by this variable, not by the step of the pull, and each local step is one more update."""
+        """From now on the schedule goes by this variable, not by the pulled step, and each local step is one more update."""
         self._known_step, self._counts_updates = variable, True
 
     def factor(self):

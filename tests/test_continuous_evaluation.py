@@ -48,7 +48,7 @@ def script():
 
 
 class Clock:
-    """Stands in for the module `time` where TensorFlow waits for checkpoints: whoever sleeps lets the next thing happen.
+    """Stands in for the module `time` where TensorFlow waits for checkpoints: a sleep lets the next thing happen.
 
     Args:
       happenings: functions without arguments, one for each sleep.

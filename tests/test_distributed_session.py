@@ -1,4 +1,4 @@
-"""What a script of one's own imports from `common`: DistributedSession, its hooks, and the boilerplate that uses them."""
+"""The names that a user's script imports from `common`: DistributedSession, its hooks, and the boilerplate that uses them."""
 
 import json
 import os

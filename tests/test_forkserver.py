@@ -871,7 +871,7 @@ def test_without_a_chief_each_worker_ends_for_itself(run, folder, failing, ended
 
 
 def test_worker_that_fails_after_the_chief_has_ended(run, folder):
-    """Nobody needs it; the evaluator, the last worker, goes on to its end."""
+    """No task needs it; the evaluator, the last worker, goes on to its end."""
     worker = "wait_until_told(hear('pipe')); tell('other pipe', os.getpid()); sys.exit(1)"
     programs = {"worker 0": TELL_PID, "worker 1": worker, "worker 2": "wait_until_told(hear('other pipe'))"}
     result = run(programs, ends_with_chief=True, num_evaluators=1)

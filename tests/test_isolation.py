@@ -1,4 +1,4 @@
-"""The network of a run's own: who can reach its ports, what happens where the system forbids it, and what a run leaves behind.
+"""A run's own network: which users can reach its ports, what happens where the system forbids it, and what a run leaves behind.
 
 Where Linux forbids such a network, as in some containers, these tests fail: nothing else tells that it was not tried.
 """
@@ -160,7 +160,7 @@ for folder in keras_home(), matplotlib.get_cachedir():
 
 
 def test_caches_are_private_where_the_home_is_not_writable(of_all):
-    """They are in a folder that nobody knows before, and that is gone afterwards."""
+    """They are in a folder whose name is not known before, and that is gone afterwards."""
     (of_all / "tmp").mkdir()
     (of_all / "tmp").chmod(0o777)
     hidden = ("KERAS_HOME", "MPLCONFIGDIR", "XDG_CACHE_HOME")
@@ -248,7 +248,7 @@ def test_step_that_is_refused(monkeypatch, system):
 
 
 def forbidden(arguments, **options):
-    """Runs a Python program where nobody may have a network of one's own, in a namespace of users for which that is set."""
+    """Runs a Python program in a namespace of users in which no process may have a network of its own."""
     forbid = 'echo 0 > /proc/sys/user/max_net_namespaces && exec "$@"'
     return subprocess.run(
         ["unshare", "--user", "--map-root-user", "sh", "-c", forbid, "sh", sys.executable, *arguments],

@@ -83,7 +83,7 @@ def mode(path):
 
 
 def test_new_folder_is_private(prepare, tmp_path):
-    """And what is in it with it: nobody else can enter."""
+    """And its contents with it: no other user can enter."""
     prepare(tmp_path / "one" / "two")
     assert mode(tmp_path / "one" / "two") == 0o700
 
@@ -416,7 +416,7 @@ def test_what_is_no_runs_is_not_looked_at(hold, tmp_path):
 )
 @pytest.mark.parametrize("kind", ["a pipe", "a socket", "a folder, where a file belongs"])
 def test_other_things_than_files(hold, user_error, finished_run, monkeypatch, name, kind):
-    """Nobody waits at a pipe that has no other end."""
+    """No process waits at a pipe that has no other end."""
     path = in_folder(finished_run, name)
     with contextlib.ExitStack() as stack:
         if kind == "a pipe":

@@ -1,6 +1,6 @@
 """Every scheme against NumPy, written again from its formula: two workers, step by step, in orders that make pushes stale.
 
-Whoever adds a scheme adds it to `SCHEMES`.
+A new scheme belongs into `SCHEMES`.
 """
 
 import random

@@ -470,7 +470,7 @@ def test_a_run_on_files_in_which_a_worker_is_killed(run_dir, tmp_path):
 
 @pytest.mark.cluster
 def test_datasets_of_a_cell_for_workers_that_wait_for_each_other(run_dir):
-    """Their shares differ, and nobody waits for ever; the model has moving means, the training set no known length."""
+    """Their shares differ, and no worker waits for ever; the model has moving means, the training set no known length."""
 
     def build():
         import keras

@@ -1,6 +1,6 @@
 """The schemes whose workers wait for each other, against NumPy, in orders that they allow.
 
-Whoever adds such a scheme adds it to `TOGETHER`.
+A new scheme of this kind belongs into `TOGETHER`.
 """
 
 import random
