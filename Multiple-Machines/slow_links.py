@@ -126,7 +126,10 @@ def chart(report, path):
             times, accuracies = zip(*run["curve"], strict=True)
             axes.plot(times, accuracies, label=scheme, linewidth=1.3)
         axes.axhline(ACCURACY, color="0.5", linewidth=0.8, linestyle=":")
-        axes.set(xlabel="seconds of training", xscale="log", xlim=(0.05, report["seconds"]), ylim=(0, 1), title=network)
+        axes.set_xscale("symlog", linthresh=1)  # linear in the first second, which begins at 0
+        ticks = [tick for tick in (0, 0.5, 1, 2, 5, 10, 20, 50) if tick <= report["seconds"]]
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.set(xlabel="seconds of training", xlim=(0, report["seconds"]), ylim=(0, 1), title=network)
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("test accuracy")
     panels[-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
