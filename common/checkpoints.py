@@ -101,7 +101,7 @@ def newest_good_checkpoint(folder):
 
 
 def _damage(path):
-    """What is wrong with a checkpoint, or None. Reads all of it: each value has a checksum."""
+    """The fault of a checkpoint, or None. Reads all of it: each value has a checksum."""
     trainable = {_name_and_slice(v)[0] for v in tf.trainable_variables()}
     try:
         checkpoint = tf.train.load_checkpoint(path)

@@ -203,7 +203,7 @@ class TaskSpecDef:
 
 
 def _short(value, quoted=True):
-    """What somebody gave for a value, to be shown in one line."""
+    """A value as the user gave it, to be shown in one line."""
     text = repr(value) if quoted else value
     return text if len(text) <= 100 else f"{text[:60]}... ({len(text):,} characters)"
 

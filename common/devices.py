@@ -1,4 +1,4 @@
-"""Which process computes on which device: a GPU for each worker; in one process its GPUs, parts of one, or parts of the CPU."""
+"""The devices of each process: a GPU for each worker; in one process its GPUs, parts of one, or parts of the CPU."""
 
 import os
 import re

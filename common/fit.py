@@ -128,7 +128,7 @@ class Run:
 
     @functools.cached_property
     def metrics(self):
-        """What the workers wrote while training went on, a list of dicts: loss, speed, staleness of each half second."""
+        """The lines that the workers wrote while they trained, a list of dicts: loss, speed, staleness of each half second."""
         return plots.read_metrics(self.path)
 
     @property

@@ -19,7 +19,7 @@ from common.steps import PARTS, Rounds
 
 
 class MetricsLog:
-    """Where a worker writes what it measures: `metrics/worker-N.jsonl`, one JSON object per line, and TensorBoard events.
+    """The file of a worker's measurements: `metrics/worker-N.jsonl`, one JSON object per line, and TensorBoard events.
 
     Lines can be written from any thread, and a reader always finds whole lines. If the file or its folder is deleted, both are
     made again.

@@ -331,7 +331,7 @@ def _listed(names):
 
 @contextlib.contextmanager
 def _as_user_error(path):
-    """What pyarrow says of a file becomes one line."""
+    """An error of pyarrow about a file becomes one line."""
     try:
         import pyarrow
     except ImportError:

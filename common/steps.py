@@ -305,7 +305,7 @@ class Optimizers:
 
 
 def _numbers(optimizer):
-    """What distinguishes an optimizer from others of its class."""
+    """The attributes that distinguish an optimizer from others of its class."""
     values = {name: value for name, value in vars(optimizer).items() if not isinstance(value, dict)}
     return type(optimizer), {name: v if isinstance(v, (int, float, str)) else id(v) for name, v in values.items()}
 

@@ -463,7 +463,7 @@ def _count(dataset, name):
 
 @contextlib.contextmanager
 def reading(dataset):
-    """What goes wrong with a stream while it is read in a session becomes one line.
+    """An error of a stream that is read in a session becomes one line.
 
     Raises:
       TrainingFailed: in place of TensorFlow's errors.

@@ -408,7 +408,7 @@ def test_workers_begin_together(run_dir, late, script):
 
 
 def test_start_without_those_that_are_late(run_dir, late):
-    """And the summary says what came of it."""
+    """The summary says the result."""
     output = run(run_dir, late, "--epochs=3", "--start_secs=0.1")
     assert "1 of 2 workers have not come within --start_secs=0.1: the others begin" in output
     assert "the workers' samples differ much" in output

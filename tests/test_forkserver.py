@@ -77,7 +77,7 @@ def server(folder):
 
 
 def _texts_into(words):
-    """What listens and puts what tasks say into a queue, without mere signs of life."""
+    """A listener that puts the tasks' messages into a queue, without mere signs of life."""
 
     def said(key, text):
         if text:
@@ -277,7 +277,7 @@ print("nobody reads this", flush=True)
 
 
 def test_log_that_is_deleted_while_its_task_runs(tmp_path):
-    """What the task prints later is in a new one. If there can be none, one line says so, and the task goes on."""
+    """The later output of the task is in a new one. If there can be none, one line says so, and the task goes on."""
     end, theirs = os.pipe()
     (tmp_path / "run" / "logs").mkdir(parents=True)
     log = tmp_path / "run" / "logs" / "ps-3.log"
@@ -697,7 +697,7 @@ def test_an_evaluator_that_waits_holds_up_no_verdict(monkeypatch):
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("state", [{"starts_at": 2000.0, "status": -9}, {"why_killed": "was silent", "heard": math.inf}, {}])
 def test_nobody_is_killed_that_may_have_waited_for_a_ps(monkeypatch, state, waits):
-    """Which is to be started, or was killed but has not ended, or does not serve yet."""
+    """The ps waits for its start, or was killed but has not ended, or does not serve yet."""
     looking = Looking(monkeypatch, workers=1, ps=1)
     looking.doing("worker 0", 0.0, "running a call", waits, longest=0.1)
     looking.doing("ps 0", 0.0, "starting")

@@ -118,7 +118,7 @@ def test_all_reduce_is_no_training(measured, known_batches, batches):
 
 @pytest.mark.parametrize("reads_first", [True, False])
 def test_push_takes_as_long_as_the_worker_waits_for_it(graph, initialized, model, known_batches, batches, servers, reads_first):
-    """Where it trains next, it does not wait; meanwhile the ps apply the push."""
+    """If it trains next, it does not wait; meanwhile the ps apply the push."""
     task, server = servers(1)
     center = GlobalParameters(model.initial_parameters, 1, task.device_fn())
     sgd = tf.train.GradientDescentOptimizer(0.01)
@@ -147,7 +147,7 @@ def test_push_takes_as_long_as_the_worker_waits_for_it(graph, initialized, model
 
 
 def test_normal_calls_are_untouched(graph, model, known_batches, batches):
-    """What a call consists of is the same with and without a timed one beside it."""
+    """A call is made of the same operations with and without a timed one beside it."""
 
     def operations(is_timed):
         with tf.Graph().as_default() as graph:

@@ -198,7 +198,7 @@ ORDERS = [in_turn, at_once, overtaken, shuffled]
 
 
 class Walk(NamedTuple):
-    """What came of twenty rounds: x̃, and of each update its worker, its staleness and the global step after it."""
+    """The result of twenty rounds: x̃, and of each update its worker, its staleness and the global step after it."""
 
     center: np.ndarray
     log: list
@@ -314,7 +314,7 @@ def test_each_scheme_is_another(walk):
 
 
 def test_where_schemes_agree(walk):
-    """And where formulas say that two are the same, they are."""
+    """Schemes that are the same by their formulas are the same."""
 
     def center(name, order=in_turn, window=3, **hp):
         scheme = SCHEMES[name]

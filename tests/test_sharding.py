@@ -59,7 +59,7 @@ def test_all_workers_together_see_every_sample_once_an_epoch(num_samples, num_wo
 
 
 def test_shuffled_first_with_different_seeds_they_do_not():
-    """So the test of the property can fail; with one seed for all, shuffled alike by everybody, it would hold."""
+    """So the test of the property can fail; with one seed for all workers it would hold."""
     samples = tf.data.Dataset.range(60)
 
     def seen(*seeds):

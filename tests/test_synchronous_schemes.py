@@ -204,7 +204,7 @@ ORDERS = [in_turn, at_once, shuffled]
 
 
 class Walk(NamedTuple):
-    """What came of it: x̃, the contributions to updates, those that were dropped, and which worker did which step."""
+    """The result: x̃, the contributions to updates, those that were dropped, and which worker did which step."""
 
     center: np.ndarray
     log: list

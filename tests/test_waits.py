@@ -1,4 +1,4 @@
-"""What common/words.py says of a task that waits: for whom, at which address, since when, and when that is over."""
+"""The lines of common/words.py about a task that waits: for which task, at which address, since when, and when that is over."""
 
 import contextlib
 import os
