@@ -70,7 +70,7 @@ class TaskSpecDef:
     def _check(self):
         members = {"master": [self.master] if self.master else [], "evaluator": [""], **self.hosts}
         if not isinstance(self.type, str) or self.type not in members:
-            raise UserError(f"the job {_short(self.type)} is none: a task is a ps, a worker, a master or an evaluator")
+            raise UserError(f"there is no job {_short(self.type)}: a task is a ps, a worker, a master or an evaluator")
         alone = not any(self.hosts.values())
         if alone and self.type in ("master", "worker"):
             members[self.type] = [""]
@@ -91,8 +91,10 @@ class TaskSpecDef:
         members["worker"] = members["worker"][1:] if self.master else members["worker"]
         count = len(members[self.type])
         if not 0 <= self.index < count:
-            those = f"{count}: 0 to {count - 1}" if count else "none"
-            raise UserError(f"this is {self.type} {self.index}, but of those the cluster has {those}")
+            several = self.type if self.type == "ps" else f"{self.type}s"
+            known = {0: f"no {self.type}", 1: f"only {self.type} 0"}
+            those = known.get(count, f"only {several} 0 to {count - 1}")
+            raise UserError(f"this is {self.type} {self.index}, but the cluster has {those}")
 
     def is_ps(self):
         """Whether it keeps parameters."""

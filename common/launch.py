@@ -112,7 +112,7 @@ def _complete_result(settings, tasks):
 def check_isolation(settings):
     """Raises a `UserError` if there has to be a network for the run alone, and there cannot be."""
     if settings.require_isolation and not settings.isolation:
-        raise UserError("--require_isolation and --noisolation contradict each other: leave one away")
+        raise UserError("--require_isolation and --noisolation contradict each other: leave one out")
     problem = isolation.why_no_own_network() if settings.require_isolation else None
     if problem:
         raise UserError(f"--require_isolation: this run cannot have a network of its own: {problem}")

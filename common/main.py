@@ -154,7 +154,7 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
         raise UserError(f"this task is an evaluator, which {script.name} does not have; Continuous-Evaluation has")
     flags.check_backend(os.environ.get("KERAS_BACKEND") or "tensorflow")  # here, as without that backend no import gets far
     if settings.run_dir == "":
-        raise UserError("--run_dir is empty: name a folder, or leave the flag away")
+        raise UserError("--run_dir is empty: name a folder, or leave the flag out")
     launches = task is None and settings.launch
     settings = settings.but(num_evaluators=1 if evaluate and (task or launches) else 0)
     if evaluate and not settings.num_evaluators:  # trains alone, and on all that there is
