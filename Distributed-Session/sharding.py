@@ -1,4 +1,4 @@
-"""The samples of one worker as a `tf.data.Dataset`: of arrays, and of the lines of text files."""
+"""The samples of one worker as a `tf.data.Dataset`: of arrays, and of the lines of text files. And a count of what is seen."""
 
 from pathlib import Path
 
@@ -106,6 +106,20 @@ def line_dataset(
     else:
         lines = lines_of(dataset).shard(num_workers, shard_index)
     return lines.shuffle(shuffle_buffer, seed).map(parse, tf.data.AUTOTUNE).batch(batch_size).repeat(epochs)
+
+
+def drawn(dataset):
+    """Returns the samples of all batches of a dataset, or its elements, as one array. For use with eager execution."""
+    return np.concatenate([np.atleast_1d(element.numpy()) for element in dataset])
+
+
+def times_seen(datasets, num_samples):
+    """Returns how often each worker sees each sample, an array `[workers, num_samples]`.
+
+    Args:
+      datasets: one for each worker, of batches of the numbers of samples, 0 to `num_samples` - 1. They must end.
+    """
+    return np.array([np.bincount(drawn(dataset), minlength=num_samples) for dataset in datasets])
 
 
 def check_shard(num_workers, shard_index, **counts):

@@ -1,6 +1,6 @@
-"""One ps and one worker, in a `MonitoredTrainingSession`: spelled out, what `common.training.train` does for the schemes.
+"""One ps and one worker, in a `MonitoredTrainingSession`. It spells out what `common.training.train` does for the schemes.
 
-The ps keeps the weights and adds to them what it is sent. The worker reads them, computes a gradient and sends it back.
+The ps keeps the weights, and applies the gradients that it gets. The worker reads them, computes a gradient and sends it back.
 `main` has read from the flags which of the two this process is; a ps is served by `common.ending.serve` until the worker
 says that it is done, and a worker goes through `train` below.
 """
@@ -93,7 +93,7 @@ def build(task, model, dataset, settings):
         updates = sgd.minimize(loss, global_step=step, var_list=weights)
         with tf.device(step.device), tf.control_dependencies([updates]):
             updated = step.read_value()
-            steps = tf.stack([[updated - 1, updated]])  # before and after: nobody else makes an update in between
+            steps = tf.stack([[updated - 1, updated]])  # before and after: there is no other worker
         assigned = [v.assign(value, read_value=False) for v, value in zip(state, new_state)]
         one = Rounds([updates, *assigned], loss, steps)
 
@@ -118,7 +118,7 @@ def train(task, settings):
       UserError: for what one ps and one worker cannot do, and for data and model that cannot be trained.
     """
     check(task, settings)
-    # Imported only now: the launcher reads this file too, and is to do without tensorflow.
+    # Imported only now: the launcher reads this file too, and does not need tensorflow.
     from common.metrics import EvaluationHook, MetricsHook, MetricsLog
     from common.training import Interruption, build_model, last_step, updates_before, write_result
 
@@ -131,7 +131,7 @@ def train(task, settings):
         training = build(task, model, dataset, settings)
         log = MetricsLog(settings.run_dir, 0, last)
         checkpoints, trained = str(Path(settings.run_dir, "checkpoints")), training.trained
-        # What is to happen besides training is a hook: the session calls it before and after every `run`.
+        # Everything besides training is a hook: the session calls it before and after every `run`.
         metrics = MetricsHook(log, settings.batch_size)
         evaluation = EvaluationHook(log, training.step, training.evaluation)
         scaffold = tf.train.Scaffold(

@@ -74,7 +74,7 @@ def train(task, settings):
             first_time, first_step = session.run([training.clock, training.step])
             present = written_step = first_step
             seconds = settings.seconds or math.inf
-            # It knows no hooks: what is to happen besides training is a thread, or stands in the loop.
+            # It knows no hooks: everything besides training is a thread, or a part of the loop.
             supervisor.loop(settings.checkpoint_secs, save, (session,))
             supervisor.loop(1.0, evaluation.evaluate, (session,))
             written, losses = time.monotonic(), []
@@ -102,7 +102,7 @@ def train(task, settings):
     ending.say_done(task, server)  # the ps may exit
     model.save(values, state, Path(settings.run_dir, "model.keras"))
     updates = int(present - first_step)
-    # As `common.training.REPORT` has it; an update is never stale, or dropped, where nobody else makes any.
+    # As `common.training.REPORT` has it; an update is never stale, or dropped, as there is no other worker.
     report = [0, first_time, first_step, stop_time, updates * settings.batch_size, updates, 0, 0, 0]
     write_result(settings, task, [report], *evaluated, samples=trained.samples(evaluated[0]))
     return 0

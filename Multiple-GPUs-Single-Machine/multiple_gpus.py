@@ -1,6 +1,6 @@
 """Several GPUs in one process: a copy of the model on each, a tower, and one update with the mean of their gradients.
 
-The parameters x̃ lie on the first device, with the first tower, which so has no way to go for them; every update is made
+The parameters x̃ lie on the first device, with the first tower, which needs no copy of them; every update is made
 there, at the speed of that device. On the CPU they would cross the bus to each GPU, and all the gradients back.
 
 Without a GPU the towers are on logical devices of the CPU: the same graph, to look at, on the cores that one would have, too.

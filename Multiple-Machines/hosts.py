@@ -80,7 +80,7 @@ class Hosts:
 
     Args:
       count: how many.
-      bytes_per_second: what each link carries each way, if it is to be held to that (`tc ... tbf`).
+      bytes_per_second: what each link carries each way, if it has a limit (`tc ... tbf`).
       delay: seconds that each packet takes longer from host to host. Not every kernel has `netem`, so the packets pass through
         a thread of this program (`_Delay`), which is fast enough for links on which every answer takes twice this long.
     """

@@ -1,4 +1,4 @@
-"""How schemes fare when the machines are far from each other: `bash Multiple-Machines/slow_links.sh`, as root.
+"""Measures how fast schemes train when the machines are far from each other: `bash Multiple-Machines/slow_links.sh`, as root.
 
 A ps and two workers train the digits, each on a host of its own (`hosts.py`): with a network as fast as this machine makes it,
 with links that carry 10 MB/s, and with links on which every packet takes 20 ms. Figures are medians of --rounds runs in turn.
@@ -32,7 +32,7 @@ ACCURACY = 0.95
 
 
 def main():
-    """Runs all, and writes what came out."""
+    """Runs all, and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3, help="runs of each scheme on each network (default: 3)")
     parser.add_argument("--seconds", type=float, default=15, help="of training in each (default: 15)")
@@ -126,7 +126,10 @@ def chart(report, path):
             times, accuracies = zip(*run["curve"], strict=True)
             axes.plot(times, accuracies, label=scheme, linewidth=1.3)
         axes.axhline(ACCURACY, color="0.5", linewidth=0.8, linestyle=":")
-        axes.set(xlabel="seconds of training", xscale="log", xlim=(0.05, report["seconds"]), ylim=(0, 1), title=network)
+        axes.set_xscale("symlog", linthresh=1)  # linear in the first second, which begins at 0
+        ticks = [tick for tick in (0, 0.5, 1, 2, 5, 10, 20, 50) if tick <= report["seconds"]]
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.set(xlabel="seconds of training", xlim=(0, report["seconds"]), ylim=(0, 1), title=network)
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("test accuracy")
     panels[-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))

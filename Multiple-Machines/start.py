@@ -144,7 +144,7 @@ def _watch(lines, events):
     while running:
         event = events.get()
         if event is None and status == 130:
-            return 130  # a second Ctrl-C: closing the lines kills what is left
+            return 130  # a second Ctrl-C: closing the lines kills the remaining tasks
         if event is None:
             print("stopping; Ctrl-C again stops at once", flush=True)
             status = 130

@@ -155,7 +155,7 @@ def fit(model, recorder, checkpoints, dataset, settings, interruption):
     evaluated = recorder.evaluate()
     recorder.log.close()
     model.save(Path(settings.run_dir, "model.keras"))
-    # As `common.training.REPORT` has it; an update is never stale, or dropped, where nobody else makes any.
+    # As `common.training.REPORT` has it; an update is never stale, or dropped, as there is no other worker.
     report = [0, began, first_step, ended, recorder.updates * settings.batch_size, recorder.updates, 0, 0, 0]
     write_result(settings, None, [report], recorder.step, evaluated, samples=recorder.samples)
     return 0
@@ -171,7 +171,7 @@ def train(task, settings):
     Raises:
       UserError: for data and model that cannot be trained.
     """
-    # Imported only now: tensorflow takes seconds, and a wrong flag is to be told at once.
+    # Imported only now: tensorflow takes seconds, and an error about a wrong flag should come at once.
     import tensorflow
 
     from common.metrics import MetricsLog

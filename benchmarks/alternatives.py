@@ -1,4 +1,4 @@
-"""What the programs here that are not schemes share: their flags, and the `result.json` that they write."""
+"""Shared by the programs here that are not schemes: their flags, and the `result.json` that they write."""
 
 import argparse
 import math
@@ -48,10 +48,10 @@ def environment(num_workers):
 
 
 def write_result(options, scheme, parameters, steps, samples, seconds, accuracy, loss):
-    """Writes `result.json`, with what the schemes' has that is known.
+    """Writes `result.json`, with the same entries as that of the schemes, as far as they are known.
 
     Args:
-      scheme: what it is called.
+      scheme: its name.
       parameters: how many numbers were trained.
       steps, samples, seconds: how many, while all workers trained.
       accuracy, loss: on the test set.

@@ -1,4 +1,4 @@
-"""What asynchronous training does to batch normalization: `python benchmarks/batch_normalization.py`.
+"""Measures asynchronous training with batch normalization: `python benchmarks/batch_normalization.py`.
 
 Trains a residual network with batch normalization on the digits by `fit`, with plain SGD, and by four schemes with two workers,
 with as many samples and the learning rates that are the schemes' defaults. The moving means of a worker are those of its own
@@ -20,7 +20,7 @@ EPOCHS = 20
 
 
 def main():
-    """Trains, and prints what came out."""
+    """Trains, and prints the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=1, help="runs of each (default: 1)")
     count = parser.parse_args().seeds

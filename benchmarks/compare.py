@@ -4,7 +4,7 @@
     python benchmarks/compare.py "AGN/agn.py --window=10" benchmarks/plain_tensorflow.py -- --seconds=8 --epochs=1000000
 
 A script may be given with flags of its own, in quotes; those after `--` go to every script. The rates of two runs of the very
-same command differ by up to 2 on a busy machine: only medians of runs in turn say anything.
+same command differ by up to 2 on a busy machine: only medians of runs in turn are comparable.
 """
 
 import argparse

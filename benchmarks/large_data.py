@@ -1,12 +1,12 @@
-"""Trains from a file of a given size, and shows what memory each task has for itself: a mapped file is never copied whole.
+"""Trains from a file of a given size, and shows the private memory of each task: a mapped file is never copied whole.
 
     python benchmarks/large_data.py                              # 1 GB, a minute or two
     python benchmarks/large_data.py --gigabytes=6
     python benchmarks/large_data.py --in_memory                  # arrays that a function returns, in place of a mapped file
 
-Images of bytes [32, 32, 3] in a .npy file, and their classes, 10,000 of them for the test; DOWNPOUR, 2 workers. Memory is the
-most that was seen of what a process has for itself (RssAnon of Linux, looked at 20 times a second), and of all that it had in
-sight (VmHWM), pages of the file included, which all tasks share and Linux takes away when memory is short.
+Images of bytes [32, 32, 3] in a .npy file, and their classes, 10,000 of them for the test; DOWNPOUR, 2 workers. Memory is
+the largest private memory of a process (RssAnon of Linux, read 20 times a second), and the largest memory that it had mapped
+(VmHWM), with the pages of the file, which all tasks share and Linux takes away when memory is short.
 """
 
 import argparse

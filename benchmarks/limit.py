@@ -2,9 +2,9 @@
 
     python benchmarks/limit.py --launch --window=100 --num_workers=2 --seconds=8 --epochs=1000000 --run_dir=runs/limit
 
-Each is a scheme without a cluster, on as many threads as a worker of a cluster has: `HogWild/hogwild.py`, where a window makes
-a call of the session longer and nothing else differs, or what `--script` names, as its local steps may cost more. What a scheme
-lacks of their speed is the price of training one model together.
+Each is a scheme without a cluster, on as many threads as a worker of a cluster has: `HogWild/hogwild.py`, where a window only
+makes a call of the session longer, or the script that `--script` names, whose local steps may cost more. The difference between
+their speed and a scheme's is the price of training one model together.
 """
 
 import argparse

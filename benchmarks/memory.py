@@ -1,9 +1,9 @@
-"""Runs the smallest problem at full speed for a long time, and shows what memory each task and what disk the run takes.
+"""Runs the smallest problem at full speed for a long time, and shows the memory of each task and the disk space of the run.
 
     python benchmarks/memory.py --minutes=30
     python benchmarks/memory.py --minutes=5 --scheme=DiLoCo/diloco.py
 
-Memory is what a task has for itself (RssAnon of Linux), in MB, and the folder of the run what all of its files hold.
+Memory is the private memory of a task (RssAnon of Linux), in MB; the folder of the run is the size of all of its files.
 """
 
 import argparse

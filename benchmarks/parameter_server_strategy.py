@@ -2,7 +2,7 @@
 
     python benchmarks/parameter_server_strategy.py --launch --num_workers=2 --run_dir=runs/strategy
 
-Asynchronous SGD as TensorFlow's guide has it: a coordinator, a process of its own, sends steps to whichever worker is free, and
+Asynchronous SGD as TensorFlow's guide has it: a coordinator, a process of its own, sends steps to any worker that is free, and
 the variables lie on the ps. `keras.Model.fit` does not run under this strategy with Keras 3, so the network is written in
 `tf.Variable`s, and the optimizer is one subtraction each. The samples are constants of the graph, which draws them at random;
 a dataset on each worker, as the guide has it, is slower. A call of the scheduled function trains `--steps_per_call` steps in a

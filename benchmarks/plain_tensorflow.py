@@ -1,4 +1,4 @@
-"""The plain way to train with TensorFlow's parameter servers: what the schemes here are measured against.
+"""The plain way to train with TensorFlow's parameter servers; the schemes here are measured against it.
 
 It is the program of the textbooks: one variable a weight, placed by `replica_device_setter`, NumPy batches through
 `feed_dict`, `minimize`, `MonitoredTrainingSession`; every worker at its own pace. Model, data, cluster, evaluation and
@@ -60,7 +60,7 @@ def train(task, settings):
     if (settings.rounds_per_call or 1) > 1:
         raise UserError("--rounds_per_call must be 1 here: the plain way needs a feed_dict for every step")
     settings = settings.but(scheme="plain TensorFlow")
-    # Imported only now: the launcher reads this file too, and is to do without tensorflow.
+    # Imported only now: the launcher reads this file too, and does not need tensorflow.
     from common import training
 
     interruption = training.Interruption()
@@ -100,7 +100,7 @@ def train(task, settings):
         evaluation = global_step, {"loss": mean_loss(logits, dataset.y_test), "accuracy": accuracy}
         last = training.last_step(settings, len(dataset.x_train))
         plan = training.Plan(last, global_step, next_call, evaluation, tf.trainable_variables(), tf.train.Scaffold())
-        # The main loop is that of the schemes, and so is how it is measured; the session is the textbooks'.
+        # The main loop and the measurement are those of the schemes; the session is the textbooks'.
         outcome = training.run_worker(plan, task, settings, server, interruption, textbook_session)
     if outcome.evaluated:
         model = models.build(settings.model, dataset)

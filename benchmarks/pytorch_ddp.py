@@ -1,4 +1,4 @@
-"""PyTorch's DistributedDataParallel on the same problem: what one would write without TensorFlow.
+"""PyTorch's DistributedDataParallel on the same problem: the alternative without TensorFlow.
 
     python benchmarks/pytorch_ddp.py --launch --num_workers=2 --run_dir=runs/ddp
 
@@ -8,7 +8,7 @@ would fetch and stack the samples of every batch one by one, which takes half as
 DDP and of the optimizer (`static_graph`, `gradient_as_bucket_view`, `fused`, `foreach`) and `torch.compile` make no
 difference that could be measured.
 
-Needs PyTorch, which nothing else here does. A step is one of all workers together; it trains `--batch_size` samples of each.
+Needs PyTorch; nothing else here does. A step is one of all workers together; it trains `--batch_size` samples of each.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Where the time goes between `bash HogWild/run.sh --steps=1` and its first step: `bash benchmarks/startup.sh`.
+"""Measures the time between `bash HogWild/run.sh --steps=1` and its first step: `bash benchmarks/startup.sh`.
 
 It watches the folder of the run, in which each part of the start leaves a file behind, and touches nothing. The parts are
 medians over the rounds, beside a bare `import tensorflow` in turn. Writes `startup.json` beside this file.

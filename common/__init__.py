@@ -1,4 +1,4 @@
-"""What the schemes, their scripts and their notebooks share, and what a script of one's own may import from here:
+"""The package that schemes, scripts and notebooks share. Your own scripts may import from here:
 
 `from common import DistributedSession, EarlyStoppingHook, LoadCheckpoint, SemiSyncRunHook, StopAtTimeHook, TaskSpec, tf`; and
 `train`, which trains a Keras model as a folder's run.sh does.
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def _check_system():
-    """Raises a `UserError` on a system that is not Linux, before anything half works there."""
+    """Raises a `UserError` on a system that is not Linux, before anything starts to work and then fails there."""
     if sys.platform != "linux":
         from common.flags import UserError
 
@@ -23,8 +23,8 @@ def _check_system():
 
 
 def private_caches():
-    """Lets Keras and Matplotlib have a folder that is this process's, and goes with it, where the home is not writable. Keras
-    would take /tmp/.keras, which anybody may have made before, with what they like in it.
+    """Gives Keras and Matplotlib a folder that belongs to this process and ends with it, if the home is not writable. Keras
+    would take /tmp/.keras, which another user may have made before, with any contents.
 
     To be called before Keras is imported. What this process starts finds the same folder in its environment.
     """
@@ -58,7 +58,7 @@ private_caches()
 
 @contextlib.contextmanager
 def silent():
-    """What C++ code writes to standard error meanwhile goes nowhere: tensorflow reports its import, whatever the log level."""
+    """Discards what C++ code writes to standard error meanwhile: tensorflow reports its import, whatever the log level."""
     sys.stderr.flush()
     standard_error = os.dup(2)
     with open(os.devnull, "w") as nowhere:

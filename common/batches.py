@@ -15,7 +15,7 @@ from common.run_dir import open_own
 class Position:
     """How many samples a worker has drawn: kept in a file of the run's folder, so that it outlives the process.
 
-    It is that of the calls that have come to their end; a worker that dies draws those of the call that it was making again.
+    It counts the samples of calls that have ended. A worker that dies draws those of its last call again.
 
     Args:
       path: of the file.
@@ -131,9 +131,9 @@ def fed(name, part, feeds):
 class Stored:
     """Samples in a file, for the graph: a batch is read when it is taken, and becomes what training uses then.
 
-    If the file holds rows as TensorFlow has them, its pages are the memory of a local variable, which nobody may assign to: as
-    fast as any other, and the machine has it once for all workers. Otherwise NumPy reads the rows: a step of a small model
-    takes up to 1.4 times as long.
+    If the file holds rows as TensorFlow has them, its pages are the memory of a local variable, which must not be assigned: it
+    is as fast as any other, and the machine has it once for all workers. Otherwise NumPy reads the rows: a step of a small
+    model takes up to 1.4 times as long.
 
     Args:
       name: of the variable.

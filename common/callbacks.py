@@ -1,4 +1,4 @@
-"""Who is told what the chief measures: a function of the user's own, and who ends training when nothing improves any more."""
+"""Listeners to the chief's measurements: a function of the user's own, and the end of training when nothing improves."""
 
 import contextlib
 import io

@@ -29,7 +29,7 @@ class GlobalParameters:
       size: of the vector.
       pieces, sizes: the variables that it is made of, one on each ps, and their sizes.
       step: the global step, a variable: the number of updates.
-      lock: for what is to be indivisible over all ps tasks.
+      lock: for actions that must be indivisible over all ps tasks.
       optimizers: the `common.steps.Optimizers` that change x̃.
       decay: η λ of weight decay, see `apply`; None for none.
       has_decayed: whether there is an update with it.

@@ -48,7 +48,7 @@ def writing_into(folder):
 def checkpoints_in(folder):
     """Returns the paths of all checkpoints in a folder, the oldest first.
 
-    Only regular files of this very folder count: its file `checkpoint`, which lists them, may come from somebody else.
+    Only regular files of this very folder count: its file `checkpoint`, which lists them, may be another user's.
     """
     listed = []
     with contextlib.suppress(ValueError, tf.errors.OpError):  # of an empty file, or one with other bytes
@@ -117,7 +117,7 @@ def list_anew(folder):
 
 
 def _damage(path):
-    """What is wrong with a checkpoint, or None. Reads all of it: each value has a checksum."""
+    """The fault of a checkpoint, or None. Reads all of it: each value has a checksum."""
     trainable = {_name_and_slice(v)[0] for v in tf.trainable_variables()}
     try:
         checkpoint = tf.train.load_checkpoint(path)
@@ -140,8 +140,8 @@ def write_checkpoint(folder, step, names, slices, values):
     """Writes `model.ckpt-STEP` into a folder, lists it as the newest there, and removes what is older than the newest few.
 
     One of the same step that is there stays until the new one is whole, and listed as `model.ckpt-0STEP`; then that takes its
-    name. So whoever dies meanwhile leaves one of the two. Several processes may write at a time. To be called where eager
-    execution is on.
+    name. So a process that dies meanwhile leaves one of the two. Several processes may write at a time. To be called where
+    eager execution is on.
 
     Args:
       names, slices: of the values, as `tf.raw_ops.SaveV2` takes them.
@@ -189,7 +189,7 @@ def _remove(folder, name):
 
 # When a worker saves, as a share of --checkpoint_secs since the last time: the chief first, another one if that did not.
 CHIEF_AFTER, OTHERS_AFTER = 0.75, 0.9
-# A checkpoint that is older than so many times --checkpoint_secs, and than so many seconds, is worth a line.
+# If the newest checkpoint is older than so many times --checkpoint_secs, and than so many seconds, a line says so.
 LATE, LATE_SECS = 3, 5.0
 _CLAIMED, _SAVED, _TOLD = range(3)  # keys of what is noted on the ps: times on its clock
 
@@ -213,7 +213,7 @@ class Keeper(tf.train.SessionRunHook):
       index: of this worker; 0 is the chief, or a process on its own.
       device: this worker's device, or None.
       samples_per_update: number of samples.
-      copies: operations that copy what else is to be saved from the chief to the ps; the chief runs them before it saves.
+      copies: operations that copy further values to save from the chief to the ps; the chief runs them before it saves.
 
     Attributes:
       has_lost: a tensor of names, empty if the parameters on the ps are whole: all from one checkpoint, or what came of it.
@@ -341,7 +341,7 @@ class Keeper(tf.train.SessionRunHook):
         session.run(self._pause, {self._paused: seconds})
 
     def lose(self, session):
-        """The chief's: what lies on the ps are no parameters to begin with, until `begin_run`."""
+        """The chief's: from now until `begin_run` the values on the ps are not parameters to begin with."""
         session.run(self._is_lost)
 
     def _say_place(self, session):
@@ -427,7 +427,7 @@ class Keeper(tf.train.SessionRunHook):
         except TrainingFailed as error:
             self._failure = error
         except (tf.errors.OpError, RuntimeError) as error:
-            if not ended.is_set():  # else the session was closed; the main loop meets the same error, and mends it
+            if not ended.is_set():  # else the session was closed; the main loop meets the same error, and handles it
                 print(f"no checkpoints are saved in this session any more: {str(error).splitlines()[0]}", flush=True)
 
     def _look_at_age(self, session):

@@ -1,6 +1,6 @@
-"""Which task am I, where are the others, which device gets what.
+"""Which task this process is, where the others are, and which device gets what.
 
-What a process reads about itself here needs no tensorflow; what it does with it does.
+To read this from the environment needs no tensorflow; to use it does.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ class TaskSpecDef:
     Args:
       task_type: "ps", "worker", "master" (or "chief"), or "evaluator", which looks at checkpoints and trains nothing.
       index: which of its type.
-      trial: whatever a platform calls one of several trainings; only kept.
+      trial: a platform's name for one of several trainings; it is only stored.
       ps_hosts: host:port of each ps, a list, or text with commas between.
       worker_hosts: of each worker but the master, if that has a host of its own.
       master: its host:port.
@@ -70,7 +70,7 @@ class TaskSpecDef:
     def _check(self):
         members = {"master": [self.master] if self.master else [], "evaluator": [""], **self.hosts}
         if not isinstance(self.type, str) or self.type not in members:
-            raise UserError(f"the job {_short(self.type)} is none: a task is a ps, a worker, a master or an evaluator")
+            raise UserError(f"there is no job {_short(self.type)}: a task is a ps, a worker, a master or an evaluator")
         alone = not any(self.hosts.values())
         if alone and self.type in ("master", "worker"):
             members[self.type] = [""]
@@ -91,8 +91,10 @@ class TaskSpecDef:
         members["worker"] = members["worker"][1:] if self.master else members["worker"]
         count = len(members[self.type])
         if not 0 <= self.index < count:
-            those = f"{count}: 0 to {count - 1}" if count else "none"
-            raise UserError(f"this is {self.type} {self.index}, but of those the cluster has {those}")
+            several = self.type if self.type == "ps" else f"{self.type}s"
+            known = {0: f"no {self.type}", 1: f"only {self.type} 0"}
+            those = known.get(count, f"only {several} 0 to {count - 1}")
+            raise UserError(f"this is {self.type} {self.index}, but the cluster has {those}")
 
     def is_ps(self):
         """Whether it keeps parameters."""
@@ -203,7 +205,7 @@ class TaskSpecDef:
 
 
 def _short(value, quoted=True):
-    """What somebody gave for a value, to be shown in one line."""
+    """A value as the user gave it, to be shown in one line."""
     text = repr(value) if quoted else value
     return text if len(text) <= 100 else f"{text[:60]}... ({len(text):,} characters)"
 

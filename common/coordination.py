@@ -66,7 +66,7 @@ class Clocks:
                 for column in ("clock", "owed", "pulled", "released")
             )
             self._bells = [tf.queue.FIFOQueue(-1, tf.int64, [[]], shared_name=f"{name}_bell_{i}") for i in range(num_workers)]
-            # Made here, they carry no control dependencies: those of a lookup are to be its own.
+            # Made here, they carry no control dependencies: a lookup has its own.
             self._workers, self._zero = tf.range(num_workers, dtype=tf.int64), tf.zeros([], tf.int64)
             self._keys = [tf.constant([i], tf.int64) for i in range(num_workers)]
 
@@ -123,7 +123,7 @@ class Clocks:
           before, after: all clocks.
           worker: the one whose clock has moved; it has to wait if it is too far ahead now.
         """
-        with tf.device(self.lock.device), tf.control_dependencies([before]):  # which is to be looked up before it changes
+        with tf.device(self.lock.device), tf.control_dependencies([before]):  # the lookup comes before the change
             was_ahead, is_ahead = (clocks - self.low(clocks) > self._staleness for clocks in (before, after))
             done = [tf.raw_ops.LookupTableInsertV2(table_handle=self._clocks, keys=self._workers, values=after)]
             if worker is not None:

@@ -197,7 +197,7 @@ def checked(arrays, spec):
                 parts[f"{name}_{half}"] = _as_arrays(part, f"--data={spec}: {name}_{half}")
     except UserError:
         raise
-    except Exception:  # whatever an object that is no array raises when it is to become one
+    except Exception:  # an object that is no array may raise anything when it is converted
         expected = "((x_train, y_train), (x_test, y_test)) as NumPy arrays"
         raise UserError(f"--data={spec} must give {expected}, and weights as a third of each, if samples have some") from None
     for name, part in parts.items():

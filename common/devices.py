@@ -1,4 +1,4 @@
-"""Which process computes on which device: a GPU for each worker; in one process its GPUs, parts of one, or parts of the CPU."""
+"""The devices of each process: a GPU for each worker; in one process its GPUs, parts of one, or parts of the CPU."""
 
 import os
 import re
@@ -31,7 +31,7 @@ def logical_devices(count):
       RuntimeError: if tensorflow has begun to compute, with other devices.
     """
     there = gpus()
-    # What has no kernel for a GPU goes to the CPU. Sessions of a graph, unlike eager code, would take it for an error.
+    # Operations without a kernel for a GPU go to the CPU. Sessions of a graph, unlike eager code, would raise an error.
     tf.config.set_soft_device_placement(True)
     if len(there) >= count:
         tf.config.set_visible_devices(there[:count], "GPU")  # the others are left to others

@@ -1,4 +1,4 @@
-"""How the tasks of a cluster end together: when the chief has all reports, and when a ps may exit."""
+"""The end of a cluster: when the chief has all reports, and when a ps may exit."""
 
 import ctypes
 import time
@@ -9,8 +9,8 @@ from common import tf
 class Rendezvous:
     """How the workers of a cluster end together, as operations in the present graph.
 
-    Each worker hands in a report when it stops, and waits; the chief gathers the reports of all, does what is to be done
-    with parameters that no one changes any more, and dismisses the others. No worker polls: all wait on queues on ps 0. The
+    Each worker hands in a report when it stops, and waits. The chief gathers all reports, does its last work with the
+    parameters, which no worker changes any more, and dismisses the others. No worker polls: all wait on queues on ps 0. The
     reports stay in a table there, so that a worker that is restarted meanwhile, the chief too, can take up where it was.
 
     Args:
@@ -79,7 +79,7 @@ def say_done(task, server):
 
 
 def say_left(task, server):
-    """Tells every ps that this worker was interrupted and has saved what there is to save; see `count_left_as_done`."""
+    """Tells every ps that this worker was interrupted and has saved everything; see `count_left_as_done`."""
 
     def leave(i):
         with tf.device(f"/job:ps/task:{i}"):

@@ -6,7 +6,7 @@
     run.model.evaluate(x_test, y_test)
     run.plot()
 
-The processes of the cluster are new ones. What they need of this one is sent to them in a folder of files (`_send`), which a
+The processes of the cluster are new ones. They get what they need from this one in a folder of files (`_send`), which a
 scheme's script reads as it reads any FILE.py:FUNCTION (`receive`).
 """
 
@@ -103,7 +103,7 @@ def train(scheme, model, data, *, run_dir=None, pace="own", verbose=True, **flag
 
 
 class Run:
-    """What came of a training.
+    """The results of a training.
 
     Attributes:
       path: of its folder.
@@ -132,7 +132,7 @@ class Run:
 
     @functools.cached_property
     def metrics(self):
-        """What the workers wrote while training went on, a list of dicts: loss, speed, staleness of each half second."""
+        """The lines that the workers wrote while they trained, a list of dicts: loss, speed, staleness of each half second."""
         return plots.read_metrics(self.path)
 
     @property
@@ -202,7 +202,7 @@ def _as_arguments(flag, value):
 
 
 def _send(value, flag, problem):
-    """Returns what --data, or --model, is to be for this value; writes it beside the file `problem` if it has to be sent."""
+    """Returns the --data, or --model, for this value; writes it beside the file `problem` if it has to be sent."""
     if isinstance(value, str):
         return value
     if flag == "data" and not callable(value):
@@ -214,7 +214,7 @@ def _send(value, flag, problem):
 
 
 def _is_model(value):
-    keras = sys.modules.get("keras")  # who has a model has imported it
+    keras = sys.modules.get("keras")  # if there is a model, Keras has been imported
     return keras is not None and isinstance(value, keras.Model)
 
 

@@ -12,10 +12,10 @@ from absl import flags
 INT32, INT64 = 2**31 - 1, 2**63 - 1  # the graph's counters
 FLOAT32, LEAST_FLOAT32 = (2 - 2**-23) * 2.0**127, 2.0**-149  # the graph's numbers: the largest, and the smallest but 0
 ABSL_READS = {"flagfile", "undefok"}  # flags that absl reads before all others, whether they are defined or not
-SECONDS = threading.TIMEOUT_MAX  # the longest that anybody can wait, 292 years
+SECONDS = threading.TIMEOUT_MAX  # the longest wait that 64 bits of nanoseconds can count, 292 years
 LOCAL_OPTIMIZERS = ("sgd", "momentum", "adagrad", "adam")  # see LocalParameters.optimizer
 
-# Data and models that come with this project and fit each other: nothing about them is to be found out before a run
+# Data and models that come with this project and fit each other: there is no need to check them before a run
 SCHEDULES = ("cosine", "linear")
 KNOWN = {
     "data": ("digits", "linear"),
@@ -33,14 +33,14 @@ class _OneLine(Exception):
 
 
 class UserError(_OneLine):
-    """What the user asked for cannot be done. Its text is one line: what was wrong, what was expected, what to do.
+    """The user has asked for something impossible. The text is one line: what was wrong, what was expected, what to do.
 
-    No caller has to catch it: a program that it ends prints that line, and no stack trace, and exits with status 2.
+    No caller has to catch it: it ends a program, which prints that line without a stack trace, and exits with status 2.
     """
 
 
 class Settings:
-    """What a run is to do, all flags and what follows from them: a namespace that nothing changes; `but` makes another."""
+    """The settings of a run, all flags and what follows from them: a namespace that does not change; `but` makes another."""
 
     def __init__(self, **values):
         self.__dict__.update(values)
@@ -60,7 +60,7 @@ class _NoFlag(UserError, AttributeError):
     """An attribute that settings do not have."""
 
 
-# What a process hears that writes to a disk that is full, read-only, failing or another user's
+# Errors of a process that writes to a disk that is full, read-only, failing or another user's
 _UNWRITABLE = [os.strerror(n) for n in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)]
 
 
@@ -77,9 +77,9 @@ def check_backend(name):
 
 
 class TrainingFailed(_OneLine):
-    """Training cannot go on, and a new start would not mend it. Its text is one line: what happened, where, what to do.
+    """Training cannot go on, and a new start would not help. The text is one line: what happened, where, what to do.
 
-    As with a `UserError`, a program that it ends prints that line, but exits with status 1.
+    It ends a program as a `UserError` does, but with status 1.
     """
 
 

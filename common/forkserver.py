@@ -6,8 +6,8 @@ flag is told at once; while this imports it, the launcher goes on.
 A task that is started again, after it was killed, is another fork: it is back in a moment. The tasks are this process's
 children, and end with it; it ends with the launcher. What a task has started ends with the task.
 
-A task tells the launcher what it is doing (`common.words.doing`), so the launcher can tell one that lives, but gets nothing
-done, from the others.
+A task tells the launcher what it is doing (`common.words.doing`), so the launcher notices a task that lives, but makes no
+progress.
 """
 
 import contextlib
@@ -35,8 +35,8 @@ class ForkServer:
 
     Args:
       environment: variables of the process, and of all tasks.
-      log: path of a file for what the process itself has to say.
-      is_isolated: whether the tasks are to be in a network of their own.
+      log: path of a file for the output of the process itself.
+      is_isolated: whether the tasks get a network of their own.
       preloads: whether tasks are scripts that want tensorflow; otherwise each begins as a new program.
       shared: descriptor of a file with their data, see `common.data.share`; None if there is none.
 
@@ -51,7 +51,7 @@ class ForkServer:
         self._connection, theirs = Pipe()
         self.log, self.heard, self.is_importing = log, time.monotonic(), False
         self._words, their_words = os.pipe()
-        os.set_blocking(their_words, False)  # no task is to wait for a launcher that was stopped
+        os.set_blocking(their_words, False)  # no task waits for a launcher that was stopped
         numbers = theirs.fileno(), their_words
         self._process = subprocess.Popen(
             [sys.executable, __file__, *map(str, (*numbers, int(is_isolated), int(preloads))), str(log)],
@@ -219,7 +219,7 @@ def _serve(connection, pipe, terminal, is_isolated, preloads, launcher):
 
 
 def _signal(pid, number):
-    """Sends a signal to a task; what kills it kills what it has started, too."""
+    """Sends a signal to a task; one that kills it kills the processes that it has started, too."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
     if number == signal.SIGKILL:
@@ -248,7 +248,7 @@ def _reap(connection, running, keys, preloads):
 
 
 def _kill_orphans(keys):
-    """Kills what tasks that have ended have left behind. Tasks adopt the orphans of what they start, see `_become_task`."""
+    """Kills processes that ended tasks have left behind. Tasks adopt the orphans of what they start, see `_become_task`."""
     for path in os.listdir("/proc") if os.path.isdir("/proc/self") else []:
         if path.isdigit() and int(path) not in keys:
             with contextlib.suppress(OSError), open(f"/proc/{path}/stat") as file:
@@ -299,7 +299,7 @@ def _become_task(server, key, pipe, log, terminal, environ):
 
 
 def _write_to(log, key, pipe):
-    """Sends what a task prints to its log; if that cannot be, to the one it goes to now."""
+    """Sends a task's output to its log; if that is impossible, it goes on where it goes now."""
     from common.flags import UserError  # not above: the process itself needs none of it
     from common.run_dir import open_own
 
@@ -314,7 +314,7 @@ def _write_to(log, key, pipe):
 
 
 def _run(command, preloads):
-    """Runs what a task is to run, as `python SCRIPT ARGUMENTS` would."""
+    """Runs a task's program, as `python SCRIPT ARGUMENTS` would."""
     if not preloads:
         os.execv(command[0], command)
     import setproctitle

@@ -1,4 +1,4 @@
-"""What Linux does for a process of a run: a network of its own, no power beyond an ordinary user's, an end with its parent."""
+"""Uses Linux for a process of a run: a network of its own, no power beyond an ordinary user's, an end with its parent."""
 
 import contextlib
 import ctypes
@@ -11,7 +11,7 @@ import struct
 
 
 def die_with_parent(parent, number=signal.SIGKILL):
-    """Makes this process end when its parent, process `parent`, ends in whatever way (Linux): it gets that signal."""
+    """Makes this process end when its parent, process `parent`, ends, however it ends (Linux): it gets that signal."""
     pr_set_pdeathsig = 1
     prctl(pr_set_pdeathsig, number)
     if os.getppid() != parent:
@@ -25,13 +25,13 @@ def prctl(what, value=0, *more):
 
 
 def adopt_orphans():
-    """What descendants of this process leave behind when they end becomes this process's children (Linux)."""
+    """Processes that descendants of this one leave behind when they end become its children (Linux)."""
     pr_set_child_subreaper = 36
     prctl(pr_set_child_subreaper, 1)
 
 
 def why_no_own_network():
-    """Tries `enter_own_network` in another process; returns None, or what stands in the way and how to change that."""
+    """Tries `enter_own_network` in another process; returns None, or the reason why it fails and how to change that."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -90,7 +90,7 @@ def give_up_new_privileges():
 
 
 def how_to_allow(number):
-    """What stands in the way of `enter_own_network`, which ended with this error number, and how to change that."""
+    """The reason why `enter_own_network` ended with this error number, and how to change that."""
 
     def says(path, value):
         with contextlib.suppress(OSError), open(f"/proc/sys/{path}") as file:

@@ -1,4 +1,4 @@
-"""Starts ps and workers as processes on this machine, shows their progress, restarts what dies, stops them all.
+"""Starts ps and workers as processes on this machine, shows their progress, restarts those that die, stops them all.
 
 Imports no tensorflow: only the tasks do.
 """
@@ -25,7 +25,7 @@ from common.run_dir import has_checkpoint, prepare_run_dir, write_json
 
 STOP_SECONDS = 60  # to save a checkpoint and leave, before a task is killed
 PS_SECONDS = 10  # for a ps to see that all workers are done
-FAILED_FOR_GOOD = 3  # exit status of a task that a new start will not mend
+FAILED_FOR_GOOD = 3  # exit status of a task for which a new start is of no use
 
 
 def launch(script, arguments, settings):
@@ -112,14 +112,14 @@ def _complete_result(settings, tasks):
 def check_isolation(settings):
     """Raises a `UserError` if there has to be a network for the run alone, and there cannot be."""
     if settings.require_isolation and not settings.isolation:
-        raise UserError("--require_isolation and --noisolation contradict each other: leave one away")
+        raise UserError("--require_isolation and --noisolation contradict each other: leave one out")
     problem = isolation.why_no_own_network() if settings.require_isolation else None
     if problem:
         raise UserError(f"--require_isolation: this run cannot have a network of its own: {problem}")
 
 
 def environment(num_workers):
-    """Returns the variables that tasks begin with: this process's own, and what it does not set.
+    """Returns the variables that tasks begin with: this process's own, and defaults for others.
 
     Args:
       num_workers: how many share this machine.
@@ -162,7 +162,7 @@ class Task:
     is_shown: bool = False
     restarts: int = 0
     restarted: list = field(default_factory=list)  # when it was, as time.monotonic()
-    starts_at: float | None = None  # when it is to be started, if it is
+    starts_at: float | None = None  # when it will be started, if it waits for that
     status: int | None = None  # how it ended, None until it has
     heard: float = math.inf  # when it gave the last sign of life, as time.monotonic(); it begins with one
     progress: Any = None  # a `words.Progress`, None for a program that tells none
@@ -193,7 +193,7 @@ class Task:
         server.start(self.name, self.command, None if self.is_shown else str(self.log), self.environ)
 
     def hear(self, text):
-        """Notes a sign of life, and what it says if that is not for the user; returns what is."""
+        """Notes a sign of life, and what the task says; returns the part that is for the user."""
         now = time.monotonic()
         self.heard = now
         if text.startswith(words.PROGRESS):
@@ -207,7 +207,7 @@ class Task:
         return ""
 
     def last_words(self):
-        """What it ended with, one line, else the last error in its log."""
+        """The line that it ended with, or else the last error in its log."""
         if self.last_line:
             return self.last_line.partition(": ")[2]
         if self.is_shown:
@@ -425,7 +425,7 @@ class Run:
         self._start_again(task, time.monotonic() + pause)
 
     def _must_be_mendable(self, task):
-        """Raises what ends the run, unless a new start may mend what this task ended with."""
+        """Raises the error that ends the run, unless a new start of this task may help."""
         if task.status == 2:  # the user's mistake
             raise UserError(task.last_words())
         log = "" if task.is_shown else f" (log: {task.log})"
@@ -436,7 +436,7 @@ class Run:
             raise TrainingFailed(f"{task.name} {task.how()} after {len(task.restarted)} restarts: {task.last_words()}{log}")
 
     def _start_again(self, task, moment):
-        """Lets a task start again at this moment, and with it those without whom it cannot go on."""
+        """Lets a task start again at this moment, and with it those that it needs to go on."""
         others = [other for other in self._tasks.values() if other is not task]
         if self._in_ring and not self._has_ended():
             # Workers that reduce among themselves wait for ever for one that is gone, so all of them begin anew.
@@ -453,7 +453,7 @@ class Run:
                     other.starts_at = moment  # it had done its part, but the chief asks all for their report
 
     def _stop_workers(self):
-        """Lets the workers end, the chief with a checkpoint, for which it needs the ps. A second Ctrl-C ends the patience."""
+        """Lets the workers end, the chief with a checkpoint, for which it needs the ps. A second Ctrl-C ends them at once."""
         self._say("stopping; Ctrl-C again stops at once")
         self._is_stopping = True
         for task in self._starting():

@@ -1,4 +1,4 @@
-"""What this machine allows: memory, open files, processes. What would need more is refused before a task starts.
+"""The limits of this machine: memory, open files, processes. A run that needs more is refused before a task starts.
 
 Imports no tensorflow. Every estimate here is a lower bound: nothing is refused that could have been done.
 """
@@ -46,7 +46,7 @@ def check_tasks(num_ps, num_workers):
 
 
 def check_threads(what, need, flags):
-    """Raises a `UserError` if this machine cannot have so many threads: it says what needs them, and of what to give less."""
+    """Raises a `UserError` if this machine cannot have so many threads; it says what needs them, and which flag to lower."""
     has, of = _processes()
     if need > has:
         raise UserError(f"{what} {need:,} threads, but {of} allows {has:,}: fewer {flags}, or a higher limit")

@@ -1,4 +1,4 @@
-"""x, a worker's own parameters: pull, train a window, and what the worker has beside them."""
+"""x, a worker's own parameters: pull, train a window, and the worker's other vectors."""
 
 import contextlib
 import math
@@ -31,7 +31,7 @@ class LocalParameters:
 
     Attributes:
       value: x, a variable `[size]`.
-      state: variables, what the model has that is not trained.
+      state: variables of the model that are not trained.
       optimizers: the `common.steps.Optimizers` that change x.
       windows: how many calls of `train` there were.
       decay: η λ of weight decay in each local step, see `train`; None for none.
@@ -73,7 +73,7 @@ class LocalParameters:
         return [self._known_step.assign(step, read_value=False)]
 
     def counts_updates_in(self, variable):
-        """From now on the schedule goes by this variable, not by what was pulled, and each local step is an update more."""
+        """From now on the schedule goes by this variable, not by the pulled step, and each local step is one more update."""
         self._known_step, self._counts_updates = variable, True
 
     def factor(self):

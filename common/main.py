@@ -1,4 +1,4 @@
-"""What `python SCHEME.py` does: reads the flags, then starts a cluster on this machine, or is a task of one.
+"""Runs `python SCHEME.py`: reads the flags, then starts a cluster on this machine, or is a task of one.
 
 A script is its update rule and one call:
 
@@ -32,9 +32,9 @@ def main(scheme=None, train=None, pace="own", without=(), check=None, evaluate=N
       pace: "own" if each worker goes at its own; "together" if workers wait for each other at the ps, as with `center.together`
         and `center.pace`; "ring" if they do among themselves, with `center.ring`: then all are started again when one has died.
       check: function of the flags, a namespace, that raises a `UserError` if they do not go together.
-      evaluate: what the last worker of a cluster does instead of training, a function `evaluate(task, settings)`.
-      optimizer_on: "ps" or "worker", where the optimizer of the scheme's paper stands: whose learning rates follow a schedule,
-        and which parameters weight decay shrinks, see `common.schedules.hyperparameters`.
+      evaluate: function `evaluate(task, settings)` that the last worker of a cluster runs instead of training.
+      optimizer_on: "ps" or "worker", the place of the optimizer of the scheme's paper: its learning rates follow a schedule,
+        and weight decay shrinks the parameters there, see `common.schedules.hyperparameters`.
       without: names of flags that mean nothing to this script; those of a cluster for one that always trains alone.
       **defaults: the scheme's own defaults, by the name of the flag.
     """
@@ -70,7 +70,7 @@ def _stale_launcher():
     given = [f"{name}={os.environ[name]}" for name in words.VARIABLES if os.environ.get(name)]
     is_of_parent = os.environ.get("LAUNCHER_PID") == str(os.getppid())
     is_of_fork_server = is_of_parent and len(given) == len(words.VARIABLES)
-    # A program of one's own may give its number alone, so that a task ends with it; in a container process 1 may be the parent.
+    # A user's own program may give its number alone, so that a task ends with it; in a container process 1 may be the parent.
     is_of_program = is_of_parent and len(given) == 1 and os.getppid() != 1
     if not given or is_of_fork_server or is_of_program:
         return None
@@ -78,7 +78,7 @@ def _stale_launcher():
 
 
 def _log_to(path):
-    """Sends what C++ code writes to standard error to a file: tensorflow's start-up messages are not for a terminal."""
+    """Sends the standard error of C++ code to a file: tensorflow's start-up messages are not for a terminal."""
     sys.stderr.flush()
     terminal = os.dup(2)
     log = run_dir.open_own(path, os.O_WRONLY | os.O_APPEND)
@@ -156,7 +156,7 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
         raise UserError(f"this task is an evaluator, which {script.name} does not have; Continuous-Evaluation has")
     flags.check_backend(os.environ.get("KERAS_BACKEND") or "tensorflow")  # here, as without that backend no import gets far
     if settings.run_dir == "":
-        raise UserError("--run_dir is empty: name a folder, or leave the flag away")
+        raise UserError("--run_dir is empty: name a folder, or leave the flag out")
     launches = task is None and settings.launch
     settings = settings.but(num_evaluators=1 if evaluate and (task or launches) else 0)
     if evaluate and not settings.num_evaluators:  # trains alone, and on all that there is

@@ -1,4 +1,4 @@
-"""What a scheme sends, cut into parts for the ps: a vector of any dtype, `tf.IndexedSlices`, a scalar, or a tuple of these."""
+"""A scheme's messages, cut into parts for the ps: a vector of any dtype, `tf.IndexedSlices`, a scalar, or a tuple of these."""
 
 from common import tf
 from common.flags import UserError
@@ -58,7 +58,7 @@ def arrived(part):
 
 
 class AtUpdate:
-    """What a function that runs on a ps finds there, at the moment of the update, for one piece of x̃.
+    """Values on a ps at the moment of the update, for one piece of x̃: a function that runs there gets them.
 
     Args:
       center: the `common.center.GlobalParameters`.

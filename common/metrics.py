@@ -1,4 +1,4 @@
-"""What a worker writes down while it trains: loss, speed, staleness, and how good the global parameters are."""
+"""A worker's records of its training: loss, speed, staleness, and how good the global parameters are."""
 
 import collections
 import contextlib
@@ -19,10 +19,10 @@ from common.steps import PARTS, Rounds
 
 
 class MetricsLog:
-    """Where a worker writes what it measures: `metrics/worker-N.jsonl`, one JSON object per line, and TensorBoard events.
+    """The file of a worker's measurements: `metrics/worker-N.jsonl`, one JSON object per line, and TensorBoard events.
 
-    Lines can be written from any thread and are whole whenever somebody reads the file. If somebody deletes it, or its folder,
-    both are made again.
+    Lines can be written from any thread, and a reader always finds whole lines. If the file or its folder is deleted, both are
+    made again.
 
     Args:
       run_dir: folder of the run.
@@ -69,7 +69,7 @@ class MetricsLog:
             listener(int(global_step), values)
 
     def _open(self):
-        """Opens the file, and cuts off what a process wrote last that was killed amid a line."""
+        """Opens the file, and cuts off the last line if a process was killed in the middle of it."""
         try:
             descriptor = open_own(self._path, os.O_RDWR | os.O_APPEND)
         except FileNotFoundError:
@@ -79,7 +79,7 @@ class MetricsLog:
         return open(descriptor, "a", buffering=1)
 
     def _is_in_place(self):
-        """Whether the file is still where it was: somebody may have deleted it, or its folder."""
+        """Whether the file is still where it was: the user may have deleted it, or its folder."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return os.path.samestat(os.lstat(self._path), os.fstat(self._file.fileno()))
         return False
@@ -107,7 +107,7 @@ def seconds_between(every_secs, age):
 class MetricsHook(tf.train.SessionRunHook):
     """Writes loss, samples per second and staleness of one worker every `every_secs` seconds, and keeps the totals.
 
-    In a long run it writes more seldom, see `seconds_between`. Training ends when the loss is not finite.
+    In a long run it writes less often, see `seconds_between`. Training ends when the loss is not finite.
 
     It counts the calls that fetch a `common.steps.Rounds`; others (an evaluation, say) pass it by. Staleness of an
     update: how many updates of others came between this worker's pull and its push.
@@ -184,7 +184,7 @@ class MetricsHook(tf.train.SessionRunHook):
             self.flush()
 
     def end(self, session):
-        """Writes what is left."""
+        """Writes the last line."""
         self.flush()
 
     def flush(self):
@@ -259,8 +259,8 @@ def shares_of_parts(workers):
 
 
 class EvaluationHook(tf.train.SessionRunHook):
-    """Evaluates the global parameters while training goes on: at the start, then about every `every_secs` seconds, and more
-    seldom in a long run, see `seconds_between`.
+    """Evaluates the global parameters while training goes on: at the start, then about every `every_secs` seconds, and less
+    often in a long run, see `seconds_between`.
 
     A thread of its own does it, so the worker's rounds don't wait; and it pauses ten times as long as the fastest evaluation
     took, so that on a large test set evaluation takes no more than a tenth of one core.

@@ -69,7 +69,7 @@ def by_labels(keras_model, is_classification):
 
 @contextlib.contextmanager
 def named(spec):
-    """What is wrong with a model is said of `--model=spec`, unless it is said of another flag."""
+    """Errors of a model are said of `--model=spec`, unless they name another flag."""
     try:
         yield
     except UserError as error:
@@ -318,7 +318,7 @@ def as_input(array):
 
 @contextlib.contextmanager
 def _as_user_error(what):
-    """What goes wrong in a user's model becomes one line: `what`, and why."""
+    """An error in a user's model becomes one line: `what`, and why."""
     try:
         yield
     except UserError:
@@ -359,7 +359,7 @@ def _make_constant(keras_model):
 
 
 class Model:
-    """What a worker needs of a Keras model: its initial values, and loss and metrics as functions of a flat vector.
+    """A Keras model as a worker needs it: its initial values, and loss and metrics as functions of a flat vector.
 
     The loss is the one that the model was compiled with, plus its own (regularization), as `fit` computes it. State is what is
     not trained: moving means, the seeds of Dropout.

@@ -28,12 +28,12 @@ def quiet():
 
 
 class Message(NamedTuple):
-    """What one task sends to another in a call."""
+    """A message from one task to another in a call."""
 
     sender: str  # /job:ps/task:0
     receiver: str
     name: str  # of the operation that it comes from
-    shape: tuple | None  # None: no tensor, only the word that the operation is done
+    shape: tuple | None  # None: no tensor, only the signal that the operation is done
     size: int | None  # bytes; None if it is not known before it is sent
 
 
@@ -54,7 +54,7 @@ def messages(session, fetches):
             continue
         name = send["tensor_name"].s.decode().split("_", 2)[2]  # edge_12_NAME
         shape: Any = None
-        size: Any = 0  # an empty tensor is sent, as the word that this operation is done
+        size: Any = 0  # an empty tensor is sent, as the signal that this operation is done
         if node.input[0].partition(":")[0] == name:
             size = None
             with contextlib.suppress(KeyError):  # of an operation that was made when the graph was optimized
@@ -72,8 +72,8 @@ class LocalCluster:
         local.start("ps", 0)
         server = local.task("worker", 0).create_server()
 
-    The ports stay reserved until `close`. What was started and still runs is killed then, or when the kernel ends in whatever
-    way (Linux).
+    The ports stay reserved until `close`. Processes that still run are killed then, or when the kernel ends, however it ends
+    (Linux).
 
     Args:
       hosts: {job: addresses}; None makes addresses with free ports.

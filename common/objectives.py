@@ -1,4 +1,4 @@
-"""What a Keras model is trained to minimize, and what measures it: its own choice, a flag's, or what the labels suggest."""
+"""The loss that a Keras model is trained to minimize, and its metrics: its own choice, a flag's, or what the labels suggest."""
 
 import inspect
 import weakref
@@ -79,7 +79,7 @@ def by_name(keras_model, name, last_operation=None):
 
 
 def text(keras_model):
-    """What a model that is compiled, or computes its loss itself, minimizes."""
+    """The loss of a model that is compiled, or computes its loss itself."""
     if type(keras_model).compute_loss is not keras.Model.compute_loss:
         return "the loss of its compute_loss"
     name = _name(keras_model.loss)

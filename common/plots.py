@@ -16,10 +16,10 @@ def read_metrics(run_dir):
 
 
 def draw_curve(run_dir):
-    """As `curve`, but what stands in its way is a warning: a picture is no reason to lose a result."""
+    """As `curve`, but a failure is only a warning: a missing picture is no reason to lose a result."""
     try:
         curve(run_dir)
-    except Exception as error:  # whatever matplotlib finds: its own settings, fonts, a full disk
+    except Exception as error:  # any error of matplotlib: its settings, fonts, a full disk
         with contextlib.suppress(OSError):
             Path(run_dir, "curve.png").unlink(missing_ok=True)  # of a run that this one goes on with
         why = " ".join(str(error).split()) or "no reason given"
@@ -53,7 +53,7 @@ def draw(figure, run_dir):
     measured = progress.measures(lines) or [("test loss", "test_loss", "")]
     if any(key.startswith("validation_") for _, key, _ in measured):
         measured = [found for found in measured if found[1].startswith("validation_")]
-    # A loss shows less than what it stands for.
+    # A loss says less than the metric itself.
     measured = [found for found in measured if not found[1].endswith("_loss")] or measured
     evaluations = [(name, key) for name, key, _ in measured]
     panels = [("training loss", "loss"), *evaluations, ("samples per second", "samples_per_second")]

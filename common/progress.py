@@ -1,4 +1,4 @@
-"""What a run shows while it trains, and the summary at its end. Reads what the workers write; imports no tensorflow."""
+"""The progress of a run, and the summary at its end. Reads the files of the workers; imports no tensorflow."""
 
 import contextlib
 import json
@@ -130,7 +130,7 @@ class Progress:
         return total
 
     def parts(self):
-        """Which share of the time the parts of a round take, on average over the workers, as text; empty if it is not known."""
+        """The shares of the parts in the time of a round, on average over the workers, as text; empty if not known."""
         known = [n["parts"] for n in self.newest.values() if n.get("parts")]
         names = dict.fromkeys(part for each in known for part in each)
         return parts_as_text({part: _mean([each.get(part, 0) for each in known]) for part in names})

@@ -133,7 +133,7 @@ class TFRecords:
         self._pipelines: dict[tuple, Any] = {}  # functions of the user's are traced once for each
 
     def about(self, paths):
-        """Returns {path: number of records}, and nothing that is to be known beside that. It reads the length of each."""
+        """Returns {path: number of records}, and nothing else about the files. It reads the length of each."""
         return {path: _length_of(path) for path in paths}, {}
 
     def read(self, parts, skip, size):
@@ -178,7 +178,7 @@ class TFRecords:
         return samples.batch(size)
 
     def label_line(self):
-        """What is to be said of the labels."""
+        """A description of the labels."""
         return ""
 
 
@@ -222,7 +222,7 @@ class Tables:
         self._kind, self._label, self._known = kind, label, dict(known or {})
 
     def about(self, paths):
-        """Returns {path: number of records}, and what is to be known to read them. It reads the labels.
+        """Returns {path: number of records}, and what reading them needs to know. It reads the labels.
 
         Raises:
           UserError: if a file is damaged, or has other columns than the first, or the labels are no numbers.
@@ -323,7 +323,7 @@ class Tables:
             yield tuple(np.concatenate(arrays) for arrays in zip(*held, strict=True))
 
     def label_line(self):
-        """What is to be said of the labels."""
+        """A description of the labels."""
         return f"; label: the column {self._known['label']!r}, the sample: the other {len(self._known['columns']) - 1}"
 
     @property
@@ -367,7 +367,7 @@ def _listed(names):
 
 @contextlib.contextmanager
 def _as_user_error(path):
-    """What pyarrow says of a file becomes one line."""
+    """An error of pyarrow about a file becomes one line."""
     try:
         import pyarrow
     except ImportError:

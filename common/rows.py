@@ -25,7 +25,7 @@ def chunks(array):
 
 
 class Rows:
-    """Samples `[n, ...]` that stay in their file: an array that knows its shape and type, and reads what it is asked for.
+    """Samples `[n, ...]` that stay in their file: an array that knows its shape and type, and reads only what is asked for.
 
     Args:
       array: a view of a mapped file.
@@ -89,7 +89,7 @@ class Rows:
         return None
 
     def __reduce__(self):
-        """What is sent to another process is where the rows are."""
+        """Another process gets the place of the rows, not the rows."""
         root, array = self._root(), self._array
         if not self.has_file:
             raise ValueError("the file of a mapped array has no name")

@@ -1,4 +1,4 @@
-"""The folder of a run: made, looked at, locked, and written into without following what somebody has planted there.
+"""The folder of a run: made, checked, locked, and written into without following links that others have planted there.
 
 Imports no tensorflow.
 """
@@ -79,7 +79,7 @@ def has_checkpoint(run_dir):
 
 
 def task_name(task):
-    """What the files of a task are called that no launcher has started: worker-0 for one that trains on its own."""
+    """The name of the files of a task that no launcher has started: worker-0 for one that trains on its own."""
     job = "evaluator" if task and task.is_evaluator() else task.job if task else "worker"
     return f"{job}-{task.job_index if task else 0}"
 
@@ -101,7 +101,7 @@ def lock_folder(folder, flag, parts, name=None, check=lambda: None):
       A context whose end gives the lock back.
 
     Raises:
-      UserError: in one line, whatever is wrong.
+      UserError: if anything is wrong, in one line.
     """
     flag = f"{flag}={folder}"
     with contextlib.ExitStack() as stack, _unwritable(flag):
@@ -230,7 +230,7 @@ def _check_contents(folder, flag):
 
 
 def _problem(path, found, owners):
-    """What is wrong with a file or folder, None if nothing is: `path` is relative to the run's folder, `found` its `lstat`."""
+    """The fault of a file or folder, None if there is none: `path` is relative to the run's folder, `found` its `lstat`."""
     kind = stat.S_IFMT(found.st_mode)
     if found.st_uid not in owners:
         return "belongs to another user"

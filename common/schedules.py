@@ -1,6 +1,6 @@
 """How the learning rate changes with the global step, in every scheme; and which parameters weight decay shrinks.
 
-With a schedule, what a scheme finds as `hp.learning_rate` is a `Rate`: a number times a factor that is known where it is used.
+With a schedule, `hp.learning_rate` of a scheme is a `Rate`: a number times a factor that is computed where it is used.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ class Schedule:
       warmup_steps: w.
 
     Attributes:
-      ask: function that returns n, to be set. It is called when the first factor is needed: until then nobody may know.
+      ask: function that returns n, to be set. It is called when the first factor is needed: n may not be known before.
 
     Raises:
       UserError: if there is no such function.

@@ -24,7 +24,7 @@ class Saver(tf.train.Saver):
 
 
 class _Creator(tf.train.SessionCreator):
-    """What `tf.train.ChiefSessionCreator` and `WorkerSessionCreator` do, with two differences.
+    """Does the same as `tf.train.ChiefSessionCreator` and `WorkerSessionCreator`, with two differences.
 
     A chief that finds initialized parameters on the ps goes on with them: it restores only what is lost. And the others look
     every 0.1 s whether the chief has initialized the parameters. Theirs looks every 30 s, so each worker would start that late.

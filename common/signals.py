@@ -1,4 +1,4 @@
-"""How a process hears that it is to end, by a signal, and lives on when its terminal is closed."""
+"""Signals: a process notices that it has to end, and goes on when its terminal is closed."""
 
 import contextlib
 import errno
@@ -47,8 +47,8 @@ def hear_signals(numbers, heard):
 
 
 def prepare_for_a_closed_terminal():
-    """For a program: from now on SIGHUP raises KeyboardInterrupt, as Ctrl-C does, unless it is ignored; and what is written to
-    a terminal that was closed goes nowhere."""
+    """For a program: from now on SIGHUP raises KeyboardInterrupt, as Ctrl-C does, unless it is ignored; and output to a
+    terminal that was closed is discarded."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream and stream.isatty():
@@ -71,7 +71,7 @@ def lasting(stream, descriptor):
 
 
 class _Terminal(io.FileIO):
-    """A terminal. When it is closed, what is written goes nowhere, so a print does not fail, in the user's functions either.
+    """A terminal. When it is closed, output is discarded, so a print does not fail, in the user's functions either.
     Only SIGHUP ends the run then: `nohup`, `setsid` and `disown` keep that away."""
 
     def write(self, data):

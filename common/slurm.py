@@ -1,6 +1,6 @@
-"""Which task of a cluster a process is that Slurm has started: what `srun` says to each task of a job step.
+"""Reads which task of a cluster this process is, from the variables that Slurm's `srun` gives to each task of a job step.
 
-TensorFlow's `SlurmClusterResolver` does not serve: it sorts the nodes by name, so `node10` comes before `node2` and a task
+TensorFlow's `SlurmClusterResolver` is of no use here: it sorts the nodes by name, so `node10` comes before `node2` and a task
 takes another one's address; it fails without GPUs; all ps would be on the first nodes; a list of a billion takes it minutes.
 """
 

@@ -1,8 +1,8 @@
-"""What a scheme yields, and how its steps become calls of a session: one at a time, several rounds, a loop.
+"""The steps of a scheme, and how they become calls of a session: one at a time, several rounds, a loop.
 
 A scheme is a generator function `scheme(center, local, hp)`. It gets the global parameters x̃ (`common.center`), this worker's
 local ones x (`common.local`) and the hyperparameters, and yields the `Step`s of one round in their order: a step begins when
-the one before has ended. What a later step needs of an earlier one stays in local variables, so the steps can run as one call
+the one before has ended. Values that a later step needs stay in local variables, so the steps can run as one call
 (`build_rounds`) or, in a notebook or a test, one at a time and in any interleaving (`build_steps`).
 """
 
@@ -19,7 +19,7 @@ from common.flags import UserError
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a round: operations, and what comes of them. `one + other` is a step that does both at once.
+    """One step of a round: operations and their results. `one + other` is a step that does both at once.
 
     Attributes:
       operations: a tuple.
@@ -43,7 +43,7 @@ class Step:
 
     @property
     def part(self):
-        """To which part of a round the time of this step belongs, one of `PARTS`."""
+        """The part of a round to which the time of this step belongs, one of `PARTS`."""
         if self.losses:
             return "train"
         if self.may_go_on is not None:
@@ -305,7 +305,7 @@ class Optimizers:
 
 
 def _numbers(optimizer):
-    """What distinguishes an optimizer from others of its class."""
+    """The attributes that distinguish an optimizer from others of its class."""
     values = {name: value for name, value in vars(optimizer).items() if not isinstance(value, dict)}
     return type(optimizer), {name: v if isinstance(v, (int, float, str)) else id(v) for name, v in values.items()}
 

@@ -59,7 +59,7 @@ class Stream:
       test: `Share` of the test set.
       held_out: `Share` of the samples that were held out for validation, or None.
       known: what makes `load` faster the next time, for JSON.
-      about: what is to be said of it, in the first line of a run.
+      about: its description in the first line of a run.
       classes: the smallest and the largest label, where labels are whole numbers and that is known.
 
     Attributes:
@@ -113,7 +113,7 @@ class Stream:
         return max(1, min(BLOCK_SAMPLES, BLOCK_BYTES // self.bytes_of_one, most))
 
     def text(self):
-        """What is to be said of where the samples come from, in the first line of a run."""
+        """The source of the samples, as the first line of a run says it."""
         three, size = limits.as_bytes(3 * self.block * self.bytes_of_one), f"{self.test.count:,} samples"
         blocks = f"shuffled in blocks of {self.block:,} samples, of which three take {three} of memory"
         held_out = f"; validation: {self.held_out.count:,} samples" if self.held_out else ""
@@ -136,7 +136,7 @@ class Stream:
         except UserError as error:
             said = str(error)
             raise UserError(said if said.startswith("--") else f"{self.name}: {said}") from error
-        except Exception as error:  # whatever a function of the user's, or tf.data, raises
+        except Exception as error:  # a function of the user's, or tf.data, may raise anything
             raise UserError(f"{self.name}: the samples {whose} cannot be read: {why(error)}") from error
 
     def _compare(self, found, at):
@@ -548,7 +548,7 @@ def _count(dataset, name):
 
 @contextlib.contextmanager
 def reading(dataset):
-    """What goes wrong with a stream while it is read in a session becomes one line.
+    """An error of a stream that is read in a session becomes one line.
 
     Raises:
       TrainingFailed: in place of TensorFlow's errors.

@@ -72,7 +72,7 @@ class Together:
     Args:
       center: the `common.center.GlobalParameters`.
       local: this worker's `common.local.LocalParameters`.
-      backup_workers: how many workers need not be waited for.
+      backup_workers: the number of workers for which an update does not wait.
       mean: if not, an update is made of the sum of the gradients.
 
     Attributes:
@@ -196,7 +196,7 @@ class Ring:
     Attributes:
       gradients_per_update: the number of workers.
       enter, leave, release: as of `Pace`; there is nothing to do.
-      behind: None, as nobody keeps account of it.
+      behind: None, since no task keeps account of it.
       vote: this worker is to stop, and all others together with it after the call, in which it has to take part.
     """
 

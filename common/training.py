@@ -44,7 +44,7 @@ def train(scheme, task, settings):
       UserError: if data and model cannot be trained.
     """
     interruption = Interruption()
-    server = task.create_server() if task else None  # before all else: the others try to reach it
+    server = task.create_server() if task else None  # first of all: the others try to reach it
     index, num_workers = (task.shard_index, task.num_workers) if task else (0, 1)
     doing(LOADING)
     dataset, held_out = split(streams.load(settings), settings)
@@ -184,7 +184,7 @@ def build_calls(scheme, center, local, settings, num_samples):
     return last, next_call
 
 
-LEAST_TIMED = 50  # calls of timed rounds that a run is to be worth, or it times none
+LEAST_TIMED = 50  # a run with fewer timed calls than this times none
 
 
 class _Turn:
@@ -212,7 +212,7 @@ class _Turn:
 
 
 def _check_pace(scheme, waits, pace):
-    """Raises a `UserError` if the scheme's script says something else of how its workers wait than the scheme does."""
+    """Raises a `UserError` if the scheme's script and the scheme disagree on how its workers wait."""
     is_so = {"own": waits is None, "together": isinstance(waits, (Pace, Together)), "ring": isinstance(waits, Ring)}[pace]
     if not is_so:
         right = "own" if waits is None else "ring" if isinstance(waits, Ring) else "together"
@@ -220,7 +220,7 @@ def _check_pace(scheme, waits, pace):
 
 
 def rounds_worth_a_call(model, windows, local_steps, in_ring=False):
-    """Returns how many rounds of so many windows, or local steps in all, to run in one call, when the user does not say.
+    """Returns how many rounds of so many windows, or local steps in all, to run in one call, unless the user says.
 
     A call costs about as much as a round of a small model. A larger model, or many local steps, make that little beside the
     round, while each further window makes the graph larger and takes time to prepare, most of all a loop of several steps.
@@ -232,7 +232,7 @@ def rounds_worth_a_call(model, windows, local_steps, in_ring=False):
 
 
 class Plan(NamedTuple):
-    """What the main loop needs of a worker's graph."""
+    """The parts of a worker's graph that the main loop needs."""
 
     last: int  # global step to end at
     step: Any  # the global step, a variable
@@ -244,11 +244,11 @@ class Plan(NamedTuple):
     waits: Any = None  # a `common.together.Pace`, `Together` or `Ring`, where workers wait for each other
     gradients_per_update: int = 1  # of how many workers
     keeper: Any = None  # a `common.checkpoints.Keeper`, if there is one
-    position: Any = None  # a `common.batches.Position`, if it is to be kept
+    position: Any = None  # a `common.batches.Position`, if the position is kept
 
 
 class Outcome(NamedTuple):
-    """What came of a worker's main loop; all but the status only for the chief."""
+    """The result of a worker's main loop; all but the status only for the chief."""
 
     status: int  # exit status
     final: Any = None  # values of `Plan.final`, also of a training that was interrupted
@@ -554,7 +554,7 @@ def write_result(settings, task, reports, global_step, evaluated, *, samples=Non
 
 
 def summarize(settings, task, reports, global_step, samples=None, gradients_per_update=1):
-    """Returns what `result.json` says of speed and staleness."""
+    """Returns the part of `result.json` about speed and staleness."""
     columns = dict(zip((*REPORT, *PARTS), np.array(reports, float).T, strict=False))
     trained = columns["updates"] > 0
     train_seconds = samples_per_second = staleness = None

@@ -1,4 +1,4 @@
-"""What a task tells the launcher that has started it: lines for the user, what it does and waits for, signs of life."""
+"""Messages from a task to the launcher that has started it: lines for the user, what it does and waits for, signs of life."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ CHECKED = "ending the check"
 
 
 class Progress(NamedTuple):
-    """What a task tells of its progress."""
+    """A task's report of its progress."""
 
     number: int  # counts the calls of `doing`
     what: str  # what the task does, as in "while loading the data"
@@ -69,7 +69,7 @@ WAIT_SECONDS = 5  # so long may a task wait without a line
 
 
 def nobody():
-    """For whom a task waits that needs the ps alone."""
+    """The tasks for which a task waits that needs only the ps: none but these."""
     return []
 
 
@@ -103,7 +103,7 @@ class _Wait:
         self._inquiry.start()
 
     def inquire(self, number, began, whom):
-        """Finds out for whom this task waits, and says so if that is news."""
+        """Finds out for which tasks this one waits, and says so if that has changed."""
         names = self.unreachable("ps ") or [self._with_address(name) for name in whom()]
         who = ", ".join(names[:4]) + (f" and {len(names) - 4} others" if names[4:] else "")
         with self._lock:
@@ -148,7 +148,7 @@ def workers_away():
 
 
 def _why_unreachable(address):
-    """Returns why nobody answers at host:port; an empty text if somebody does."""
+    """Returns why host:port does not answer; an empty text if it does."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=2):

@@ -1,4 +1,4 @@
-"""What the tests share: small problems, a session with initialized variables, the schemes' functions."""
+"""Shared by the tests: small problems, a session with initialized variables, the schemes' functions."""
 
 import contextlib
 import importlib.util

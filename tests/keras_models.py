@@ -47,7 +47,7 @@ class Row(NamedTuple):
 
     @property
     def text(self):
-        """What it is: the docstring of the function that makes it."""
+        """A description: the docstring of the function that makes it."""
         return self.build.__doc__.strip().rstrip(".")
 
 

@@ -28,11 +28,11 @@ class Problem:
         self._used = [0, 0]
 
     def factor(self, worker=None):
-        """What the learning rate is multiplied with: on this worker, or at an update on the ps."""
+        """The factor of the learning rate: on this worker, or at an update on the ps."""
         return self._schedule(self.version if worker is None else self._known[worker])
 
     def decayed(self, x, factor, side, rate=RATE):
-        """What weight decay takes away from x in a step, if it is on this side, "ps" or "worker"."""
+        """The share of x that weight decay takes away in a step, if it is on this side, "ps" or "worker"."""
         is_here = getattr(self.hp, "optimizer_on", "ps") == side
         return rate * factor * getattr(self.hp, "decay", 0) * x if is_here else 0.0
 

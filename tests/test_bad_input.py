@@ -184,6 +184,6 @@ FLAGS = "--check --model=m.py:build --data=d.py:two_samples --delays=50 --run_di
 
 @pytest.mark.parametrize("command", [f"TF_CONFIG='{CONFIG}' bash HogWild/run.sh {FLAGS}"], ids=["run.sh"])
 def test_no_mistake(ended):
-    """So that what the tests above see is the mistake, and nothing else. (TensorFlow may complain that there is no GPU.)"""
+    """The tests above then see only the mistake. (TensorFlow may complain that there is no GPU.)"""
     assert (ended.status, ended.out, ended.files) == (0, "", set())
     assert ".py: " not in ended.err

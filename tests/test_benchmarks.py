@@ -1,4 +1,4 @@
-"""What the benchmarks make of their measurements; the measurements themselves are no test."""
+"""The tables and pictures of the benchmarks; the measurements themselves are no test."""
 
 import json
 import subprocess

@@ -10,7 +10,7 @@ from common.callbacks import Callback, Patience
 
 @pytest.fixture
 def told(monkeypatch):
-    """What is said to the user, a list of lines."""
+    """The lines for the user, a list."""
     lines: list = []
     monkeypatch.setattr(callbacks, "tell", lines.append)
     return lines

@@ -1,4 +1,4 @@
-"""Who saves when, what is in a checkpoint, and when a chief goes on with the parameters that it finds."""
+"""Which worker saves when, the contents of a checkpoint, and when a chief goes on with the parameters that it finds."""
 
 import errno
 import os

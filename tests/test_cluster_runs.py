@@ -241,7 +241,7 @@ def test_twenty_million_parameters(run_dir, tmp_path):
 
 
 def test_ctrl_c_saves_and_resume_goes_on_with_another_number_of_ps(run_dir, tmp_path):
-    """Also in a script of one's own that imports numpy, whose threads are older than tensorflow's."""
+    """Also in a user's script that imports numpy, whose threads are older than tensorflow's."""
     script = tmp_path / "mine.py"
     script.write_text(OWN_SCRIPT.format(folder=str(HOGWILD.parent)))
     process = start(run_dir, "--launch", "--epochs=1000000", "--checkpoint_secs=1000", script=script)

@@ -238,10 +238,10 @@ def test_what_is_too_long_is_shown_in_part(user_error):
 @pytest.mark.parametrize(
     "job, index, texts",
     [
-        ("worker", 2, ["TF_CONFIG", "worker 2", "the cluster has 2: 0 to 1"]),
+        ("worker", 2, ["TF_CONFIG", "worker 2", "the cluster has only workers 0 to 1"]),
         ("worker", -1, ["TF_CONFIG", "worker -1"]),
-        ("ps", 1, ["TF_CONFIG", "ps 1", "the cluster has 1"]),
-        ("chief", 0, ["TF_CONFIG", "master 0", "the cluster has none"]),
+        ("ps", 1, ["TF_CONFIG", "ps 1", "the cluster has only ps 0"]),
+        ("chief", 0, ["TF_CONFIG", "master 0", "the cluster has no master"]),
         ("boss", 0, ["TF_CONFIG", "'boss'", "a ps, a worker, a master or an evaluator"]),
         (None, 0, ["TF_CONFIG", "a ps, a worker, a master or an evaluator"]),
     ],
@@ -267,7 +267,7 @@ def test_cluster_without_ps_or_without_worker(user_error, lacking):
 
 @pytest.mark.parametrize("index", [2, 7])
 def test_index_outside_the_flags_cluster(user_error, index):
-    with user_error(f"worker {index}", "the cluster has 2: 0 to 1"):
+    with user_error(f"worker {index}", "the cluster has only workers 0 to 1"):
         task(**FLAGS | dict(task_index=index))
 
 
@@ -385,12 +385,12 @@ def test_evaluator_with_one_worker_only(user_error, hosts):
 @pytest.mark.parametrize(
     "arguments, texts",
     [
-        (("worker", 2, None, "a:1", "b:1,c:1"), ["worker 2", "has 2: 0 to 1"]),
-        (("worker", 1, None, "a:1", "b:1", "m:1"), ["worker 1", "has 1: 0 to 0"]),
-        (("master", 0, None, "a:1", "b:1"), ["master 0", "none"]),
+        (("worker", 2, None, "a:1", "b:1,c:1"), ["worker 2", "has only workers 0 to 1"]),
+        (("worker", 1, None, "a:1", "b:1", "m:1"), ["worker 1", "has only worker 0"]),
+        (("master", 0, None, "a:1", "b:1"), ["master 0", "has no master"]),
         (("worker", "x", None, "a:1", "b:1"), ["whole number", "'x'"]),
-        (("worker", 1), ["worker 1", "has 1: 0 to 0"]),
-        (("ps", 0), ["ps 0", "none"]),
+        (("worker", 1), ["worker 1", "has only worker 0"]),
+        (("ps", 0), ["ps 0", "has no ps"]),
         (("worker", 0, None, "a:1"), ["no worker"]),
         (("worker", 0, None, None, "a:1"), ["no ps"]),
         (("worker", 0, None, "a:1", "b:1,,c:1"), ["''", "expected host:port"]),

@@ -48,7 +48,7 @@ def script():
 
 
 class Clock:
-    """Stands in for the module `time` where TensorFlow waits for checkpoints: whoever sleeps lets the next thing happen.
+    """Stands in for the module `time` where TensorFlow waits for checkpoints: a sleep lets the next thing happen.
 
     Args:
       happenings: functions without arguments, one for each sleep.
@@ -284,7 +284,7 @@ def cnn(tmp_path, images):
 
 
 def test_values_of_a_checkpoint_are_those_of_the_chief(script, tmp_path, cnn, graph, images, initialized, hogwild):
-    """Also moving means."""
+    """Moving means are restored, too."""
     center = GlobalParameters(cnn.initial_parameters, 1)
     batches = Batches(images.x_train, images.y_train, 9, seed=0)
     kept = center.keep(cnn.initial_state)

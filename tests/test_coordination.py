@@ -49,7 +49,7 @@ def ended(thread):
 
 @pytest.mark.parametrize(("staleness", "quorum"), [(0, None), (2, None), (math.inf, None), (0, 2), (1, 1)])
 def test_clocks_are_those_of_the_definition(graph, staleness, quorum):
-    """Three workers that tick, leave and come back at random: who may go on, and what the clocks say."""
+    """Three workers that tick, leave and come back at random: which of them may go on, and what the clocks say."""
     run, rng = Run(3, staleness, quorum), random.Random(0)
     clocks = [0, 0, 0]
     for _ in range(300):

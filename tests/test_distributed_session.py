@@ -1,4 +1,4 @@
-"""What a script of one's own imports from `common`: DistributedSession, its hooks, and the boilerplate that uses them."""
+"""The names that a user's script imports from `common`: DistributedSession, its hooks, and the boilerplate that uses them."""
 
 import json
 import os
@@ -425,9 +425,9 @@ def test_a_mistake_is_one_line_and_status_2(tmp_path, how):
     done = subprocess.run(
         [sys.executable, script], env=environment(**names), capture_output=True, text=True, timeout=runs.SECONDS
     )
-    source, number, those = ("TF_CONFIG", 5, "2: 0 to 1") if how == "TF_CONFIG" else ("the environment", 4, "1: 0 to 0")
+    source, number, those = ("TF_CONFIG", 5, "workers 0 to 1") if how == "TF_CONFIG" else ("the environment", 4, "worker 0")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"script.py: {source}: this is worker {number}, but of those the cluster has {those}\n"
+    assert done.stderr == f"script.py: {source}: this is worker {number}, but the cluster has only {those}\n"
 
 
 class Tasks:

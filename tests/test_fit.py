@@ -314,7 +314,7 @@ print("ended")
 
 @pytest.mark.cluster
 def test_scheme_of_a_program(tmp_path):
-    """And functions in place of a model and arrays; then what makes it fail."""
+    """First functions in place of a model and arrays; then ways in which it fails."""
     code = """
 end, functions = [], {"learning_rate_schedule": lambda step, total: 1 - 0.5 * step / total}
 def callback(step, metrics):

@@ -93,7 +93,7 @@ def test_a_number_that_may_be_infinite(parse, user_error):
 
 
 def test_another_name_of_a_flag(parse, user_error):
-    """What one is set to, the other is; the alias belongs to that script alone."""
+    """Both names have the same value; the alias belongs to that script alone."""
 
     def script_flags():
         flags.define_alias("n_push", "window")
@@ -265,6 +265,6 @@ def test_present_knows_what_was_given():
 
 
 def test_flags_import_no_tensorflow():
-    """Nor does the launcher: the import takes seconds."""
+    """The launcher does not import it either: that takes seconds."""
     code = "import sys, common.main, common.flags, common.launch, common.progress; sys.exit('tensorflow' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -77,7 +77,7 @@ def server(folder):
 
 
 def _texts_into(words):
-    """What listens and puts what tasks say into a queue, without mere signs of life."""
+    """A listener that puts the tasks' messages into a queue, without mere signs of life."""
 
     def said(key, text):
         if text:
@@ -277,7 +277,7 @@ print("nobody reads this", flush=True)
 
 
 def test_log_that_is_deleted_while_its_task_runs(tmp_path):
-    """What the task prints later is in a new one. If there can be none, one line says so, and the task goes on."""
+    """The later output of the task is in a new one. If there can be none, one line says so, and the task goes on."""
     end, theirs = os.pipe()
     (tmp_path / "run" / "logs").mkdir(parents=True)
     log = tmp_path / "run" / "logs" / "ps-3.log"
@@ -710,7 +710,7 @@ def test_an_evaluator_that_waits_holds_up_no_verdict(monkeypatch):
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("state", [{"starts_at": 2000.0, "status": -9}, {"why_killed": "was silent", "heard": math.inf}, {}])
 def test_nobody_is_killed_that_may_have_waited_for_a_ps(monkeypatch, state, waits):
-    """Which is to be started, or was killed but has not ended, or does not serve yet."""
+    """The ps waits for its start, or was killed but has not ended, or does not serve yet."""
     looking = Looking(monkeypatch, workers=1, ps=1)
     looking.doing("worker 0", 0.0, "running a call", waits, longest=0.1)
     looking.doing("ps 0", 0.0, "starting")
@@ -900,7 +900,7 @@ def test_without_a_chief_each_worker_ends_for_itself(run, folder, failing, ended
 
 
 def test_worker_that_fails_after_the_chief_has_ended(run, folder):
-    """Nobody needs it; the evaluator, the last worker, goes on to its end."""
+    """No task needs it; the evaluator, the last worker, goes on to its end."""
     worker = "wait_until_told(hear('pipe')); tell('other pipe', os.getpid()); sys.exit(1)"
     programs = {"worker 0": TELL_PID, "worker 1": worker, "worker 2": "wait_until_told(hear('other pipe'))"}
     result = run(programs, ends_with_chief=True, num_evaluators=1)

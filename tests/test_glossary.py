@@ -19,7 +19,7 @@ TERMS = [row[0] for row in ROWS]
 
 @functools.cache
 def words(path):
-    """What stands in a file, made `plain`; of a notebook, what it prints as well."""
+    """The text of a file, made `plain`; of a notebook, its printed outputs as well."""
     text = path.read_text()
     if path.suffix == ".ipynb":
         cells = json.loads(text)["cells"]

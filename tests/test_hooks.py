@@ -148,7 +148,7 @@ def test_log_writes_events_for_tensorboard(tmp_path, graph):
 
 
 def test_metrics_count_the_calls_that_train(log, lines, call):
-    """And no others, though they go through the same session."""
+    """It times no others, though they go through the same session."""
     hook = MetricsHook(log, samples_per_update=10, every_secs=1e9)
     with tf.train.MonitoredSession(hooks=[hook]) as session:
         for fetches in call.loss, [call.loss, call.steps], tuple(call), {"loss": call.loss}:

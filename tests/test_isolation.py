@@ -1,4 +1,4 @@
-"""The network of a run's own: who can reach its ports, what happens where the system forbids it, and what a run leaves behind.
+"""A run's own network: which users can reach its ports, what happens where the system forbids it, and what a run leaves behind.
 
 Where Linux forbids such a network, as in some containers, these tests fail: nothing else tells that it was not tried.
 """
@@ -37,7 +37,7 @@ except OSError as error:
 
 
 def looked(tmp_path, is_isolated):
-    """What a task prints that looks at its network, and the problem that its `ForkServer` tells."""
+    """The output of a task that looks at its network, and the problem that its `ForkServer` tells."""
     (tmp_path / "look.py").write_text(LOOK)
     with ForkServer({}, tmp_path / "server.log", is_isolated, preloads=False) as server:
         ended = threading.Event()
@@ -108,7 +108,7 @@ def of_all():
 
 
 def test_tasks_have_no_power_beyond_the_user(of_all):
-    """Nor have programs that they start. A folder of mode 500 keeps them from writing, even where the user is root."""
+    """Programs that they start have none either. A folder of mode 500 keeps them from writing, even where the user is root."""
     (of_all / "power.py").write_text(POWER)
     (of_all / "checkpoints").mkdir(mode=0o500)
     subprocess.run([sys.executable, "-c", START_POWER, str(of_all), "True"], check=True, timeout=SECONDS)
@@ -142,7 +142,7 @@ def test_nobody_may_not_write_where_the_mode_forbids_it(of_all, power, said):
 
 
 def test_without_isolation_tasks_gain_no_new_power(of_all):
-    """But they keep what the user has, who may be root."""
+    """They keep the rights of the user, even if that is root."""
     (of_all / "power.py").write_text(POWER)
     subprocess.run([sys.executable, "-c", START_POWER, str(of_all), "False"], check=True, timeout=SECONDS)
     *capabilities, no_new = (of_all / "log").read_text().splitlines()[0].split()
@@ -161,7 +161,7 @@ for folder in keras_home(), matplotlib.get_cachedir():
 
 
 def test_caches_are_private_where_the_home_is_not_writable(of_all):
-    """They are in a folder that nobody knows before, and that is gone afterwards."""
+    """They are in a folder whose name is not known before, and that is gone afterwards."""
     (of_all / "tmp").mkdir()
     (of_all / "tmp").chmod(0o777)
     hidden = ("KERAS_HOME", "MPLCONFIGDIR", "XDG_CACHE_HOME")
@@ -295,7 +295,7 @@ def test_step_that_is_refused(monkeypatch, system):
 
 
 def forbidden(arguments, **options):
-    """Runs a Python program where nobody may have a network of one's own, in a namespace of users for which that is set."""
+    """Runs a Python program in a namespace of users in which no process may have a network of its own."""
     forbid = 'echo 0 > /proc/sys/user/max_net_namespaces && exec "$@"'
     return subprocess.run(
         ["unshare", "--user", "--map-root-user", "sh", "-c", forbid, "sh", sys.executable, *arguments],
@@ -385,7 +385,7 @@ def empty(tmp_path, monkeypatch):
 
 @pytest.mark.cluster
 def test_ports_of_a_run_are_reached_from_inside_alone(run_dir, empty):
-    """And what it writes is in its folder, apart from the settings and caches of Keras and Matplotlib."""
+    """All that it writes is in its folder, apart from the settings and caches of Keras and Matplotlib."""
     process = start(run_dir, "--launch", "--num_ps=2", "--seconds=10", "--epochs=1000000")
     read_until(process, lambda line: is_training(line) and all_train(run_dir))
     tasks = [pid for job in ("ps", "worker") for pid in processes(run_dir, f"--job_name={job}")]

@@ -33,7 +33,7 @@ def test_samples_are_taken(name):
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """What came of all, in two processes."""
+    """The results of all models, in two processes."""
     return keras_models.outcomes()
 
 

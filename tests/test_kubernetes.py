@@ -48,7 +48,7 @@ def program():
 
 @functools.cache
 def text_of(*arguments):
-    """What manifest.py prints for a scheme, which does not check its flags."""
+    """The output of manifest.py for a scheme, without a check of its flags."""
     with contextlib.redirect_stdout(io.StringIO()) as output:
         program().main([arguments[0], "--nocheck_flags", f"--image={IMAGE}", *arguments[1:]])
     return output.getvalue()
@@ -412,7 +412,7 @@ def test_bad_input_is_one_line_on_standard_error():
 
 
 def test_a_task_of_a_cluster_may_write_manifests():
-    """What says so is not for the scheme that checks its flags."""
+    """The flag that says so is not for the scheme, which checks its flags."""
     config = {"cluster": {"ps": ["a:1"], "worker": ["b:1"]}, "task": {"type": "worker", "index": 0}}
     command = ["bash", str(FOLDER / "manifest.sh"), "HogWild", f"--image={IMAGE}", "--", "--epochs=1"]
     environ = {**ENVIRON, "TF_CONFIG": json.dumps(config)}
@@ -438,7 +438,7 @@ class Cluster:
         self._ports = {pod.host: stack.enter_context(launch.reserved_port()).getsockname()[1] for pod in self.pods.values()}
 
     def runs(self, name):
-        """What the pod sees as /runs."""
+        """The folder that the pod sees as /runs."""
         return self._folder / name
 
     def start(self, name):

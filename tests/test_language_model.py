@@ -26,7 +26,7 @@ def small():
 
 
 def test_a_character_changes_nothing_before_it(small):
-    """Nor does it say what it is itself: the logits of a place are those of the next character."""
+    """The character of a place does not enter its logits: they are those of the next character."""
     rng = np.random.default_rng(0)
     x = rng.integers(0, 96, [3, language_model.LENGTH]).astype(np.float32)
     changed = x.copy()

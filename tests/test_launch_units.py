@@ -269,7 +269,7 @@ def test_check_that_hangs_is_said_and_ended_with_its_children(check, tmp_path, m
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_check_ends_with_its_launcher(run_dir, tmp_path, number):
-    """And with Ctrl-C, which reaches the launcher alone."""
+    """The same with Ctrl-C, which reaches the launcher alone."""
     (tmp_path / "d.py").write_text(f"import time\n\n\ndef load():\n    open('{tmp_path}/begun', 'w')\n    time.sleep(1e6)\n")
     os.mkfifo(tmp_path / "begun")
     command = [sys.executable, str(HOGWILD), "--launch", f"--data={tmp_path}/d.py:load", f"--run_dir={run_dir}"]

@@ -259,7 +259,7 @@ def refuses_to_start(arguments, texts, environ=None):
 
 
 def test_a_host_is_never_an_option(tmp_path):
-    """What stands before it says so to ssh; here a program that shows what it gets."""
+    """A `--` before it tells ssh so; here a program shows its arguments."""
     show = tmp_path / "show"
     show.write_text('#!/bin/sh\nfor word in "$1" "$2" "$3"; do echo "($word)"; done\n')
     show.chmod(0o700)

@@ -1,4 +1,4 @@
-"""What it costs when the chief dies, or a ps while the chief is away: nothing, or what came after the last checkpoint."""
+"""The cost when the chief dies, or a ps while the chief is away: nothing, or the steps after the last checkpoint."""
 
 import json
 import os
@@ -101,7 +101,7 @@ def test_a_run_that_diverges_at_once_leaves_a_checkpoint_to_go_on_with(run_dir):
 
 
 def test_seconds_and_epochs_are_those_of_all_runs(run_dir):
-    """What is resumed has had its seconds; with batches of twice the size, an epoch takes half as many updates."""
+    """A resumed run has had its seconds; with batches of twice the size, an epoch takes half as many updates."""
     flags = ["--num_workers=1", "--epochs=10"]
     run(run_dir, *flags)
     before = result_of(run_dir)

@@ -154,7 +154,7 @@ def test_waiting_for_others_is_a_part_of_its_own(parts_at):
 
 
 def test_normal_calls_are_untouched(graph, model, known_batches, batches):
-    """What a call consists of is the same with and without a timed one beside it."""
+    """A call is made of the same operations with and without a timed one beside it."""
 
     def operations(is_timed):
         with tf.Graph().as_default() as graph:

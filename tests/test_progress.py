@@ -384,7 +384,7 @@ def test_last_step():
 
 
 def report(**figures):
-    """What a worker hands in at its end."""
+    """The report of a worker at its end."""
     return [{"dropped": 0, **figures}[name] for name in training.REPORT]
 
 

@@ -83,7 +83,7 @@ def mode(path):
 
 
 def test_new_folder_is_private(prepare, tmp_path):
-    """And what is in it with it: nobody else can enter."""
+    """It makes its contents private, too: no other user can enter."""
     prepare(tmp_path / "one" / "two")
     assert mode(tmp_path / "one" / "two") == 0o700
 
@@ -425,7 +425,7 @@ def test_what_is_no_runs_is_not_looked_at(hold, tmp_path):
 )
 @pytest.mark.parametrize("kind", ["a pipe", "a socket", "a folder, where a file belongs"])
 def test_other_things_than_files(hold, user_error, finished_run, monkeypatch, name, kind):
-    """Nobody waits at a pipe that has no other end."""
+    """No process waits at a pipe that has no other end."""
     path = in_folder(finished_run, name)
     with contextlib.ExitStack() as stack:
         if kind == "a pipe":
@@ -444,7 +444,7 @@ def test_other_things_than_files(hold, user_error, finished_run, monkeypatch, na
 
 @pytest.mark.parametrize("name", ["logs/worker-0.log", "metrics/worker-0.jsonl", "lock"])
 def test_file_that_has_another_name(hold, user_error, finished_run, tmp_path, name):
-    """What a run adds to it would be in the other one, too."""
+    """Lines that a run adds to it would be in the other one, too."""
     (tmp_path / "precious").write_text("precious")
     in_folder(finished_run, name).hardlink_to(tmp_path / "precious")
     with user_error(f"{name} is a file that has another name, too"), hold(finished_run, resume=True):

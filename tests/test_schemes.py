@@ -1,6 +1,6 @@
 """Every scheme against NumPy, written again from its formula: two workers, step by step, in orders that make pushes stale.
 
-Whoever adds a scheme adds it to `SCHEMES`.
+A new scheme belongs into `SCHEMES`.
 """
 
 import random
@@ -198,7 +198,7 @@ ORDERS = [in_turn, at_once, overtaken, shuffled]
 
 
 class Walk(NamedTuple):
-    """What came of twenty rounds: x̃, and of each update its worker, its staleness and the global step after it."""
+    """The result of twenty rounds: x̃, and of each update its worker, its staleness and the global step after it."""
 
     center: np.ndarray
     log: list
@@ -314,7 +314,7 @@ def test_each_scheme_is_another(walk):
 
 
 def test_where_schemes_agree(walk):
-    """And where formulas say that two are the same, they are."""
+    """Schemes that are the same by their formulas are the same."""
 
     def center(name, order=in_turn, window=3, **hp):
         scheme = SCHEMES[name]

@@ -1,4 +1,4 @@
-"""What SECURITY.md shows: its demonstration, run as the page says, and the Kubernetes policy."""
+"""The examples of SECURITY.md: its demonstration, run as the page says, and the Kubernetes policy."""
 
 import contextlib
 import os

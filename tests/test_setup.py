@@ -125,7 +125,7 @@ class Clone:
         return pipe
 
     def calls(self) -> list[str]:
-        """What was called since the last time: "venv", "pip"."""
+        """The programs that were called since the last time: "venv", "pip"."""
         calls = (self.notes / "calls").read_text().split()
         (self.notes / "calls").write_text("")
         return calls

@@ -59,7 +59,7 @@ def test_all_workers_together_see_every_sample_once_an_epoch(num_samples, num_wo
 
 
 def test_shuffled_first_with_different_seeds_they_do_not():
-    """So the test of the property can fail; with one seed for all, shuffled alike by everybody, it would hold."""
+    """So the test of the property can fail; with one seed for all workers it would hold."""
     samples = tf.data.Dataset.range(60)
 
     def seen(*seeds):
@@ -306,3 +306,9 @@ def test_files_that_are_not_there(user_error, write, tmp_path):
         numbers([tmp_path], 4)
     with user_error("shuffle_buffer must be a whole number of at least 1"):
         numbers(write(3), 4, shuffle_buffer=0)
+
+
+def test_times_seen():
+    datasets = [tf.data.Dataset.from_tensor_slices(samples).batch(2) for samples in ([0, 2, 2], [1])]
+    assert sharding.times_seen(datasets, 4).tolist() == [[1, 0, 2, 0], [0, 1, 0, 0]]
+    assert sharding.drawn(datasets[0]).tolist() == [0, 2, 2] and sharding.drawn(tf.data.Dataset.range(3)).tolist() == [0, 1, 2]

@@ -18,7 +18,7 @@ IGNORABLE = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 
 def program(code, ignores=()):
-    """What a program prints that was started to ignore these signals."""
+    """The output of a program that was started to ignore these signals."""
 
     def ignore():
         for number in ignores:
@@ -202,7 +202,7 @@ def test_closed_terminal_ends_a_run_as_ctrl_c_does(run_dir, how):
     ids=["setsid", "nohup"],
 )
 def test_run_that_a_closed_terminal_is_not_to_end(run_dir, how, terminal):
-    """Nor Ctrl-C, where it is ignored. It trains on and writes nowhere, until it is asked to end in another way."""
+    """An ignored Ctrl-C does not end it either. It trains on and writes nowhere, until it is asked to end in another way."""
     command = [sys.executable, str(HOGWILD), how, f"--run_dir={run_dir}", *ENDLESS]
     with on_a_terminal(command, **terminal) as (process, screen, close):
         wait_for_training(process, screen, run_dir)

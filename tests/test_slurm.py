@@ -59,7 +59,7 @@ class Slurm:
         return int(output.split()[-1])
 
     def output(self, job):
-        """What a job has printed so far."""
+        """The output of a job so far."""
         path = self.folder / f"{job}.out"
         return path.read_text() if path.exists() else ""
 

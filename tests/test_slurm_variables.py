@@ -11,7 +11,7 @@ from common.cluster import TaskSpec, task_from
 
 
 def step(rank, nodelist="node[1-3]", tasks_per_node="2(x3)", node=None, **more):
-    """What `srun` sets for a task, two on each of three nodes unless something else is given."""
+    """The variables that `srun` sets for a task, two on each of three nodes unless something else is given."""
     return {
         "SLURM_STEP_NUM_TASKS": "6",
         "SLURM_STEP_NODELIST": nodelist,

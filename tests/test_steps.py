@@ -482,7 +482,7 @@ def test_numbers_of_all_pieces_are_refused_on_several_ps(after, user_error, push
 
 @pytest.mark.parametrize("num_ps", [1, 2])
 def test_a_slot_of_the_ps(after, num_ps):
-    """Momentum by a slot of one's own, which each ps has a piece of: on arrival, and of all."""
+    """Momentum by a slot of the scheme's own, of which each ps has a piece: on arrival, and of all."""
 
     def momentum(g, at_update):
         u = at_update.slot("u")

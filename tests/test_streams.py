@@ -571,7 +571,7 @@ def test_early_stopping_on_samples_that_are_held_out_of_files(run_dir, tmp_path,
 
 @pytest.mark.cluster
 def test_datasets_of_a_cell_for_workers_that_wait_for_each_other(run_dir):
-    """Their shares differ, and nobody waits for ever; the model has moving means, the training set no known length."""
+    """Their shares differ, and no worker waits for ever; the model has moving means, the training set no known length."""
 
     def build():
         import keras

@@ -299,7 +299,7 @@ def good_checkpoints(folder, but=()):
 
 
 def last_line_of_a_failed_run(output, run_dir):
-    """What a run that failed for good said at its end: one line, with no trace and no restart before it."""
+    """The last words of a run that failed for good: one line, with no trace and no restart before it."""
     assert "Traceback" not in output and "restart" not in output
     assert wait_until_gone(processes(run_dir)) == []
     *before, last = output.splitlines()

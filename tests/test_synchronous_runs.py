@@ -1,4 +1,4 @@
-"""Real clusters whose workers wait for each other: they learn, they are exact, and they end, whoever is slow or dies."""
+"""Real clusters whose workers wait for each other: they learn, they are exact, and they end, also if one is slow or dies."""
 
 import contextlib
 import json
@@ -147,7 +147,7 @@ def test_ctrl_c_reaches_those_who_wait_and_resume_goes_on(run_dir, script):
 
 
 def test_the_hook_in_a_program_of_ones_own(tmp_path):
-    """Three workers of different speed: the bound holds and is reached; one that has ended, or died, holds nobody for ever."""
+    """Three workers of different speed: the bound holds and is reached; one that has ended, or died, never holds the others."""
     staleness, steps = 3, [400, 100, 60]
     with contextlib.ExitStack() as stack:
         ports = [stack.enter_context(launch.reserved_port()).getsockname()[1] for _ in range(4)]

@@ -1,6 +1,6 @@
 """The schemes whose workers wait for each other, against NumPy, in orders that they allow.
 
-Whoever adds such a scheme adds it to `TOGETHER`.
+A new scheme of this kind belongs into `TOGETHER`.
 """
 
 import random
@@ -204,7 +204,7 @@ ORDERS = [in_turn, at_once, shuffled]
 
 
 class Walk(NamedTuple):
-    """What came of it: x̃, the contributions to updates, those that were dropped, and which worker did which step."""
+    """The result: x̃, the contributions to updates, those that were dropped, and which worker did which step."""
 
     center: np.ndarray
     log: list

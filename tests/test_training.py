@@ -1,4 +1,4 @@
-"""Which rounds a worker runs in one call."""
+"""The rounds that a worker runs in one call."""
 
 import math
 import types

@@ -1,4 +1,4 @@
-"""What common/words.py says of a task that waits: for whom, at which address, since when, and when that is over."""
+"""The lines of common/words.py about a task that waits: for which task, at which address, since when, and when that is over."""
 
 import contextlib
 import os
@@ -62,7 +62,7 @@ def test_each_call_begins_anew(waiting):
 
 
 def test_work_is_no_wait(waiting):
-    """Nor is a call that takes long while nobody is missing."""
+    """Nor is a call that takes long while no task is missing."""
     for whom in None, words.nobody:
         words.doing("a call", whom=whom)
         waiting.clock.now += 60
@@ -192,7 +192,7 @@ def test_tasks_by_hand_say_what_they_wait_for(run_dir):
 
 @pytest.mark.cluster
 def test_worker_that_others_wait_for(run_dir):
-    """One that is stopped, in a synchronous scheme: the launcher shows it, and it stands in the log."""
+    """One that is stopped, in a synchronous scheme: the launcher shows it, and the log has it."""
     script = ROOT / "Synchronous-SGD" / "synchronous_sgd.py"
     run = start(run_dir, "--launch", "--seconds=15", script=script)
     read_until(run, is_training)

@@ -53,7 +53,7 @@ def connect(local, index):
 
 
 def build_update(me, learning_rate=0.05, batch_size=8):
-    """Builds one update: pull w, compute the gradient of the mean squared error on a batch of one's own samples, push it.
+    """Builds one update: pull w, compute the gradient of the mean squared error on a batch of this worker's samples, push it.
 
     Returns a dictionary: `pulled_step` and `pulled`, the global step and w that the gradient is of; `step` and `w` after it.
     """
