@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -123,6 +124,11 @@ def read_until(process, is_it):
 def is_training(line):
     """Whether a line of progress is from after the first rounds."""
     return line.startswith("step ") and "loss" in line and "samples/s" in line
+
+
+def delete(folder):
+    """Deletes a folder with all that is in it at once, so that nobody makes a file in it again meanwhile."""
+    shutil.rmtree(folder.rename(f"{folder}.deleted"))
 
 
 def result_of(run_dir):

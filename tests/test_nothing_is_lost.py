@@ -3,12 +3,11 @@
 import json
 import os
 import re
-import shutil
 import signal
 import time
 
 import pytest
-from runs import ROOT, finish, is_training, processes, read_until, result_of, run, start
+from runs import ROOT, delete, finish, is_training, processes, read_until, result_of, run, start
 
 from common import launch, tf
 from common.checkpoints import checkpoints_in
@@ -76,7 +75,7 @@ def test_others_save_while_the_chief_is_away(run_dir):
     """The chief is stopped, and then a ps is killed: what is restored is of after the stop. Its logs are deleted, too."""
     process = start(run_dir, "--launch", "--epochs=400", "--num_ps=2", "--hang_secs=200", *BACKUP)
     read_until(process, is_training)
-    shutil.rmtree(run_dir / "logs")
+    delete(run_dir / "logs")
     kill(run_dir, "worker", 0, signal.SIGSTOP)
     stopped = step_in(read_until(process, is_training))
     read_until(process, lambda line: newest_step(run_dir) > stopped)

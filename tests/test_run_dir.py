@@ -5,7 +5,6 @@ import datetime
 import errno
 import json
 import os
-import shutil
 import signal
 import socket
 import stat
@@ -15,7 +14,7 @@ import types
 from pathlib import Path
 
 import pytest
-from runs import finish, is_training, processes, read_until, result_of, run, start
+from runs import delete, finish, is_training, processes, read_until, result_of, run, start
 
 import common.run
 from common import run_dir as of_runs
@@ -350,7 +349,7 @@ def test_a_second_run_in_the_same_folder_ends_and_the_first_goes_on(run_dir):
             assert finish(second, status=2) == f"hogwild.py: {in_use}\n"
     assert len(processes(run_dir, "--job_name=worker")) == 2 and first.poll() is None
     for name in "logs", "metrics":
-        shutil.rmtree(run_dir / name)
+        delete(run_dir / name)
     (victim,) = processes(run_dir, "--job_name=worker", "--task_index=1")
     os.kill(victim, signal.SIGKILL)
     read_until(first, lambda line: line == "worker 1 was killed by SIGKILL; restart 1 of 3\n")
