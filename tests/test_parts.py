@@ -74,6 +74,23 @@ def test_input_is_no_training(measured, window, rounds):
     assert parts["input"] > 0.8 * sum(parts.values())
 
 
+def test_the_worker_goes_on_after_the_timestamp(graph, model, known_batches, batches):
+    """Else a thread that has much to do takes the timestamp of a pull when it has trained."""
+    steps, sgd = [], tf.train.GradientDescentOptimizer(0.01)
+
+    def scheme(center, local, hp):
+        yield local.pull(center)
+        steps.append(Step((tf.no_op(),)))
+        yield steps[0]
+        yield local.train(1, sgd)
+        yield center.push(sgd, local.gradient)
+
+    center = GlobalParameters(model.initial_parameters)
+    local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
+    timed_rounds(scheme, center, local, None, 1)
+    assert [op.type for op in steps[0].operations[0].control_inputs] == ["Timestamp"]
+
+
 def test_delay_is_training(measured, known_batches, batches):
     parts = measured(plain(2), known_batches(*(b[0] for b in batches)), delay=0.2)
     assert parts["train"] >= 0.2 and parts["train"] > 0.9 * sum(parts.values())
