@@ -473,9 +473,10 @@ def _run(command, program, names, verbose):
 
 
 def _named(line, names):
+    """Returns a line of the launcher as it is to be said to those who call `train`."""
     for text, name in names.items():
         line = line.replace(text, name)
-    return line
+    return re.sub(r"--resume --run_dir=(.+) goes on from", r"train(..., run_dir='\1', resume=True) goes on from", line)
 
 
 def _shown(lines, is_notebook):

@@ -163,7 +163,13 @@ def spent(part, make, after=()):
 
 
 class _Timer:
-    """Timestamps of a round, on the worker. No step waits for them: the round runs as any other.
+    """Timestamps of a round, on the worker.
+
+    The worker's next operations come after the timestamp of those before. Else a worker with few threads, all of them training,
+    would take it when it has trained, and what it has trained would count as the pull. Nothing else waits for a timestamp.
+
+    Attributes:
+      begin: the operation after which the worker begins.
 
     Args:
       here, there: operations on the worker, and on the ps, that end before the round, or are on their way when it begins.
@@ -171,17 +177,20 @@ class _Timer:
 
     def __init__(self, here, there):
         self._begin = self._stamp(here), self._stamp(there)
+        self.begin = self._begin[0].op
         self._steps: list[tuple[Any, Any, Any]] = []  # a step, and when its operations ended on the worker, and on the ps
         self._within: list[tuple[str, str, Any]] = []  # a part, of which other part it is a part, and its seconds, a variable
         self._new: list[tuple[str, Any]] = []  # the same, of the present step
 
     def end(self, step):
-        """This step is the next one of the round."""
+        """This step is the next one of the round. Returns the operations on the worker after which the step behind it comes."""
         there = [op for op in step.operations if is_on_ps(op)]
         here = [op for op in step.operations if not is_on_ps(op)]
-        self._steps.append((step, self._stamp(here) if here else None, self._stamp(there) if there else None))
+        ended = self._stamp(here) if here else None
+        self._steps.append((step, ended, self._stamp(there) if there else None))
         self._within += [(part, step.part, total) for part, total in self._new]
         self._new = []
+        return [] if ended is None else [ended.op]
 
     def _stamp(self, operations):
         here = []
@@ -360,6 +369,7 @@ def timed_rounds(scheme, center, local, hp, rounds):
     if rounds > 1:
         chain.add(scheme, center, local, hp, rounds - 1)
     chain.timer = _Timer(chain.here, chain.there)
+    chain.here = [chain.timer.begin]
     chain.add(scheme, center, local, hp, 1)
     return Rounds(
         chain.here + chain.there, chain.loss(), chain.steps(), _or_nothing(chain.training_ended), chain.timer.seconds()
@@ -462,8 +472,6 @@ class _Chain:
 
     def _add(self, step, round):
         self._losses += step.losses
-        if self.timer:
-            self.timer.end(step)
         if step.pulled is not None:
             self._pulled, self._own_updates, self.there = step.pulled, 0, []
         if step.updated is not None and (step.step_before is not None or self._pulled is not None):  # else it is refused
@@ -475,7 +483,8 @@ class _Chain:
         if step.training_ended is not None:
             self.training_ended = step.training_ended
         on_ps = [op for op in step.operations if is_on_ps(op)]
-        self.here = [op for op in step.operations if not is_on_ps(op)] or self.here  # the worker's of the step before
+        own = self.timer.end(step) if self.timer else [op for op in step.operations if not is_on_ps(op)]
+        self.here = own or self.here  # the worker's of the step before
         round.here = self.here
         self.there = self.there + on_ps  # on the ps since the last read
         # What the ps did with a push began after it had left the worker: no need to tell the ps again.

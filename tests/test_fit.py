@@ -187,6 +187,12 @@ def test_arguments_of_a_flag(value, arguments):
     assert fit._as_arguments("f", value) == arguments
 
 
+def test_what_the_launcher_says_becomes_what_train_says():
+    line = "--data=/tmp/a/problem.py:data: stopped; --resume --run_dir=runs/a b goes on from there\n"
+    said = fit._named(line, {"--data=/tmp/a/problem.py:data": "the data"})
+    assert said == "the data: stopped; train(..., run_dir='runs/a b', resume=True) goes on from there\n"
+
+
 def test_every_scheme_has_a_name():
     names = {path.parent.name for path in fit.ROOT.glob("*/run.sh") if re.search("^exec .* --launch", path.read_text(), re.M)}
     assert len(names) > 14

@@ -13,7 +13,7 @@ from common import progress, tf, training
 from common.center import GlobalParameters
 from common.local import LocalParameters
 from common.metrics import MetricsHook, MetricsLog, shares_of_parts
-from common.steps import PARTS, Rounds, build_rounds, timed_rounds
+from common.steps import PARTS, Rounds, Step, build_rounds, timed_rounds
 
 SLEEP = 0.05
 
@@ -71,6 +71,47 @@ def test_input_is_no_training(measured, window, rounds):
     parts = measured(plain(window), SlowBatches(), rounds=rounds)
     assert set(parts) == {"pull", "train", "push", "input"}
     assert parts["input"] >= window * SLEEP
+
+
+def test_the_worker_goes_on_after_the_timestamp(graph, model, known_batches, batches):
+    """Else a thread that has much to do takes the timestamp of a pull when it has trained."""
+    steps, sgd = [], tf.train.GradientDescentOptimizer(0.01)
+
+    def scheme(center, local, hp):
+        yield local.pull(center)
+        steps.append(Step((tf.no_op(),)))
+        yield steps[0]
+        yield local.train(1, sgd)
+        yield center.push(sgd, local.gradient)
+
+    center = GlobalParameters(model.initial_parameters)
+    local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
+    timed_rounds(scheme, center, local, None, 1)
+    assert [op.type for op in steps[0].operations[0].control_inputs] == ["Timestamp"]
+
+
+def test_delay_is_training(measured, known_batches, batches):
+    parts = measured(plain(2), known_batches(*(b[0] for b in batches)), delay=0.2)
+    assert parts["train"] >= 0.2
+
+
+@pytest.mark.parametrize(
+    ("part", "slow"),
+    [
+        ("pull", lambda center: Step((sleep(),), pulled=center.step.read_value())),
+        ("push", lambda center: Step((sleep(),), updated=center.step.read_value())),
+        ("wait", lambda center: Step((sleep(),), may_go_on=tf.constant(True))),
+    ],
+)
+def test_part_of_a_step(measured, known_batches, batches, part, slow):
+    def scheme(center, local, hp):
+        yield local.pull(center)
+        yield slow(center)
+        yield local.train(1, tf.train.GradientDescentOptimizer(0.01))
+        yield center.add(local.gradient)
+
+    parts = measured(scheme, known_batches(*(b[0] for b in batches)))
+    assert parts[part] >= SLEEP
 
 
 def test_all_reduce_is_no_training(measured, known_batches, batches):
