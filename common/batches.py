@@ -67,9 +67,8 @@ class Batches:
         with tf.variable_scope(name):
             parts = {"x": x, "y": y} if weights is None else {"x": x, "y": y, "weights": weights}
             self._samples = tuple(fed(name, part, self.init_feed_dict) for name, part in parts.items())
-            rng = np.random.default_rng(seed)
-            orders = {name: rng.permutation(self.num_samples) for name in ("first", "second")}
-            self._first, self._second = (fed(name, order, self.init_feed_dict) for name, order in orders.items())
+            orders = zip(("first", "second"), order_of(self.num_samples, seed))
+            self._first, self._second = (fed(name, order, self.init_feed_dict) for name, order in orders)
             self._position = local_variable("position", position.start() if position else tf.zeros([], tf.int64))
 
     def next(self, window):
@@ -93,6 +92,12 @@ class Batches:
     def samples(self, indices):
         """Returns the samples x `[batch_size, ...]` and labels y of `indices`, and their weights, if they have some."""
         return tf.nest.map_structure(lambda kept: _gathered(kept, indices), self._samples)
+
+
+def order_of(num_samples, seed):
+    """Returns the two permutations, arrays `[num_samples]`, that make the order of a worker's samples, see `Batches`."""
+    rng = np.random.default_rng(seed)
+    return rng.permutation(num_samples), rng.permutation(num_samples)
 
 
 def fed(name, part, feeds):
