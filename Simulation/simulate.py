@@ -297,10 +297,15 @@ class Run:
             if self.engine:
                 outcomes = self.engine.run(steps[start:stop], workers[start:stop])
                 self._check(outcomes, start, stop)
-                losses = outcomes.losses[~np.isnan(outcomes.losses)] if not np.all(np.isnan(outcomes.losses)) else [math.nan]
-                values = {"loss": float(np.mean(losses)), **measured(self.engine.evaluate(*self._dataset.test))}
+                losses = outcomes.losses[np.isin(steps[start:stop], self._trains())]
+                values = measured(self.engine.evaluate(*self._dataset.test))
+                if len(losses):
+                    values["loss"] = float(np.mean(losses))
             self._write(tell, start, stop, values)
             start = stop
+
+    def _trains(self):
+        return [k for k, action in enumerate(self.actions) if action.local_steps]
 
     def _check(self, outcomes, start, stop):
         """Raises a `RuntimeError` if clock and arithmetic do not agree, and `TrainingFailed` if a loss is not finite."""
@@ -308,7 +313,7 @@ class Run:
         is_update = np.isin(part[0], [k for k, action in enumerate(self.actions) if action.writes])
         if not np.array_equal(outcomes.updated[is_update], part[5][is_update]):
             raise RuntimeError("virtual time and the scheme's operations disagree on the global step: a fault of the simulator")
-        trains = np.isin(part[0], [k for k, action in enumerate(self.actions) if action.local_steps])
+        trains = np.isin(part[0], self._trains())
         bad = np.flatnonzero(trains & ~np.isfinite(outcomes.losses))
         if len(bad):
             i = bad[0]
@@ -420,9 +425,15 @@ def program(arguments):
         )
         return 0
     folder, settings = parse(arguments)
-    path, _ = run_dir.prepare_run_dir(settings.but(scheme=f"Simulation-{settings.scheme}"))
-    where = Path(path)
     run = Run(folder, settings)
+    path, held = run_dir.prepare_run_dir(settings.but(scheme=f"Simulation-{settings.scheme}"))
+    with held:
+        return write(run, Path(path))
+
+
+def write(run, where):
+    """Simulates, and writes all that the command writes into a folder; returns its exit status."""
+    settings = run.settings
     say = lambda line: print(line, flush=True)  # noqa: E731
     on = [f"{' and '.join(sorted(names))} on the {side}" for side, names in zip(("ps", "workers"), run.optimizers) if names]
     say(f"{settings.scheme}: {settings.num_workers:,} virtual workers, {settings.num_ps} ps")

@@ -58,17 +58,25 @@ class Batches:
       name: variable scope.
       weights: of the samples, arrays `[n]`, or None.
       position: a `Position` at which to begin, in every session; None for 0.
+
+    Attributes:
+      arrays: (x, y) or (x, y, weights).
+      order: first and second, as above.
     """
 
     def __init__(self, x, y, batch_size, seed, name="batches", weights=None, position=None):
         self.num_samples, self.batch_size = len(arrays_in(x)[0]), batch_size
         self._check = lambda window: check_batch(x, y, batch_size, window)
+        self.arrays = (x, y) if weights is None else (x, y, weights)
+        self.order = order_of(self.num_samples, seed)
         self.init_feed_dict: dict = {}
         with tf.variable_scope(name):
-            parts = {"x": x, "y": y} if weights is None else {"x": x, "y": y, "weights": weights}
-            self._samples = tuple(fed(name, part, self.init_feed_dict) for name, part in parts.items())
-            orders = zip(("first", "second"), order_of(self.num_samples, seed))
-            self._first, self._second = (fed(name, order, self.init_feed_dict) for name, order in orders)
+            names = "x", "y", "weights"
+            self._samples = tuple(fed(name, part, self.init_feed_dict) for name, part in zip(names, self.arrays))
+            feeds: dict = {}
+            self._first, self._second = (fed(name, order, feeds) for name, order in zip(("first", "second"), self.order))
+            self._order_feeds = tuple(feeds)
+            self.init_feed_dict.update(feeds)
             self._position = local_variable("position", position.start() if position else tf.zeros([], tf.int64))
 
     def next(self, window):
@@ -83,6 +91,16 @@ class Batches:
         place = tf.gather(self._first, k % self.num_samples) + k // self.num_samples
         indices = tf.gather(self._second, place % self.num_samples)
         return tf.reshape(indices, [window, self.batch_size])
+
+    def reorder(self, seed):
+        """Takes the order of another seed, from the next initialization of the variables on."""
+        self.order = order_of(self.num_samples, seed)
+        self.init_feed_dict.update(zip(self._order_feeds, self.order, strict=True))
+
+    def numbers(self, k):
+        """Returns the indices of the samples with these numbers since the start, an array as `k` is."""
+        first, second = self.order
+        return second[(first[k % self.num_samples] + k // self.num_samples) % self.num_samples]
 
     def batch(self, k):
         """Returns the indices `[batch_size]` of a batch that is always the same for the same number k, from 0 on."""

@@ -35,6 +35,7 @@ class Engine:
       schedule: function of the global step, a tensor, that returns a factor of the learning rate; None for none.
       clip_norm: see `common.local.LocalParameters`.
       messages: of each step the bytes (up, down), see `messages_of`; None for none.
+      optimize: whether TensorFlow optimizes the graph first: a second, which is won back in a thousand steps.
 
     Attributes:
       actions: the `common.virtual_time.Action`s of a round.
@@ -46,7 +47,7 @@ class Engine:
       UserError: if the scheme cannot be simulated.
     """
 
-    def __init__(self, scheme, hp, model, shards, num_ps=1, schedule=None, clip_norm=None, messages=None):
+    def __init__(self, scheme, hp, model, shards, num_ps=1, schedule=None, clip_norm=None, messages=None, optimize=True):
         self._model, self._shards, self.graph = model, shards, tf.Graph()
         n = shards.num_workers
         with self.graph.as_default():
@@ -69,14 +70,26 @@ class Engine:
             self._value, self._step = center.read()[0], center.step.read_value()
             self._state = local.state_at(self._value)
             self._values = {reference: rows.read_value() for reference, rows in self._rows.items()}
-            feeds.update(local.init_feed_dict)
-            self.session = tf.Session(config=_config())
-            self.session.run(tf.global_variables_initializer(), feeds)
-            self.session.run(tf.variables_initializer(tf.get_collection(_SHARED)))
-            self.session.run(tf.local_variables_initializer(), feeds)
-            self.session.run([rows.initializer for rows in self._rows.values()], feeds)
-            self.session.run(_apart(self._rows, local.state, n))
+            self._feeds = {**feeds, **local.init_feed_dict}
+            self._initializers = [
+                tf.global_variables_initializer(),
+                tf.variables_initializer(tf.get_collection(_SHARED)),
+                tf.local_variables_initializer(),
+                [rows.initializer for rows in self._rows.values()],
+                _apart(self._rows, _seeds(model, local.state), n),
+            ]
         self._evaluations: dict[Any, Any] = {}  # by the shapes of x and y
+        self._config = _config(optimize)
+        self.session: Any = None
+        self.restart()
+
+    def restart(self):
+        """Begins anew, in a new session; the samples go on where they are."""
+        if self.session:
+            self.session.close()
+        self.session = tf.Session(graph=self.graph, config=self._config)
+        for initializer in self._initializers:
+            self.session.run(initializer, self._feeds)
 
     def run(self, steps, workers):
         """Runs steps of workers, in this order, whatever waits for what.
@@ -185,9 +198,10 @@ class Engine:
         """The number of updates."""
         return int(self.session.run(self._step))
 
-    def replica(self, worker):
-        """x of a worker, an array `[size]`."""
-        return self.rows(self._local.value)[worker]
+    @property
+    def replicas(self):
+        """x of all workers, an array `[num_workers, size]`."""
+        return self.rows(self._local.value)
 
     def rows(self, variable):
         """What all workers have of a local variable, an array `[num_workers, ...]`."""
@@ -457,14 +471,16 @@ def _rows(variable, num_workers, i):
     return tf.get_variable(f"rows_{i}", initializer=rows, trainable=False, collections=[], use_resource=True)
 
 
-def _apart(rows, state, num_workers):
-    """Returns operations after which generators of random numbers, in the state of the models, differ from worker to worker."""
+def _seeds(model, state):
+    """Returns those variables of the state of a model that are generators of random numbers, `[2]`."""
+    variables = model.keras_model.non_trainable_variables
+    return [own for own, variable in zip(state, variables, strict=True) if "seed_generator_state" in variable.path]
+
+
+def _apart(rows, seeds, num_workers):
+    """Returns operations after which the generators of random numbers differ from worker to worker."""
     own = tf.range(num_workers + 1)
-    return [
-        rows[v.ref()].assign_add(tf.cast(own, v.dtype)[:, None] * tf.constant([1, 0], v.dtype))
-        for v in state
-        if v.dtype == tf.uint32 and v.shape == [2]
-    ]
+    return [rows[v.ref()].assign_add(tf.cast(own, v.dtype)[:, None] * tf.constant([1, 0], v.dtype)) for v in seeds]
 
 
 def _store(rows, index, value):
@@ -562,6 +578,9 @@ def _actions(steps, windows, messages):
     ]
 
 
-def _config():
+def _config(optimize):
     """One thread: the steps come one after the other, and results are the same to the last bit."""
-    return tf.ConfigProto(intra_op_parallelism_threads=1, inter_op_parallelism_threads=1, use_per_session_threads=True)
+    threads = {"intra_op_parallelism_threads": 1, "inter_op_parallelism_threads": 1, "use_per_session_threads": True}
+    config = tf.ConfigProto(**threads)
+    config.graph_options.rewrite_options.disable_meta_optimizer = not optimize
+    return config

@@ -129,6 +129,54 @@ class Schedule(NamedTuple):
     updated: Any
 
 
+class Turns:
+    """Which worker may go on, where they wait for each other: what `common.coordination.Clocks` does on a ps.
+
+    Args:
+      num_workers: how many.
+      waiting: `Waiting`.
+    """
+
+    def __init__(self, num_workers, waiting):
+        self._waiting, self._clocks, self._low = waiting, [0] * num_workers, 0
+        self._pulled = [0] * num_workers  # `low` when each came through its last wait
+        self._at = {0: num_workers}  # number of clocks that stand at a value
+        self._ahead = 0  # of `together`: how many have given their gradient for the next update
+
+    def may_go_on(self, worker):
+        """Whether this worker need not wait."""
+        if self._waiting.quorum is not None:
+            return self._clocks[worker] <= self._low
+        return self._waiting.staleness is None or self._clocks[worker] - self._low <= self._waiting.staleness
+
+    def pass_by(self, worker):
+        """This worker comes through its wait, or begins."""
+        self._pulled[worker] = self._low
+
+    def tick(self, worker):
+        """Moves the clock of this worker; returns whether others may go on by that."""
+        clock = self._clocks[worker]
+        self._clocks[worker] = clock + 1
+        self._at[clock] -= 1
+        self._at[clock + 1] = self._at.get(clock + 1, 0) + 1
+        if clock > self._low or self._at[clock]:
+            return False
+        del self._at[clock]
+        self._low += 1
+        return True
+
+    def give(self, worker):
+        """This worker's gradient arrives for `together`; returns whether it counts, and whether it completes an update."""
+        counts = self._pulled[worker] == self._low and self._clocks[worker] <= self._low
+        if counts:
+            self._clocks[worker] = self._low + 1
+            self._ahead += 1
+            if self._ahead == self._waiting.quorum:
+                self._low, self._ahead = self._low + 1, 0
+                return True, True
+        return counts, False
+
+
 class VirtualTime:
     """An event queue. Equal arguments give equal schedules.
 
@@ -176,9 +224,7 @@ class VirtualTime:
         self._nic_in = self._nic_out = self._ps_free = 0.0
         self._applied = [0.0] * n  # when the newest push of each worker is applied
         self._known, self._own = [0] * n, [0] * n
-        self._clocks, self._low, self._pulled = [0] * n, 0, [0] * n
-        self._at = {0: n}  # number of clocks that stand at a value
-        self._ahead = 0  # of `together`: how many have given their gradient for the next update
+        self._turns = Turns(n, self.waiting)
         self._parked: dict[int, tuple[int, float]] = {}  # worker: step at which it waits, and since when
         self._held: list[int] = []  # workers that a warm start holds back
         self._out = _Out()
@@ -299,19 +345,19 @@ class VirtualTime:
         actions, out, costs = self.actions, self._out, self.costs
         while True:
             action = actions[k]
-            if action.waits and not self._may_go_on(worker):
+            if action.waits and not self._turns.may_go_on(worker):
                 self._parked[worker] = k, now
                 return
-            if action.waits and self.waiting.quorum is not None:
-                self._pulled[worker] = self._low
+            if action.waits:
+                self._turns.pass_by(worker)
             if action.writes:
                 self._update(worker, now, k)
             elif action.reads:
                 out.add(k, worker, now, -1, self.updates)
             else:
                 out.add(k, worker, now, -1, -1)
-            if action.ticks:
-                self._tick(worker, now)
+            if action.ticks and self._turns.tick(worker):
+                self._release(now)
             if not goes_on:
                 return
             if action.reads:
@@ -344,8 +390,7 @@ class VirtualTime:
 
     def _update(self, worker, now, k):
         """A gradient, or a difference, is applied, or counts towards an update of several workers."""
-        quorum = self.waiting.quorum
-        if quorum is None:
+        if self.waiting.quorum is None:
             self.updates += 1
             self._out.add(k, worker, now, self._known[worker] + self._own[worker], self.updates)
             self._own[worker] += 1
@@ -355,36 +400,15 @@ class VirtualTime:
                 self._held = []
             return
         before = self.updates
-        counts = self._pulled[worker] == self._low and self._clocks[worker] <= self._low
+        counts, makes_update = self._turns.give(worker)
         self._out.add(k, worker, now, before, before + counts)
         self.dropped += not counts
-        if not counts:
-            return
-        self._clocks[worker] = self._low + 1
-        self._ahead += 1
-        if self._ahead == quorum:
+        if makes_update:
             self.updates += 1
-            self._low += 1
-            self._ahead = 0
-            self._release(now)
-
-    def _may_go_on(self, worker):
-        if self.waiting.quorum is not None:
-            return self._clocks[worker] <= self._low
-        return self.waiting.staleness is None or self._clocks[worker] - self._low <= self.waiting.staleness
-
-    def _tick(self, worker, now):
-        clock = self._clocks[worker]
-        self._clocks[worker] = clock + 1
-        self._at[clock] -= 1
-        self._at[clock + 1] = self._at.get(clock + 1, 0) + 1
-        if clock == self._low and not self._at[clock]:
-            del self._at[clock]
-            self._low += 1
             self._release(now)
 
     def _release(self, now):
-        free = [worker for worker in self._parked if self._may_go_on(worker)]
+        free = [worker for worker in self._parked if self._turns.may_go_on(worker)]
         for worker in free:
             k, since = self._parked.pop(worker)
             self._note(worker, "wait", since, now)
@@ -397,7 +421,8 @@ class VirtualTime:
 
     def _come_back(self, worker, now):
         self._out.add(RESTART, worker, now, -1, -1)
-        self._pulled[worker], self._rounds[worker] = self._low, 0
+        self._turns.pass_by(worker)
+        self._rounds[worker] = 0
         self._up_free[worker] = self._down_free[worker] = self._applied[worker] = now
         self._push(now, worker, "here", 0)
 
