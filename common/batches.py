@@ -58,30 +58,26 @@ class Batches:
       name: variable scope.
       weights: of the samples, arrays `[n]`, or None.
       position: a `Position` at which to begin, in every session; None for 0.
+
+    Attributes:
+      arrays: (x, y) or (x, y, weights).
+      order: first and second, as above.
     """
 
     def __init__(self, x, y, batch_size, seed, name="batches", weights=None, position=None):
         self.num_samples, self.batch_size = len(arrays_in(x)[0]), batch_size
         self._check = lambda window: check_batch(x, y, batch_size, window)
+        self.arrays = (x, y) if weights is None else (x, y, weights)
+        self.order = order_of(self.num_samples, seed)
         self.init_feed_dict: dict = {}
         with tf.variable_scope(name):
-            parts = {"x": x, "y": y} if weights is None else {"x": x, "y": y, "weights": weights}
-            self._samples = tuple(fed(name, part, self.init_feed_dict) for name, part in parts.items())
-            orders: dict = {}
-            self._first, self._second = map(fed, ("first", "second"), self._orders(seed), (orders, orders))
-            self._order_feeds = tuple(orders)
-            self.init_feed_dict.update(orders)
+            names = "x", "y", "weights"
+            self._samples = tuple(fed(name, part, self.init_feed_dict) for name, part in zip(names, self.arrays))
+            feeds: dict = {}
+            self._first, self._second = (fed(name, order, feeds) for name, order in zip(("first", "second"), self.order))
+            self._order_feeds = tuple(feeds)
+            self.init_feed_dict.update(feeds)
             self._position = local_variable("position", position.start() if position else tf.zeros([], tf.int64))
-
-    def _orders(self, seed):
-        rng = np.random.default_rng(seed)
-        return rng.permutation(self.num_samples), rng.permutation(self.num_samples)
-
-    def reorder(self, seed):
-        """Takes another seed, from the next initialization on; returns the part of `init_feed_dict` that changes by it."""
-        changed = dict(zip(self._order_feeds, self._orders(seed), strict=True))
-        self.init_feed_dict.update(changed)
-        return changed
 
     def next(self, window):
         """Returns the indices `[window, batch_size]` of the next samples.
@@ -96,6 +92,16 @@ class Batches:
         indices = tf.gather(self._second, place % self.num_samples)
         return tf.reshape(indices, [window, self.batch_size])
 
+    def reorder(self, seed):
+        """Takes the order of another seed, from the next initialization of the variables on."""
+        self.order = order_of(self.num_samples, seed)
+        self.init_feed_dict.update(zip(self._order_feeds, self.order, strict=True))
+
+    def numbers(self, k):
+        """Returns the indices of the samples with these numbers since the start, an array as `k` is."""
+        first, second = self.order
+        return second[(first[k % self.num_samples] + k // self.num_samples) % self.num_samples]
+
     def batch(self, k):
         """Returns the indices `[batch_size]` of a batch that is always the same for the same number k, from 0 on."""
         places = tf.range(k * self.batch_size, (k + 1) * self.batch_size) % self.num_samples
@@ -104,6 +110,12 @@ class Batches:
     def samples(self, indices):
         """Returns the samples x `[batch_size, ...]` and labels y of `indices`, and their weights, if they have some."""
         return tf.nest.map_structure(lambda kept: _gathered(kept, indices), self._samples)
+
+
+def order_of(num_samples, seed):
+    """Returns the two permutations, arrays `[num_samples]`, that make the order of a worker's samples, see `Batches`."""
+    rng = np.random.default_rng(seed)
+    return rng.permutation(num_samples), rng.permutation(num_samples)
 
 
 def fed(name, part, feeds):

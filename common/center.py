@@ -6,7 +6,7 @@ They are one flat vector: one message per ps and direction, not one per variable
 from typing import Any
 
 from common import tf
-from common.coordination import Lock
+from common.coordination import Clocks, Lock
 from common.exact import Exact
 from common.flags import UserError
 from common.messages import AtUpdate, arrived, gradient_of, parts_of, tensors_of
@@ -191,6 +191,10 @@ class GlobalParameters:
     def ring(self, local):
         """Returns the `common.together.Ring` of this worker: all workers average what they have among themselves."""
         return self._only("waits", Ring, local)
+
+    def clocks(self, num_workers, staleness=0, quorum=None):
+        """Returns the clocks by which workers wait for each other, see `common.coordination.Clocks`."""
+        return Clocks(num_workers, self.lock, staleness, quorum)
 
     def waits(self, local):
         """Returns how this worker waits for others, a `Pace`, `Together` or `Ring`; None if it goes at its own pace."""

@@ -57,6 +57,8 @@ class Clocks:
       name: the same for all workers that share the clocks.
     """
 
+    is_virtual = False  # as in `common.simulation`, where no worker enters or leaves
+
     def __init__(self, num_workers, lock, staleness=0, quorum=None, name="clocks"):
         self.lock, self._num_workers, self._quorum = lock, num_workers, quorum or num_workers
         self._staleness = int(min(staleness, FINISHED))

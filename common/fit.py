@@ -96,7 +96,7 @@ def train(scheme, model, data, *, run_dir=None, pace="own", verbose=True, **flag
             if callable(flags[flag]):
                 specs[flag] = _send(flags[flag], flag, problem)
         given = {"run_dir": str(folder), **flags, **specs}
-        arguments = [argument for flag in given.items() for argument in _as_arguments(*flag)]
+        arguments = [argument for flag in given.items() for argument in as_arguments(*flag)]
         names = {f"--{flag}={problem}:{flag}": f"the {flag}" for flag in specs}
         _run([sys.executable, str(script), "--launch", *arguments], script.name, names, verbose)
     return Run(folder, model, data, flags)
@@ -168,18 +168,10 @@ class Run:
 def _script_of(scheme, pace, flags, sent):
     """Returns the path of a scheme's script; of one that is a function it is made in the folder `sent`."""
     if isinstance(scheme, str):
-        scripts = {}
-        for path in ROOT.glob("*/run.sh"):
-            if script := re.search(r'/([$\w]+)\.py" --launch', path.read_text()):
-                first = path.parent.name.lower().replace("-", "_")  # where a flag of run.sh chooses between two
-                scripts[path.parent.name] = path.with_name(f"{first if script[1][0] == '$' else script[1]}.py")
-        if scheme not in scripts:
-            near = difflib.get_close_matches(scheme, scripts, 1, 0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(scripts))}"
-            raise UserError(f"there is no scheme {scheme!r}; {hint}")
+        script = script_of(scheme)
         if pace != "own":
             raise UserError(f"pace={pace!r} is for a scheme that is a function: {scheme} has its own")
-        return scripts[scheme]
+        return script
     if not callable(scheme):
         raise UserError(f"a scheme is the name of a folder, as 'HogWild', or a generator function, not {scheme!r:.60}")
     path = sent / scheme.__name__ / f"{scheme.__name__}.py"
@@ -190,7 +182,25 @@ def _script_of(scheme, pace, flags, sent):
     return path
 
 
-def _as_arguments(flag, value):
+def script_of(name):
+    """Returns the path of the script of a scheme's folder.
+
+    Raises:
+      UserError: if there is no such folder.
+    """
+    scripts = {}
+    for path in ROOT.glob("*/run.sh"):
+        if script := re.search(r'/([$\w]+)\.py" --launch', path.read_text()):
+            first = path.parent.name.lower().replace("-", "_")  # where a flag of run.sh chooses between two
+            scripts[path.parent.name] = path.with_name(f"{first if script[1][0] == '$' else script[1]}.py")
+    if name not in scripts:
+        near = difflib.get_close_matches(name, scripts, 1, 0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(scripts))}"
+        raise UserError(f"there is no scheme {name!r}; {hint}")
+    return scripts[name]
+
+
+def as_arguments(flag, value):
     """Returns the arguments of a command line that give a flag this value."""
     if callable(value):
         raise UserError(f"{flag} must be 'FILE.py:FUNCTION', not a function of this program")

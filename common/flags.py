@@ -286,11 +286,11 @@ def parse(values, arguments, program, without=()):
         raise UserError(f"--{name} means nothing to {program} (--help lists its flags)")
     if rest:
         raise UserError(f"unexpected argument {rest[0]!r}: flags are written --name=value (--help lists all)")
-    return Settings(**{name: values[name].value for name in values if name in _own_names(values)})
+    return Settings(**{name: values[name].value for name in values if name in own_names(values)})
 
 
 def _unknown(values, name):
-    close = difflib.get_close_matches(name, _own_names(values), 1)
+    close = difflib.get_close_matches(name, own_names(values), 1)
     near = f"; did you mean --{close[0]}?" if close else ""
     return UserError(f"unknown flag --{name}{near} (--help lists all)")
 
@@ -298,7 +298,7 @@ def _unknown(values, name):
 def _refuse_absls_own(values, arguments):
     """Raises a `UserError` for a flag of absl's own. They are not the scheme's, and which ones there are depends on what is
     imported; `--flagfile` would bring in flags that nothing has checked, and `--undefok` hide a flag's misspelling."""
-    theirs = ABSL_READS | set(values) - _own_names(values)
+    theirs = ABSL_READS | set(values) - own_names(values)
     for argument in arguments:
         if argument == "--":
             return
@@ -312,7 +312,7 @@ def present(values, *names):
     return [name for name in names if values[name].present]
 
 
-def _own_names(values):
+def own_names(values):
     """Names of flags that are ours, not absl's own."""
     theirs = {
         flag.name for module, group in values.flags_by_module_dict().items() for flag in group if module.startswith("absl")
@@ -323,7 +323,7 @@ def _own_names(values):
 def print_help(values, program, without):
     """Prints every flag, but those in `without`, with its default."""
     print(f"usage: {os.path.basename(program)} [--flag=value ...]\n")
-    for name in sorted(_own_names(values) - {"check", *without}):
+    for name in sorted(own_names(values) - {"check", *without}):
         flag = values[name]
         default = "" if flag.default is None else f" (default: {flag.default_as_str.strip(chr(39))})"
         print(f"  --{name:<20} {flag.help}{default}")

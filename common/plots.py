@@ -62,7 +62,8 @@ def draw(figure, run_dir):
         for worker in sorted({line["worker"] for line in lines}, key=str):
             points = [(n["time"] - began, n[key]) for n in lines if n["worker"] == worker and n.get(key) is not None]
             if points:
-                axes.plot(*zip(*points, strict=True), marker=".", label=worker if worker == "evaluator" else f"worker {worker}")
+                name = worker if isinstance(worker, str) else f"worker {worker}"
+                axes.plot(*zip(*points, strict=True), marker=".", label=name)
         axes.set(title=title, xlabel="seconds")
         axes.grid(alpha=0.3)
         values = [n[key] for n in lines if n.get(key) is not None]

@@ -1,19 +1,18 @@
-"""Several workers of a scheme in one process, whose steps the caller runs: for notebooks and tests.
+"""Several workers of a scheme in one process, whose steps run when one says so: for notebooks and tests.
 
-The operations are those that worker processes run; only the order is the caller's choice, not the machine's. So a run
-can be repeated, and can have more workers than the machine has cores.
+The operations are those that worker processes run; only the order is the caller's choice, not the machine's. So it can
+be repeated, and shows what would need more cores than a laptop has.
 """
 
 import heapq
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from common import tf
-from common.center import GlobalParameters
-from common.local import LocalParameters
-from common.schedules import hyperparameters
-from common.steps import build_steps
+from common.data import arrays_in, mapped
+from common.simulation import Engine
+from common.virtual_time import Turns
 
 
 class Update(NamedTuple):
@@ -26,13 +25,13 @@ class Update(NamedTuple):
 
 
 class Replay:
-    """Workers whose steps run one at a time, in any order.
+    """Workers whose steps run one at a time, in any order: a `common.simulation.Engine` with a call per step.
 
     Args:
       scheme: generator function, see `common.steps`.
       hp: the hyperparameters that it asks for, as a namespace.
       model: a `common.models.Model`.
-      make_batches: function of a worker's index that returns its batches, see `common.batches.Batches`.
+      make_batches: function of a worker's index that returns its batches, a `common.batches.Batches`.
       num_workers: how many.
       num_ps: pieces of the global parameters.
       schedule: function of the global step, a tensor, that returns a factor of the learning rate; None for none.
@@ -41,38 +40,23 @@ class Replay:
       updates: list of `Update`, in their order; of a synchronous scheme, of the gradients that each is made of.
       dropped: list of (worker, global step) of the gradients that came too late for their update.
       losses: list of (worker, mean loss of its window), in their order.
+      steps, actions: the `common.steps.Step`s of a round, and the `common.virtual_time.Action`s.
       graph, session: what it runs in, to look at other variables.
     """
 
     def __init__(self, scheme, hp, model, make_batches, num_workers=2, num_ps=1, schedule=None):
-        self._model, self.graph = model, tf.Graph()
-        with self.graph.as_default():
-            self._center = GlobalParameters(model.initial_parameters, num_ps, schedule=schedule)
-            workers = [
-                LocalParameters(self._center, model, make_batches(i), f"worker_{i}", i, num_workers) for i in range(num_workers)
-            ]
-            self._workers, self._steps = workers, []
-            for worker in workers:
-                own = hyperparameters(hp, self._center, worker)
-                self._steps.append(build_steps(scheme, self._center, worker, own))
-            self._fetches = [[step.fetches() for step in steps] for steps in self._steps]
-            self._value = self._center.read()[0]
-            self._step = self._center.step.read_value()
-            self._initializers = tf.global_variables_initializer(), tf.local_variables_initializer()
-        self._evaluations: dict[Any, Any] = {}  # by the shapes of x and y
+        with tf.Graph().as_default():
+            self._shards = _Shards([make_batches(i) for i in range(num_workers)])
+        self._engine = engine = Engine(scheme, hp, model, self._shards, num_ps, schedule, optimize=False)
+        self.graph, self.steps, self.actions = engine.graph, engine.steps, engine.actions
         self._start()
 
     def _start(self):
-        feeds = dict(self._center.init_feed_dict)
-        for worker in self._workers:
-            feeds.update(worker.init_feed_dict)
-        self.session = tf.Session(graph=self.graph, config=_config())  # has variables and queues of its own
-        for initializer in self._initializers:
-            self.session.run(initializer, feeds)
+        num_workers, self.session = self._shards.num_workers, self._engine.session
         self.updates: list[Update] = []
         self.dropped: list[tuple[int, int]] = []
         self.losses: list[tuple[int, float]] = []
-        num_workers = len(self._workers)
+        self._turns = Turns(num_workers, self._engine.waiting)
         self._next, self._known = [0] * num_workers, [0] * num_workers
         self._own = [0] * num_workers  # updates since the pull
         self._times = [(0.0, i) for i in range(num_workers)]
@@ -85,24 +69,17 @@ class Replay:
         Args:
           seed_of: function of a worker's index that returns the seed of its batches from now on; None: they stay as they are.
         """
-        self.session.close()
-        if seed_of is not None:
-            for i, worker in enumerate(self._workers):
-                worker.init_feed_dict.update(worker.batches.reorder(seed_of(i)))
+        self._shards.restart(seed_of)
+        self._engine.restart()
         self._start()
 
-    def steps(self, worker):
-        """Returns the `common.steps.Step`s of this worker's round."""
-        return self._steps[worker]
-
     def next_step(self, worker):
-        """Returns the `common.steps.Step` that `step(worker)` runs next."""
-        return self._steps[worker][self._next[worker]]
+        """Returns the number of the step of its round that `step(worker)` runs next."""
+        return self._next[worker]
 
     def has_to_wait(self, worker):
         """Returns whether the next step of this worker's round waits for other workers."""
-        may_go_on = self.next_step(worker).may_go_on
-        return may_go_on is not None and not self.session.run(may_go_on)
+        return self.actions[self._next[worker]].waits and not self._turns.may_go_on(worker)
 
     def step(self, worker):
         """Runs the next step of this worker's round; returns whether it was one of local training.
@@ -112,24 +89,33 @@ class Replay:
         """
         if self.has_to_wait(worker):
             raise RuntimeError(f"worker {worker} has to wait for others")
-        at = self._next[worker]
-        self._next[worker] = (at + 1) % len(self._steps[worker])
-        values = self.session.run(self._fetches[worker][at])
-        if "pulled" in values:
-            self._known[worker], self._own[worker] = int(values["pulled"]), 0
-        if "loss" in values:
-            self.losses.append((worker, float(values["loss"])))
-        if "updated" in values:
-            updated, known = int(values["updated"]), self._known[worker]
-            self._global_step = int(self.session.run(self._step)) if "step_before" in values else updated
-            if "step_before" not in values:
-                self.updates.append(Update(worker, known, updated, updated - 1 - known - self._own[worker]))
-            elif updated > values["step_before"]:
+        at, action = self._next[worker], self.actions[self._next[worker]]
+        self._next[worker] = (at + 1) % len(self.steps)
+        pulled, updated, step_before, loss = (column[0] for column in self._engine.run([at], [worker]))
+        if action.reads:
+            self._known[worker], self._own[worker] = int(pulled), 0
+        if action.waits:
+            self._turns.pass_by(worker)
+        if action.ticks:
+            self._turns.tick(worker)
+        if action.local_steps:
+            self.losses.append((worker, float(loss)))
+        if action.writes:
+            self._update(worker, int(updated), int(step_before))
+        return action.local_steps > 0
+
+    def _update(self, worker, updated, step_before):
+        known = self._known[worker]
+        if step_before < 0:  # alone
+            self._global_step = updated
+            self.updates.append(Update(worker, known, updated, updated - 1 - known - self._own[worker]))
+        else:
+            self._global_step += self._turns.give(worker)[1]
+            if updated > step_before:
                 self.updates.append(Update(worker, known, updated, updated - 1 - known))
             else:
                 self.dropped.append((worker, updated))
-            self._own[worker] += 1
-        return "loss" in values
+        self._own[worker] += 1
 
     def run(self, updates, duration=lambda worker: 1.0):
         """Lets all workers run at their own pace until there are so many more updates.
@@ -155,32 +141,58 @@ class Replay:
     @property
     def center(self):
         """x̃, an array `[size]`."""
-        return self.session.run(self._value)
+        return self._engine.center
 
     @property
     def replicas(self):
         """x of all workers, an array `[num_workers, size]`."""
-        return np.array(self.session.run([worker.value for worker in self._workers]))
+        return self._engine.replicas
 
     def evaluate(self, x, y):
         """Returns loss and accuracy (NaN for a regression) of x̃ on samples x `[n, ...]`, y `[n, ...]`, one array each."""
-        shapes = x.shape, y.shape
-        if shapes not in self._evaluations:
-            with self.graph.as_default():
-                feeds = [tf.placeholder(array.dtype, array.shape) for array in (x, y)]
-                state = [v.read_value() for v in self._workers[0].state]
-                self._evaluations[shapes] = feeds, self._model.evaluate(self._value, state, *feeds)
-        feeds, results = self._evaluations[shapes]
-        found = self.session.run(results, dict(zip(feeds, (x, y), strict=True)))
-        return float(found["loss"]), float(found.get("accuracy", np.nan))
+        found = self._engine.evaluate(x, y)
+        return found["loss"], found.get("accuracy", np.nan)
 
     def close(self):
         """Closes the session."""
-        self.session.close()
+        self._engine.close()
 
 
-def _config():
-    """No optimization of graphs: there is one for each step of each worker, and for most it takes longer than to run them."""
-    config = tf.ConfigProto(intra_op_parallelism_threads=1)
-    config.graph_options.rewrite_options.disable_meta_optimizer = True
-    return config
+class _Shards:
+    """The samples of several `common.batches.Batches`, one after the other, as an `Engine` draws them."""
+
+    def __init__(self, batches):
+        self._batches, self.num_workers, self.batch_size = batches, len(batches), batches[0].batch_size
+        apart: dict = {}  # the same arrays are needed once
+        for each in batches:
+            apart.setdefault(id(arrays_in(each.arrays[0])[0]), each)
+        places, begun = {}, 0
+        for key, each in apart.items():
+            places[key] = begun
+            begun += each.num_samples
+        self._offsets = [places[id(arrays_in(each.arrays[0])[0])] for each in batches]
+        parts = zip(*(each.arrays for each in apart.values()), strict=True)
+        self.samples = tuple(_joined(part) for part in parts)
+        self._positions = [0] * self.num_workers
+
+    def restart(self, seed_of):
+        """All begin with their first sample, in the order of other seeds, if `seed_of` says so."""
+        self._positions = [0] * self.num_workers
+        for i, each in enumerate(self._batches if seed_of else []):
+            each.reorder(seed_of(i))
+
+    def take(self, workers, sizes):
+        """Returns the numbers of the samples that workers draw next, and where each begins there."""
+        drawn = [np.zeros(0, np.int32)]
+        for worker, size in zip(workers, sizes, strict=True):
+            k = self._positions[worker] + np.arange(size)
+            drawn.append(self._offsets[worker] + self._batches[worker].numbers(k))
+            self._positions[worker] += size
+        return np.concatenate(drawn).astype(np.int32), np.cumsum(sizes) - sizes
+
+
+def _joined(parts):
+    """Returns the arrays of several workers, each in the same tuple or dict, as one."""
+    flat = [np.concatenate([array[:] for array in arrays]) for arrays in zip(*map(arrays_in, parts), strict=True)]
+    joined = iter(flat)
+    return mapped(lambda array: next(joined), parts[0])

@@ -342,6 +342,21 @@ def build_steps(scheme, center, local, hp):
     return steps
 
 
+def steps_apart(scheme, center, local, hp):
+    """Returns a function that builds the next `Step` of a round, after some operations on the worker, when it is called.
+
+    So each can be in a graph of its own, as a branch of a condition: a step there uses no tensor of the step before.
+    """
+    generator, round = scheme(center, local, hp), _Round([], [], [])
+
+    def next_step(after):
+        round.here, round.operations = list(after), list(after)
+        with _building(round):
+            return _next_step(scheme, generator, round)
+
+    return next_step
+
+
 def build_rounds(scheme, center, local, hp, rounds=1):
     """Returns `Rounds` that run the scheme's steps one after the other, `rounds` times over, in one call.
 

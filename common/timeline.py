@@ -24,25 +24,15 @@ class Span(NamedTuple):
     steps: int  # local steps, of a train
 
 
-class _CountedBatches(Batches):
-    """Batches that note how many local steps each call of `train` makes."""
-
-    windows: list[int]
-
-    def next(self, window):
-        self.windows.append(window)
-        return super().next(window)
-
-
-def part_of(step):
-    """Returns what a `common.steps.Step` does, a key of COLORS; None for what takes no message and no gradient."""
-    if step.losses:
+def part_of(action):
+    """Returns what a `common.virtual_time.Action` does, a key of COLORS; None for what takes no message and no gradient."""
+    if action.local_steps:
         return "train"
-    if step.may_go_on is not None:
+    if action.waits:
         return "wait"
-    if step.updated is not None:
-        return "pull and push" if step.pulled is not None else "push"
-    return "pull" if step.pulled is not None else None
+    if action.writes:
+        return "pull and push" if action.reads else "push"
+    return "pull" if action.reads else None
 
 
 def spans(scheme, hp, seconds=(1.0, 1.2, 1.7), message=0.6, until=20.0):
@@ -55,29 +45,24 @@ def spans(scheme, hp, seconds=(1.0, 1.2, 1.7), message=0.6, until=20.0):
       message: how long a pull, or a push, takes.
       until: no step begins later.
     """
-    line, n, windows = data.load("linear"), len(seconds), []
+    line, n = data.load("linear"), len(seconds)
 
     def make_batches(i):
         x, y = data.shard(line, i, n)
-        batches = _CountedBatches(x, y, 32, seed=i, name=f"batches_{i}")
-        batches.windows = []
-        windows.append(batches.windows)
-        return batches
+        return Batches(x, y, 32, seed=i, name=f"batches_{i}")
 
     replay = Replay(scheme, hp, models.build("linear", line), make_batches, n)
     found, waiting = [], {}
     heap: list[tuple] = []  # (end of what it does, its begin, worker)
 
     def begin(worker, now):
-        step, windows_of = replay.next_step(worker), windows[worker]
-        part = part_of(step)
+        action = replay.actions[replay.next_step(worker)]
+        part, steps = part_of(action), action.local_steps
         if now >= until:
             return
         if replay.has_to_wait(worker):
             waiting[worker] = now
             return
-        trains = [s for s in replay.steps(worker) if s.losses]
-        steps = windows_of[trains.index(step)] if part == "train" else 0
         takes = steps * seconds[worker] if part == "train" else message if part and part != "wait" else 0.0
         if takes:
             found.append(Span(worker, part, now, now + takes, steps))

@@ -5,10 +5,11 @@ worker has one at most.
 """
 
 import re
+from typing import Any
 
 from common import tf
 from common.batches import local_variable
-from common.coordination import FINISHED, Clocks
+from common.coordination import FINISHED
 from common.flags import UserError
 from common.messages import AtUpdate, arrived, gradient_of, parts_of, tensors_of
 from common.schedules import factor_is
@@ -24,6 +25,7 @@ class Pace:
       staleness: number of ticks; infinity is allowed.
 
     Attributes:
+      staleness: as above.
       gradients_per_update: of how many workers.
       enter, leave, release: operations. `enter` runs when a session begins; `leave` when this worker has finished, so that the
         others stop waiting for it; `release` when it is to stop, so that it no longer waits itself.
@@ -34,10 +36,9 @@ class Pace:
     gradients_per_update, vote = 1, None
 
     def __init__(self, center, local, staleness):
-        self._center, self._index = center, local.index
+        self._center, self._local, self.staleness = center, local, staleness
         with tf.control_dependencies(None):
-            self._clocks = Clocks(local.num_workers, center.lock, staleness)
-            index = local.index
+            self._clocks, index = center.clocks(local.num_workers, staleness), local.index
             self.enter, self.leave, self.release = (
                 make(index) for make in (self._clocks.enter, self._clocks.leave, self._clocks.release)
             )
@@ -45,12 +46,12 @@ class Pace:
 
     def wait(self):
         """Ends when this worker is at most `staleness` ticks ahead of the slowest. A read after it misses no older update."""
-        return _wait(self, self._center, self._clocks, self._index)
+        return _wait(self, self._center, self._clocks, self._local.index)
 
     def tick(self):
         """c ← c + 1: one more step of this worker, and all that it pushed before, is done."""
         with tf.control_dependencies(None):
-            return Step(tuple(self._clocks.tick(self._index, before_all())), done=((self, "tick"),))
+            return Step(tuple(self._clocks.tick(self._local.index, before_all())), done=((self, "tick"),))
 
     def check_round(self, name, words):
         """Raises a `UserError` unless a round waits before it reads, and ticks once, after all that it changes."""
@@ -83,15 +84,18 @@ class Together:
     vote = None
 
     def __init__(self, center, local, backup_workers=0, mean=True):
-        self._center, self._index = center, local.index
+        self._center, self._local = center, local
         self.gradients_per_update = local.num_workers - backup_workers
         if self.gradients_per_update < 1:
             raise UserError(f"{backup_workers} backup workers of {local.num_workers} leave no worker: expected fewer")
         with tf.control_dependencies(None):
-            self._clocks = Clocks(local.num_workers, center.lock, 0, self.gradients_per_update)
+            self._clocks = center.clocks(local.num_workers, 0, self.gradients_per_update)
             reduction = "MEAN" if mean else "SUM"
             self._sums = [_Total(f"gradients_{i}", piece, reduction) for i, piece in enumerate(center.pieces)]
-            self.enter, self.leave = self._enter(local), self._leave(local)
+            self.enter: Any = ()
+            self.leave: Any = ()
+            if not self._clocks.is_virtual:
+                self.enter, self.leave = self._enter(local), self._leave(local)
             self.release, self.behind = self._clocks.release(local.index), self._clocks.behind(local.index)
 
     def push(self, optimizer, message, at_ps=None, of_all=None):
@@ -105,7 +109,7 @@ class Together:
             `of_all`.
           of_all: function of a piece of the mean (or sum) and an `AtUpdate`; returns what the optimizer gets instead.
         """
-        center, clocks, index = self._center, self._clocks, self._index
+        center, clocks, index = self._center, self._clocks, self._local.index
         parts, gradients = parts_of(message, center.sizes), []
         found = [AtUpdate(center, i) for i in range(len(center.pieces))]
         sent = [tensor.op for part in parts for tensor in tensors_of(part)]
@@ -156,7 +160,7 @@ class Together:
 
     def wait(self):
         """Ends when the update is made for which this worker computed a gradient, whether that counted or came too late."""
-        return _wait(self, self._center, self._clocks, self._index)
+        return _wait(self, self._center, self._clocks, self._local.index)
 
     def check_round(self, name, words):
         """Raises a `UserError` unless x̃ is read before each push, and each push is followed by a wait."""

@@ -141,7 +141,8 @@ class KnownBatches:
     """
 
     def __init__(self, x, y, name="batches"):
-        self.count = len(x)
+        self.count, self.batch_size, self.num_samples = len(x), x.shape[1], x.shape[0] * x.shape[1]
+        self.arrays = tuple(array.reshape(-1, *array.shape[2:]) for array in (x, y))
         self.init_feed_dict = {}
         self._x, self._y = tf.constant(x), tf.constant(y)
         with tf.variable_scope(name):
@@ -152,6 +153,10 @@ class KnownBatches:
     def next(self, window):
         """Returns the numbers `[window]` of the next batches."""
         return (self._position.assign_add(window) - window + tf.range(window)) % self.count
+
+    def numbers(self, k):
+        """Returns which samples are numbers k since the start."""
+        return k % self.num_samples
 
     def samples(self, index):
         """Returns batch number `index`."""

@@ -184,7 +184,7 @@ def test_pace_is_for_a_function(user_error):
     ],
 )
 def test_arguments_of_a_flag(value, arguments):
-    assert fit._as_arguments("f", value) == arguments
+    assert fit.as_arguments("f", value) == arguments
 
 
 def test_what_the_launcher_says_becomes_what_train_says():

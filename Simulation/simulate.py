@@ -1,0 +1,540 @@
+"""Trains by any scheme of this collection with virtual workers, in virtual time.
+
+    bash Simulation/run.sh DOWNPOUR --num_workers=1000 --window=20 --latency_ms=20 --mbit=100
+
+The scheme's own function runs, with the flags that its folder's script has. First `common.virtual_time` says when each worker
+does what, then `common.simulation` does it in that order.
+"""
+
+import contextlib
+import json
+import math
+import os
+import runpy
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from absl import flags as absl_flags
+
+from common import fit, flags, main, notebook, plots, progress, run_dir
+from common.flags import TrainingFailed, UserError, define_number, define_numbers
+from common.virtual_time import Costs, VirtualTime
+
+# Flags that are about processes, checkpoints and files, which there are none of here.
+WITHOUT = (
+    *("launch", "gpus", "isolation", "require_isolation", "job_name", "task_index", "ps_hosts", "worker_hosts", "check"),
+    *("resume", "checkpoint_secs", "max_restarts", "hang_secs", "start_secs", "callback", "validation", "patience"),
+    *("test_data", "label", "parse"),
+)
+POINTS = 30  # evaluations of a run
+MBIT = 1e6 / 8
+
+
+class Folder(NamedTuple):
+    """What a scheme's script says in its call of `common.main.main`."""
+
+    name: str
+    scheme: Any
+    check: Any
+    without: tuple
+    optimizer_on: str
+    defaults: dict
+
+
+def folder_of(name):
+    """Returns the `Folder` of a scheme: the name of its folder, or the path of a script. Its own flags are defined then.
+
+    Raises:
+      UserError: if there is none, or if it is no scheme.
+    """
+    script = Path(name) if name.endswith(".py") else fit.script_of(name)
+    if not script.is_file():
+        raise UserError(f"there is no script {name}")
+    found: list[Folder] = []
+
+    def capture(scheme=None, train=None, pace="own", without=(), check=None, evaluate=None, optimizer_on="ps", **defaults):
+        if scheme is None:
+            raise UserError(f"{script.name} has a main loop of its own, and no scheme that virtual workers could run")
+        found.append(Folder(script.resolve().parent.name, scheme, check, without, optimizer_on, defaults))
+
+    original, main.main = main.main, capture
+    try:
+        with _importable_from(script.parent):
+            runpy.run_path(str(script), run_name="__main__")
+    finally:
+        main.main = original
+    if not found:
+        raise UserError(f"{script} does not call common.main.main(scheme, ...), as a scheme's script does")
+    return found[0]
+
+
+@contextlib.contextmanager
+def _importable_from(folder):
+    sys.path.insert(0, str(folder.resolve()))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder.resolve()))
+
+
+def define_own():
+    """Defines the flags of the virtual cluster."""
+    define_number("step_ms", 10, "milliseconds of a local step, on average over all workers", above=0)
+    define_number("machine_cv", 0, "how much machines differ: deviation by mean of their step times", least=0, most=10.0)
+    define_number("step_cv", 0, "how much steps on one machine differ, in the same measure", least=0, most=10.0)
+    define_numbers("latency_ms", "0", "milliseconds of a message one way; of all workers, or one for each", least=0)
+    define_numbers("mbit", None, "Mbit/s of a worker's link each way, of all or one for each (default: no limit)", above=0)
+    define_numbers("mbit_up", None, "the same, towards the ps alone (default: --mbit)", above=0)
+    define_number("ps_mbit", None, "Mbit/s of each ps's network card each way (default: no limit)", above=0)
+    define_number("call_ms", 0, "milliseconds of a session call besides its --rounds_per_call rounds", least=0)
+    define_number("read_ms", 0, "milliseconds that the ps take to read x̃ for a worker, one after the other", least=0)
+    define_number("apply_ms", 0, "milliseconds that the ps take for an update, one after the other", least=0)
+    define_numbers("start_at", None, "seconds after which workers begin, as 0,0,30: the third joins late", least=0)
+    text = "WORKER:FROM:UNTIL in seconds, as 3:10:25: it dies, and begins anew; 3:10: it never comes back"
+    absl_flags.DEFINE_list("away", [], text)
+    define_number("non_iid", None, "α of a Dirichlet distribution: the smaller, the more the workers' classes differ", above=0)
+    absl_flags.DEFINE_bool("clock_only", False, "no model is trained: virtual time alone, of speed, staleness, waiting")
+    define_number("parameters", None, "with --clock_only: size of the model, as 25e6 (default: that of --model)", least=1)
+    define_number("trace_secs", None, "virtual seconds in timeline.png and trace.json (default: some rounds)", least=0)
+
+
+def parse(arguments):
+    """Returns the `Folder` and the settings that a command line asks for.
+
+    Raises:
+      UserError: if it is not understood.
+    """
+    if not arguments or arguments[0].startswith("-"):
+        raise UserError("name a scheme first, as `bash Simulation/run.sh HogWild --num_workers=1000`")
+    forget_flags()
+    folder = folder_of(arguments[0])
+    has_own_decay = "weight_decay" in absl_flags.FLAGS
+    define_own()
+    values = flags.define({"num_workers": 100, **folder.defaults})
+    settings = flags.parse(values, arguments[1:], "simulate.py", (*WITHOUT, *set(folder.without) - {"window"}))
+    if "window" in folder.without and flags.present(values, "window"):
+        raise UserError(f"--window means nothing to {folder.name}")
+    settings = settings.but(
+        scheme=folder.name,
+        began=time.time(),
+        optimizer_on=folder.optimizer_on,
+        decay=0 if has_own_decay else settings.weight_decay,
+        steps_per_call=1,
+        evaluation_secs_given=bool(flags.present(values, "evaluation_secs")),
+    )
+    for name in ("latency_ms", "mbit", "mbit_up", "start_at", "delays"):
+        count = len(getattr(settings, name) or [])
+        if count > settings.num_workers or (name not in ("start_at", "delays") and count not in (0, 1, settings.num_workers)):
+            raise UserError(f"--{name} has {count} for {settings.num_workers} workers: give one for all, or one for each")
+    if settings.parameters and not settings.clock_only:
+        raise UserError("--parameters is for --clock_only: a model that is trained has the size that it has")
+    if folder.check:
+        folder.check(settings)
+    return folder, settings
+
+
+def forget_flags():
+    """Forgets the flags of a scheme that was simulated before, in the same process."""
+    values = absl_flags.FLAGS
+    for name in flags.own_names(values):
+        if name in values:
+            delattr(values, name)
+
+
+def costs_of(settings):
+    """Returns the `common.virtual_time.Costs` that the flags name."""
+    n = settings.num_workers
+
+    def per_worker(numbers, scale, rest=0.0):
+        if not numbers:
+            return rest
+        return numbers[0] * scale if len(numbers) == 1 else np.array([*numbers, *[0.0] * (n - len(numbers))]) * scale
+
+    down = per_worker(settings.mbit, MBIT, math.inf)
+    delays = settings.delays or []
+    starts = settings.start_at or []
+    return Costs(
+        step=settings.step_ms / 1000,
+        machine_cv=settings.machine_cv,
+        step_cv=settings.step_cv,
+        delay=np.array([*delays, *[0.0] * (n - len(delays))]) / 1000,
+        call=settings.call_ms / 1000,
+        rounds_per_call=settings.rounds_per_call or Costs.rounds_per_call,
+        latency=per_worker(settings.latency_ms, 1e-3),
+        bandwidth_up=per_worker(settings.mbit_up, MBIT, down),
+        bandwidth_down=down,
+        ps_bandwidth=settings.ps_mbit * MBIT if settings.ps_mbit else math.inf,
+        read=settings.read_ms / 1000,
+        apply=settings.apply_ms / 1000,
+        start=np.array([*starts, *[0.0] * (n - len(starts))]),
+        away=[_away(text, n) for text in settings.away],
+        warm_start=getattr(settings, "warm_start_steps", 0),
+        num_ps=settings.num_ps,
+    )
+
+
+def _away(text, num_workers):
+    parts = text.split(":")
+    with contextlib.suppress(ValueError):
+        worker, since = int(parts[0]), float(parts[1])
+        until = float(parts[2]) if len(parts) == 3 and parts[2] else math.inf
+        if 0 <= worker < num_workers and 0 <= since < until and len(parts) in (2, 3):
+            return worker, since, until
+    raise UserError(f"--away={text}: expected WORKER:FROM:UNTIL, a worker of 0 to {num_workers - 1} and seconds, as 0:10:25")
+
+
+class Run:
+    """A simulation: what was asked for, and what came of it.
+
+    Attributes:
+      settings: all flags.
+      actions, costs, waiting: see `common.virtual_time`.
+      clock: the `common.virtual_time.VirtualTime`, at its end.
+      schedule: the `common.virtual_time.Schedule` of all that happened.
+      last: the global step to stop at.
+      engine: the `common.simulation.Engine`; None with --clock_only.
+      lines: what was measured, a list of dicts, as in metrics/*.jsonl; "time" is virtual.
+      result: what result.json says.
+      final: what `Engine.final` gives at the end.
+    """
+
+    def __init__(self, folder, settings):
+        from common import data, models, simulation, training
+        from common.schedules import schedule_of
+
+        self.settings, self.lines, self.final = settings, [], None
+        n = settings.num_workers
+        dataset = data.load(settings.data, settings.seed)
+        self._dataset, small = dataset, settings.clock_only and settings.parameters
+        if small:  # only the steps count, and how many bytes they send in proportion
+            dataset = data.load("linear")
+        self.model = models.build("linear" if small else settings.model, dataset, settings.seed, settings.loss)
+        if settings.clock_only and dataset.num_samples < n:
+            numbers = [np.arange(dataset.num_samples)] * n
+            samples = tuple(data.mapped(lambda array: array[:], part) for part in dataset.train)
+            shards = simulation.Shards(samples, numbers, settings.batch_size, range(n))
+        else:
+            shards = simulation.shards_of(dataset, n, settings.batch_size, settings.seed, settings.non_iid)
+        schedule = schedule_of(settings)
+        if schedule:
+            schedule.ask = lambda: training.last_step(settings, dataset.num_samples, self._gradients())
+        messages = simulation.messages_of(folder.scheme, settings, self.model, shards, settings.num_ps)
+        if small:
+            scale = settings.parameters / self.model.size
+            messages = [[round(scale * size) for size in each] for each in messages]
+        self.engine = None
+        engine = simulation.Engine(
+            folder.scheme, settings, self.model, shards, settings.num_ps, schedule, settings.clip_norm, messages
+        )
+        self.actions, self.waiting, self.costs = engine.actions, engine.waiting, costs_of(settings)
+        self.optimizers = engine.optimizers
+        self.last = training.last_step(settings, self._dataset.num_samples, self._gradients())
+        if settings.clock_only:
+            engine.close()
+        else:
+            self.engine = engine
+        self._training = training
+
+    def _gradients(self):
+        return self.waiting.quorum or 1
+
+    def tell_time(self):
+        """Runs the clock to the end of the run.
+
+        Raises:
+          TrainingFailed: if no worker can go on before.
+        """
+        settings = self.settings
+        self.clock = VirtualTime(
+            self.actions, settings.num_workers, self.costs, self.waiting, settings.seed, self._trace_until()
+        )
+        self.schedule = self.clock.run(self.last, settings.seconds or math.inf)
+        if stuck := self.clock.stuck():
+            away = sorted({worker for worker, _, until in self.costs.away if until == math.inf})
+            raise TrainingFailed(
+                f"after {self.clock.now:.3f} virtual seconds and {self.clock.updates:,} updates all workers that are left, "
+                f"{len(stuck):,}, wait for worker {', '.join(map(str, away))}, which does not come back"
+            )
+        if not self.clock.updates:
+            raise TrainingFailed(f"there was no update within --seconds={settings.seconds:g}: a round takes longer")
+
+    def _trace_until(self):
+        if self.settings.trace_secs is not None:
+            return self.settings.trace_secs
+        costs, most = self.costs, lambda value: float(np.max(value))
+        steps = sum(action.local_steps for action in self.actions)
+        wire = sum(a.up / np.min(costs.bandwidth_up) + a.down / np.min(costs.bandwidth_down) for a in self.actions)
+        return 6 * (steps * costs.step + most(costs.delay) + float(wire) + 2 * most(costs.latency))
+
+    def evaluations(self):
+        """Returns where in the schedule to evaluate: numbers of events, the last one that of the end."""
+        times, settings = self.schedule.times, self.settings
+        if settings.evaluation_secs_given:
+            at = np.arange(settings.evaluation_secs, times[-1], settings.evaluation_secs)
+        else:
+            at = np.linspace(0, times[-1], POINTS + 1)[1:-1]
+        return [*np.unique(np.searchsorted(times, at)).tolist(), len(times)]
+
+    def train(self, tell=lambda line: None):
+        """Runs the scheme's operations in the order of the schedule; calls `tell(line)` for each line of metrics.
+
+        Raises:
+          TrainingFailed: if the loss is no longer finite.
+        """
+        from common.metrics import measured
+
+        steps, workers, *_ = self.schedule
+        if self.engine:
+            self._write(tell, 0, 0, measured(self.engine.evaluate(*self._dataset.test)))
+        start = 0
+        for stop in self.evaluations():
+            if stop == start:
+                continue
+            values: dict[str, Any] = {}
+            if self.engine:
+                outcomes = self.engine.run(steps[start:stop], workers[start:stop])
+                self._check(outcomes, start, stop)
+                losses = outcomes.losses[np.isin(steps[start:stop], self._trains())]
+                values = measured(self.engine.evaluate(*self._dataset.test))
+                if len(losses):
+                    values["loss"] = float(np.mean(losses))
+            self._write(tell, start, stop, values)
+            start = stop
+
+    def _trains(self):
+        return [k for k, action in enumerate(self.actions) if action.local_steps]
+
+    def _check(self, outcomes, start, stop):
+        """Raises a `RuntimeError` if clock and arithmetic do not agree, and `TrainingFailed` if a loss is not finite."""
+        part = [column[start:stop] for column in self.schedule]
+        is_update = np.isin(part[0], [k for k, action in enumerate(self.actions) if action.writes])
+        if not np.array_equal(outcomes.updated[is_update], part[5][is_update]):
+            raise RuntimeError("virtual time and the scheme's operations disagree on the global step: a fault of the simulator")
+        trains = np.isin(part[0], self._trains())
+        bad = np.flatnonzero(trains & ~np.isfinite(outcomes.losses))
+        if len(bad):
+            i = bad[0]
+            raise TrainingFailed(
+                f"worker {part[1][i]}: the loss is {outcomes.losses[i]} after {part[2][i]:.3f} virtual seconds; choose "
+                "a smaller --learning_rate, or look at the data"
+            )
+
+    def staleness(self, start=0, stop=None):
+        """Returns the staleness of each update among some events, an array."""
+        *_, pulled, updated = (column[start:stop] for column in self.schedule)
+        made = (pulled >= 0) & (updated > pulled)
+        return updated[made] - 1 - pulled[made]
+
+    def _write(self, tell, start, stop, values):
+        times, updated = self.schedule.times, self.schedule.updated
+        now = float(times[stop - 1]) if stop else 0.0
+        line = {"time": now, "worker": "all workers", "last_step": int(self.last)}
+        line["global_step"] = int(np.max(updated[:stop], initial=0))
+        if stop:
+            drawn, began = self._samples(start, stop), self.lines[-1]["time"] if self.lines else 0.0
+            line["samples"] = self._samples(0, stop)
+            if now > began:
+                line["samples_per_second"] = drawn / (now - began)
+            stale = self.staleness(start, stop)
+            if len(stale):
+                line["staleness_mean"] = float(np.mean(stale))
+        line |= values
+        self.lines.append(line)
+        tell(line)
+
+    def _samples(self, start, stop, workers=None):
+        local = np.array([action.local_steps for action in self.actions] + [0])  # RESTART is -1
+        steps = local[self.schedule.steps[start:stop]] * self.settings.batch_size
+        if workers is None:
+            return int(steps.sum())
+        return np.bincount(self.schedule.workers[start:stop], steps, workers).astype(int).tolist()
+
+    def summarize(self):
+        """Makes `result`."""
+        settings, stale = self.settings, self.staleness()
+        samples, seconds = self._samples(0, None), self.clock.now
+        shares = self.shares()
+        self.result = {
+            "scheme": settings.scheme,
+            "simulated": True,
+            "num_ps": settings.num_ps,
+            "num_workers": settings.num_workers,
+            "data": settings.data,
+            "batch_size": settings.batch_size,
+            "window": settings.window,
+            "global_steps": int(self.clock.updates),
+            "samples": samples,
+            "samples_per_worker": self._samples(0, None, settings.num_workers),
+            "virtual_seconds": seconds,
+            "train_seconds": seconds,
+            "wall_seconds": time.time() - settings.began,
+            "samples_per_second": samples / seconds if seconds else None,
+            "parts": shares,
+            "staleness_mean": float(np.mean(stale)) if len(stale) else None,
+            "staleness_max": int(np.max(stale, initial=0)),
+            "gradients_dropped": int(self.clock.dropped),
+            "gradients_per_update": self._gradients(),
+            "bytes_up": sum(a.up for a in self.actions),
+            "bytes_down": sum(a.down for a in self.actions),
+            "parameters": int(settings.parameters or self.model.size),
+            "minimizes": self.model.minimizes,
+            "restarts": int(np.sum(self.schedule.steps == -1)),
+        }
+        if self.engine:
+            last = self.lines[-1]
+            self.result |= {k: v if math.isfinite(v) else None for k, v in last.items() if k.startswith("test_")}
+
+    def shares(self):
+        """Returns which shares of the workers' time local steps take, and waiting for messages and others: {part: share}."""
+        train = float(self.schedule.seconds.sum()) / (self.settings.num_workers * self.clock.now)
+        return {"train": train, "wire and waiting": 1 - train}
+
+
+def simulate(scheme, **values):
+    """Trains by a scheme with virtual workers, and returns the `Run`: for notebooks. Writes no file.
+
+    Args:
+      scheme: the name of a folder, as "HogWild".
+      **values: the flags of `bash Simulation/run.sh SCHEME`, as num_workers=1000.
+
+    Raises:
+      UserError, TrainingFailed: as the command does.
+    """
+    arguments = [fit.as_arguments(name, value) for name, value in values.items()]
+    folder, settings = parse([scheme, *(each for group in arguments for each in group)])
+    run = Run(folder, settings)
+    try:
+        run.tell_time()
+        run.train()
+        run.summarize()
+        run.final = run.engine and run.engine.final
+    finally:
+        if run.engine:
+            run.engine.close()
+    return run
+
+
+def program(arguments):
+    """What the command does; returns its exit status."""
+    if arguments[:1] == ["--help"]:
+        print(
+            "usage: bash Simulation/run.sh SCHEME [--flag=value ...]; `bash Simulation/run.sh HogWild --help` lists the flags"
+        )
+        return 0
+    folder, settings = parse(arguments)
+    run = Run(folder, settings)
+    path, held = run_dir.prepare_run_dir(settings.but(scheme=f"Simulation-{settings.scheme}"))
+    with held:
+        return write(run, Path(path))
+
+
+def write(run, where):
+    """Simulates, and writes all that the command writes into a folder; returns its exit status."""
+    settings = run.settings
+    say = lambda line: print(line, flush=True)  # noqa: E731
+    on = [f"{' and '.join(sorted(names))} on the {side}" for side, names in zip(("ps", "workers"), run.optimizers) if names]
+    say(f"{settings.scheme}: {settings.num_workers:,} virtual workers, {settings.num_ps} ps")
+    say(f"minimizes {run.model.minimizes}, by {', '.join(on).replace('GradientDescent', 'SGD') or 'the steps of the scheme'}")
+    up, down = (sum(getattr(action, name) for action in run.actions) for name in ("up", "down"))
+    say(f"a round sends {up:,} bytes to the ps and gets {down:,}")
+    run.tell_time()
+    took = time.time() - settings.began
+    say(f"{run.clock.updates:,} updates in {run.clock.now:.4g} virtual seconds, known after {took:.1f} s")
+    (where / "metrics").mkdir(exist_ok=True)
+    with open(run_dir.open_own(where / "metrics" / "virtual.jsonl", os.O_WRONLY | os.O_TRUNC), "w") as file:
+
+        def tell(line):
+            finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
+            file.write(json.dumps(finite) + "\n")
+            if sys.stdout.isatty() or line["global_step"] in (0, run.last):
+                say(_as_text(line))
+
+        run.train(tell)
+    run.summarize()
+    run_dir.write_json(where / "result.json", run.result)
+    write_trace(run.clock.spans, where / "trace.json")
+    if run.engine:
+        run.model.save(*run.engine.final, where / "model.keras")
+        run.engine.close()
+    plots.draw_curve(where)
+    draw_timeline(run, where / "timeline.png")
+    _summary(run, where)
+    return 0
+
+
+def _as_text(line):
+    measured = "".join(f", {name} {line[key]:{form}}" for name, key, form in progress.measures([line]))
+    stale = f", staleness {line['staleness_mean']:.2f}" if "staleness_mean" in line else ""
+    speed = f", samples/s {line['samples_per_second']:,.0f}" if "samples_per_second" in line else ""
+    return f"{line['time']:.4g} virtual s: step {line['global_step']:,} of {line['last_step']:,}{speed}{measured}{stale}"
+
+
+def _summary(run, where):
+    result = run.result
+    where = where.relative_to(Path.cwd()) if where.is_relative_to(Path.cwd()) else where
+    least, most = min(result["samples_per_worker"]), max(result["samples_per_worker"])
+    print(f"{result['global_steps']:,} updates, {result['samples']:,} samples ({least:,} to {most:,} of each worker)")
+    print(
+        f"{result['virtual_seconds']:.4g} virtual seconds, {result['samples_per_second']:,.0f} samples/s; "
+        f"{result['wall_seconds']:.1f} s in all"
+    )
+    measured = "".join(f"{name} {result[key]:{form}}, " for name, key, form in progress.measures([result]))
+    dropped = f", {result['gradients_dropped']:,} gradients came too late" if result["gradients_dropped"] else ""
+    print(f"{measured}staleness {result['staleness_mean']:.2f} on average, {result['staleness_max']:,} at most{dropped}")
+    print(f"workers train for {result['parts']['train']:.0%} of their time, and wait for messages and others for the rest")
+    for name in ("curve.png", "timeline.png", "trace.json", "model.keras"):
+        if (where / name).exists():
+            print(where / name)
+
+
+def write_trace(spans, path):
+    """Writes what the workers do first as a trace that opens in Perfetto (https://ui.perfetto.dev), in Chrome's format."""
+    rows = {"train": 0, "wait": 0, "push": 1, "pull": 2}
+    events = [
+        {"name": part, "ph": "X", "ts": 1e6 * start, "dur": 1e6 * (end - start), "pid": worker, "tid": rows[part]}
+        for worker, part, start, end in spans
+    ]
+    names = [
+        {"name": "process_name", "ph": "M", "pid": worker, "args": {"name": f"worker {worker}"}}
+        for worker in sorted({span.worker for span in spans})
+    ]
+    run_dir.write_json(path, {"traceEvents": names + events})
+
+
+def draw_timeline(run, path, most=12):
+    """Draws what the first workers do in the first rounds to a file."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 0.5 * min(most, run.settings.num_workers) + 1), layout="constrained")
+    timeline(figure.subplots(), run, most)
+    FigureCanvasAgg(figure).print_png(path)
+
+
+def timeline(axes, run, most=12):
+    """Draws the same into axes of Matplotlib."""
+    from common.timeline import COLORS
+
+    count = min(most, run.settings.num_workers)
+    heights = {"train": (-0.35, 0.4), "wait": (-0.35, 0.4), "push": (0.07, 0.14), "pull": (0.22, 0.14)}
+    until = max((span.end for span in run.clock.spans if span.worker < count), default=1.0)
+    for part, (low, height) in heights.items():
+        for worker in range(count):
+            bars = [(s.start, s.end - s.start) for s in run.clock.spans if s.worker == worker and s.part == part]
+            name = part if worker == 0 else None
+            axes.broken_barh(bars, (worker + low, height), color=COLORS[part], ec="white", lw=0.3, label=name)
+    axes.set(xlim=(0, until), ylim=(count - 0.4, -0.6), yticks=range(count), xlabel="virtual seconds")
+    axes.set_yticklabels([f"worker {i}" for i in range(count)])
+    axes.legend(ncol=4, loc="lower left", bbox_to_anchor=(0, 1), frameon=False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+if __name__ == "__main__":
+    notebook.quiet()
+    try:
+        sys.exit(program(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,586 @@
+"""A thousand workers in one process: the scheme's own operations, run in the order that virtual time gives.
+
+A scheme touches its worker's local variables and the center, nothing else. So one graph of one worker stands for any number of
+them: before a step the variables that it reads are loaded from storage `[num_workers, ...]`, after it those that it has written
+are stored. A schedule of steps runs as one call, a loop in the graph.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from common import tf
+from common.batches import fed, order_of
+from common.center import GlobalParameters
+from common.data import arrays_in, mapped
+from common.flags import UserError
+from common.local import LocalParameters
+from common.schedules import Rate, hyperparameters
+from common.steps import Step, build_steps, is_on_ps, steps_apart
+from common.together import Pace, Together
+from common.virtual_time import RESTART, Action, Waiting
+
+MOST_SAMPLES = 1_000_000  # whose numbers are fed to one call
+
+
+class Engine:
+    """The steps of a scheme's workers, run in any order.
+
+    Args:
+      scheme: generator function, see `common.steps`.
+      hp: the hyperparameters that it asks for, as a namespace.
+      model: a `common.models.Model`.
+      shards: the `Shards` of the workers.
+      num_ps: pieces of the global parameters.
+      schedule: function of the global step, a tensor, that returns a factor of the learning rate; None for none.
+      clip_norm: see `common.local.LocalParameters`.
+      messages: of each step the bytes (up, down), see `messages_of`; None for none.
+      optimize: whether TensorFlow optimizes the graph first: a second, which is won back in a thousand steps.
+
+    Attributes:
+      actions: the `common.virtual_time.Action`s of a round.
+      waiting: the `common.virtual_time.Waiting` of the scheme.
+      steps: the `common.steps.Step`s of a round.
+      graph, session: what it runs in.
+
+    Raises:
+      UserError: if the scheme cannot be simulated.
+    """
+
+    def __init__(self, scheme, hp, model, shards, num_ps=1, schedule=None, clip_norm=None, messages=None, optimize=True):
+        self._model, self._shards, self.graph = model, shards, tf.Graph()
+        n = shards.num_workers
+        with self.graph.as_default():
+            self._center = center = _Center(model.initial_parameters, num_ps, schedule=schedule)
+            kinds, workers, starts = (tf.placeholder(tf.int32, [None], name) for name in ("kinds", "workers", "starts"))
+            order = tf.placeholder(tf.int32, [None], "order")
+            self._schedule = kinds, workers, starts, order
+            feeds = dict(center.init_feed_dict)
+            batches = _Batches(shards, order, feeds)
+            before = set(tf.local_variables())
+            batches.at = tf.constant(0)
+            local = LocalParameters(center, model, batches, "worker", tf.constant(0), n, clip_norm=clip_norm)
+            own = _per_worker(hyperparameters(hp, center, local), local)
+            self.steps = build_steps(scheme, center, local, own)
+            self._local = local
+            mine = [v for v in tf.local_variables() if v not in before]
+            self._rows = {v.ref(): _rows(v, n, i) for i, v in enumerate(mine)}
+            uses = [_uses(step.operations, mine) for step in self.steps]
+            self._loop = self._build_loop(scheme, own, uses, batches, messages)
+            self._value, self._step = center.read()[0], center.step.read_value()
+            self._state = local.state_at(self._value)
+            self._values = {reference: rows.read_value() for reference, rows in self._rows.items()}
+            self._feeds = {**feeds, **local.init_feed_dict}
+            self._initializers = [
+                tf.global_variables_initializer(),
+                tf.variables_initializer(tf.get_collection(_SHARED)),
+                tf.local_variables_initializer(),
+                [rows.initializer for rows in self._rows.values()],
+                _apart(self._rows, _seeds(model, local.state), n),
+            ]
+        self._evaluations: dict[Any, Any] = {}  # by the shapes of x and y
+        self._config = _config(optimize)
+        self.session: Any = None
+        self.restart()
+
+    def restart(self):
+        """Begins anew, in a new session; the samples go on where they are."""
+        if self.session:
+            self.session.close()
+        self.session = tf.Session(graph=self.graph, config=self._config)
+        for initializer in self._initializers:
+            self.session.run(initializer, self._feeds)
+
+    def run(self, steps, workers):
+        """Runs steps of workers, in this order, whatever waits for what.
+
+        Args:
+          steps: numbers of steps in a round, or `RESTART`, `[events]`.
+          workers: of which worker, `[events]`.
+
+        Returns:
+          An `Outcomes`.
+        """
+        steps, workers = np.asarray(steps), np.asarray(workers)
+        sizes = self._samples_of[np.where(steps == RESTART, 0, steps)]
+        sizes = np.where(steps == RESTART, 0, sizes)
+        ends, found, start = np.cumsum(sizes), [], 0
+        while start < len(steps):
+            base = ends[start - 1] if start else 0
+            stop = max(start + 1, int(np.searchsorted(ends, base + MOST_SAMPLES, "right")))
+            found.append(self._run(steps[start:stop], workers[start:stop], sizes[start:stop]))
+            start = stop
+        return Outcomes(*map(np.concatenate, zip(*found, strict=True))) if found else Outcomes(*np.zeros([4, 0]))
+
+    def _run(self, steps, workers, sizes):
+        order, starts = self._shards.take(workers, sizes)
+        kinds = np.where(steps == RESTART, len(self.steps), steps)
+        return self.session.run(self._loop, dict(zip(self._schedule, (kinds, workers, starts, order), strict=True)))
+
+    def _build_loop(self, scheme, hp, uses, batches, messages):
+        """Returns the tensors of `Outcomes`: a loop over the events, in which each step is a branch."""
+        kinds, workers, starts, _ = self._schedule
+        center, local, rows = self._center, self._local, self._rows
+        windows: list[int] = []
+        count = tf.size(kinds)
+
+        def body(t, done, outcomes):
+            worker = workers[t]
+            batches.at, local.index = starts[t], worker
+            generate = steps_apart(scheme, center, local, hp)
+
+            def branch(used):
+                def run():
+                    read, written = used
+                    loads = [v.assign(tf.gather(rows[v.ref()], worker), read_value=False) for v in read]
+                    batches.drawn = 0
+                    with tf.control_dependencies(loads):
+                        step = generate(loads)
+                    windows.append(batches.drawn)
+                    stores = []
+                    with tf.control_dependencies(step.operations):
+                        for v in written:
+                            stores.append(_store(rows[v.ref()], worker, v.read_value()))
+                    with tf.control_dependencies([*step.operations, *stores]):
+                        return _outcome(step)
+
+                return run
+
+            def restart():
+                done = []
+                for v, kept in ((v, rows[v.ref()]) for v in self._variables()):
+                    first = center.read()[0] if v is local.value else tf.gather(kept, local.num_workers)
+                    done.append(_store(kept, worker, first))
+                with tf.control_dependencies(done):
+                    return _outcome(Step())
+
+            with tf.control_dependencies([done]):
+                found = _switch(scheme, kinds[t], [*map(branch, uses), restart])
+            with tf.control_dependencies(found):
+                return t + 1, tf.constant(0), [array.write(t, value) for array, value in zip(outcomes, found, strict=True)]
+
+        arrays = [tf.TensorArray(dtype, count) for dtype in (tf.int64, tf.int64, tf.int64, tf.float32)]
+        *_, arrays = tf.while_loop(
+            lambda t, *_: t < count, body, (tf.constant(0), tf.constant(0), arrays), parallel_iterations=1
+        )
+        local.index = None
+        self._samples_of = np.array(windows)
+        self.waiting = self._waiting()
+        self.actions = _actions(self.steps, self._samples_of // batches.batch_size, messages or [(0, 0)] * len(self.steps))
+        return [array.stack() for array in arrays]
+
+    def _variables(self):
+        return [reference.deref() for reference in self._rows]
+
+    def _waiting(self):
+        waits = self._center.waits(self._local)
+        if isinstance(waits, Pace):
+            return Waiting(staleness=waits.staleness)
+        return Waiting(quorum=waits.gradients_per_update if isinstance(waits, Together) else None)
+
+    @property
+    def center(self):
+        """x̃, an array `[size]`."""
+        return self.session.run(self._value)
+
+    @property
+    def final(self):
+        """x̃, and the state of the model there: what `common.models.Model.save` takes."""
+        return self.session.run((self._value, self._state))
+
+    @property
+    def optimizers(self):
+        """Which optimizers the scheme uses on the ps, and on the workers: two sets of names."""
+        return self._center.optimizers.names, self._local.optimizers.names
+
+    @property
+    def global_step(self):
+        """The number of updates."""
+        return int(self.session.run(self._step))
+
+    @property
+    def replicas(self):
+        """x of all workers, an array `[num_workers, size]`."""
+        return self.rows(self._local.value)
+
+    def rows(self, variable):
+        """What all workers have of a local variable, an array `[num_workers, ...]`."""
+        return self.session.run(self._values[variable.ref()])[: self._shards.num_workers]
+
+    def evaluate(self, *samples):
+        """Returns loss and metrics of x̃ on samples (x, y), or (x, y, weights): {name: number}."""
+        key = str([(a.dtype, a.shape) for part in samples for a in arrays_in(part)])
+        if key not in self._evaluations:
+            with self.graph.as_default():
+                feeds = [mapped(lambda array: tf.placeholder(array.dtype, array.shape), part) for part in samples]
+                self._evaluations[key] = feeds, self._model.evaluate(self._value, self._state, *feeds)
+        feeds, results = self._evaluations[key]
+        arrays = [a for part in samples for a in arrays_in(part)]
+        places = [p for part in feeds for p in arrays_in(part)]
+        return {name: float(v) for name, v in self.session.run(results, dict(zip(places, arrays, strict=True))).items()}
+
+    def close(self):
+        """Closes the session."""
+        self.session.close()
+
+
+class Outcomes(NamedTuple):
+    """What came of steps: arrays `[events]`; -1, or NaN, where a step has none.
+
+    Attributes:
+      pulled, updated, step_before, losses: see `common.steps.Step`.
+    """
+
+    pulled: Any
+    updated: Any
+    step_before: Any
+    losses: Any
+
+
+class Shards:
+    """The training set, and the samples of each worker in it in their order, as `common.batches.Batches` draws them.
+
+    Args:
+      samples: (x, y) or (x, y, weights) of all workers, see `common.batches.Batches`.
+      numbers: of each worker, an array of the numbers of its samples; several may have the same one.
+      batch_size: samples per batch.
+      seeds: of the order, of each worker.
+    """
+
+    def __init__(self, samples, numbers, batch_size, seeds):
+        self.samples, self.num_workers, self.batch_size = samples, len(numbers), batch_size
+        self.counts = np.array([len(own) for own in numbers])
+        self._offsets = np.concatenate([[0], np.cumsum(self.counts)[:-1]])
+        orders = [order_of(len(own), seed) for own, seed in zip(numbers, seeds, strict=True)]
+        self._first = np.concatenate([first for first, _ in orders])
+        self._second = np.concatenate([own[second] for own, (_, second) in zip(numbers, orders, strict=True)])
+        self._positions = np.zeros(self.num_workers, np.int64)
+
+    def take(self, workers, sizes):
+        """Returns the numbers of the samples that workers draw next, one after the other, int32; and where each begins there.
+
+        Args:
+          workers: `[draws]`.
+          sizes: how many samples each draws, `[draws]`.
+        """
+        starts = np.cumsum(sizes) - sizes
+        # Where each draw stands in its worker's own: the sum of the draws of the same worker before it.
+        by_worker = np.argsort(workers, kind="stable")
+        sums = np.cumsum(sizes[by_worker]) - sizes[by_worker]
+        first_of = np.searchsorted(workers[by_worker], np.arange(self.num_workers))
+        begun = np.append(sums, sums[-1] + sizes[by_worker][-1])[first_of] if len(workers) else sums
+        position = np.empty(len(workers), np.int64)
+        position[by_worker] = sums - begun[workers[by_worker]]
+        position += self._positions[workers]
+        np.add.at(self._positions, workers, sizes)
+        owner = np.repeat(workers, sizes)
+        k = np.repeat(position - starts, sizes) + np.arange(sizes.sum())
+        n, offset = self.counts[owner], self._offsets[owner]
+        place = self._first[offset + k % n] + k // n
+        return self._second[offset + place % n].astype(np.int32), starts
+
+
+def shards_of(dataset, num_workers, batch_size, seed, non_iid=None):
+    """Returns the `Shards` of so many workers.
+
+    Args:
+      dataset: a `common.data.Data`.
+      num_workers, batch_size, seed: as the flags.
+      non_iid: None for every n-th sample; else the α of a Dirichlet distribution, by which the classes of a worker differ from
+        those of all: its shares q of the classes are drawn from Dir(α p), where p are those of all, and its samples, as many
+        as every other worker has, by q, from those that are left (Hsu, Qi, Brown 2019, https://arxiv.org/abs/1909.06335).
+
+    Raises:
+      UserError: if there are too few samples, or no classes to divide them by.
+    """
+    n = dataset.num_samples
+    if n < num_workers:
+        raise UserError(f"{n:,} training samples are too few for {num_workers:,} workers: --num_workers or --data must change")
+    samples = tuple(mapped(lambda array: array[:], part) for part in dataset.train)
+    seeds = range(seed, seed + num_workers)
+    if non_iid is None:
+        return Shards(samples, [np.arange(i, n, num_workers) for i in range(num_workers)], batch_size, seeds)
+    y = samples[1]
+    if not isinstance(y, np.ndarray) or y.ndim != 1 or y.dtype.kind not in "iu":
+        raise UserError("--non_iid divides samples by their classes: expected labels that are whole numbers, one per sample")
+    rng = np.random.default_rng(seed)
+    _, classes, counts = np.unique(y, return_inverse=True, return_counts=True)
+    left = [rng.permutation(np.flatnonzero(classes == c)).tolist() for c in range(len(counts))]
+    numbers = []
+    for _ in range(num_workers):
+        # Of a gamma distribution each, and then divided by the sum: with a small α all of a Dirichlet's may be 0.
+        q = np.log(rng.gamma(non_iid * counts / n + 1)) + np.log(rng.random(len(counts))) / (non_iid * counts / n)
+        q = np.exp(q - q.max())
+        own = []
+        for _ in range(n // num_workers):
+            shares = q * [bool(some) for some in left]
+            shares = shares if shares.sum() > 0 else np.array([float(len(some)) for some in left])
+            own.append(left[rng.choice(len(left), p=shares / shares.sum())].pop())
+        numbers.append(np.array(own))
+    return Shards(samples, numbers, batch_size, seeds)
+
+
+class _Batches:
+    """Batches whose samples the schedule names: those of the present step begin at `at` in `order`."""
+
+    def __init__(self, shards, order, feeds):
+        self.num_samples, self.batch_size, self._order = len(arrays_in(shards.samples[0])[0]), shards.batch_size, order
+        self.init_feed_dict: dict = {}
+        self.at: Any = None
+        self.drawn = 0  # samples, since it was set to 0
+        with tf.variable_scope("samples"):
+            self._samples = tuple(fed(name, part, feeds) for name, part in zip(("x", "y", "weights"), shards.samples))
+
+    def next(self, window):
+        size = window * self.batch_size
+        indices = tf.slice(self._order, [self.at + self.drawn], [size])
+        self.drawn += size
+        return tf.reshape(indices, [window, self.batch_size])
+
+    def batch(self, k):
+        places = tf.range(k * self.batch_size, (k + 1) * self.batch_size) % self.num_samples
+        return tf.gather(order_of(self.num_samples, 0)[0], places)
+
+    def samples(self, indices):
+        return tf.nest.map_structure(lambda kept: tf.gather(kept, indices), self._samples)
+
+
+_SHARED = "variables_of_virtual_time"
+
+
+class _Center(GlobalParameters):
+    """x̃ of workers that are indices into rows, not processes."""
+
+    def clocks(self, num_workers, staleness=0, quorum=None):
+        return _Clocks(num_workers, staleness, quorum)
+
+    def ring(self, local):
+        raise UserError(
+            "the workers of this scheme average among themselves within a step (center.ring), which one worker's graph cannot "
+            "do for all; Synchronous-SGD makes the same updates through the ps, and can be simulated"
+        )
+
+
+class _Clocks:
+    """What `common.coordination.Clocks` is for `Together`, without bells: in virtual time a step runs when it may."""
+
+    is_virtual = True
+
+    def __init__(self, num_workers, staleness, quorum):
+        self._quorum, self._num_workers, self.staleness = quorum or num_workers, num_workers, staleness
+        shared = {"trainable": False, "collections": [_SHARED], "use_resource": True, "dtype": tf.int64}
+        zeros = tf.zeros_initializer()
+        self._clocks, self._pulled = (
+            tf.get_variable(f"virtual_{name}", [num_workers], initializer=zeros, **shared) for name in ("clocks", "pulled")
+        )
+
+    def read(self):
+        return self._clocks.read_value()
+
+    def low(self, clocks):
+        if self._quorum == self._num_workers:
+            return tf.reduce_min(clocks)
+        return tf.math.top_k(clocks, self._quorum).values[-1]
+
+    def pulled(self, worker):
+        return self._pulled.sparse_read(worker)
+
+    def with_clock(self, clocks, worker, value):
+        return tf.tensor_scatter_nd_update(clocks, [[worker]], [value])
+
+    def change(self, before, after, worker):
+        return [self._clocks.assign(after, read_value=False)]
+
+    def may_go_on(self, worker):
+        return tf.constant(True)  # virtual time knows when
+
+    def wait(self, worker):
+        return [_store(self._pulled, worker, self.low(self.read()))]
+
+    def tick(self, worker, after=()):
+        return []
+
+    def enter(self, worker):
+        return ()
+
+    leave = release = enter
+
+    def behind(self, worker):
+        return None
+
+
+class _PerWorker(list):
+    """Numbers, one for each worker, of which an index chooses one that is not known when the graph is built."""
+
+    def __init__(self, values, local):
+        super().__init__(values)
+        self._local = local
+
+    def __getitem__(self, index):
+        return _Chosen(self, self._local) if isinstance(index, tf.Tensor) else super().__getitem__(index)
+
+
+class _Chosen(Rate):
+    """The number of the worker whose step runs, where it is used."""
+
+    def __init__(self, numbers, local):
+        super().__init__(1.0, None)
+        self._numbers, self._local = list(numbers), local
+
+    def __tf_tensor__(self, dtype=None, name=None):
+        numbers = [tf.convert_to_tensor(number, dtype or tf.float32) for number in self._numbers]
+        return tf.gather(tf.stack(numbers), self._local.index, name=name)
+
+    def __mul__(self, other):
+        return tf.convert_to_tensor(self) * other
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other):
+        return tf.convert_to_tensor(self) / other
+
+
+def _per_worker(hp, local):
+    values = {name: _PerWorker(v, local) if isinstance(v, list) else v for name, v in vars(hp).items()}
+    return type(hp)(**values)
+
+
+def _switch(scheme, kind, branches):
+    try:
+        return tf.switch_case(kind, branches)
+    except ValueError as error:
+        if "is accessed from branch" not in str(error):
+            raise
+        raise UserError(
+            f"{scheme.__name__} uses a tensor in another step than it was made in: keep it in a vector, "
+            '`yield local.assign(local.vector("start"), value)`'
+        ) from error
+
+
+def _outcome(step):
+    """Returns the tensors of `Outcomes` of a step."""
+    numbers = [tf.constant(-1, tf.int64) if n is None else n for n in (step.pulled, step.updated, step.step_before)]
+    loss = tf.add_n(step.losses) / len(step.losses) if step.losses else tf.constant(np.nan, tf.float32)
+    return [tf.identity(value) for value in (*numbers, loss)]
+
+
+def _rows(variable, num_workers, i):
+    """Returns a variable with a row for each worker, and one more for what a worker begins with."""
+    first = variable.read_value()
+    rows = tf.tile(first[None], [num_workers + 1, *[1] * first.shape.rank])
+    return tf.get_variable(f"rows_{i}", initializer=rows, trainable=False, collections=[], use_resource=True)
+
+
+def _seeds(model, state):
+    """Returns those variables of the state of a model that are generators of random numbers, `[2]`."""
+    variables = model.keras_model.non_trainable_variables
+    return [own for own, variable in zip(state, variables, strict=True) if "seed_generator_state" in variable.path]
+
+
+def _apart(rows, seeds, num_workers):
+    """Returns operations after which the generators of random numbers differ from worker to worker."""
+    own = tf.range(num_workers + 1)
+    return [rows[v.ref()].assign_add(tf.cast(own, v.dtype)[:, None] * tf.constant([1, 0], v.dtype)) for v in seeds]
+
+
+def _store(rows, index, value):
+    """An operation that writes one row, in place."""
+    return tf.raw_ops.ResourceScatterUpdate(resource=rows.handle, indices=index, updates=value)
+
+
+def _uses(operations, variables):
+    """Returns which of these variables some operations, and what they depend on, read, and which they write: two lists."""
+    handles = {id(v.handle.op): v for v in variables}
+    read, written, seen = set(), set(), set()
+    todo = [getattr(each, "op", each) for each in operations]
+    while todo:
+        op = todo.pop()
+        if id(op) in seen:
+            continue
+        seen.add(id(op))
+        for tensor in op.inputs:
+            todo.append(tensor.op)
+            variable = handles.get(id(tensor.op))
+            if variable is None:
+                continue
+            if op.type not in ("AssignVariableOp",):
+                read.add(variable.ref())
+            if op.type not in ("ReadVariableOp", "ResourceGather"):
+                written.add(variable.ref())
+        todo += op.control_inputs
+    return [[v for v in variables if v.ref() in found] for found in (read, written)]
+
+
+def messages_of(scheme, hp, model, shards, num_ps):
+    """Returns how many bytes each step of a round sends to the ps, and gets from them: pairs (up, down).
+
+    They are read off the graph of a worker in a cluster: its edges from one device to another. Where an edge carries a tensor
+    whose size is not known before it is sent, it counts as nothing.
+    """
+    with tf.Graph().as_default() as graph:
+        device_fn = tf.train.replica_device_setter(ps_tasks=num_ps, worker_device=_WORKER)
+        center = _Center(model.initial_parameters, num_ps, device_fn)
+        with tf.device(_WORKER):
+            batches = _Batches(shards, tf.placeholder(tf.int32, [None]), {})
+            batches.at = tf.constant(0)
+            local = LocalParameters(center, model, batches, "worker", tf.constant(0), shards.num_workers)
+            own = _per_worker(hyperparameters(hp, center, local), local)
+            build_steps(scheme, center, local, own)  # makes what is made once
+            found, next_step = [], steps_apart(scheme, center, local, own)
+            earlier = set(graph.get_operations())
+            while (step := next_step([tf.no_op()])) is not None:
+                found.append(_bytes_of(step, earlier))
+                earlier = set(graph.get_operations())
+    return found
+
+
+_WORKER = "/job:worker/task:0"
+
+
+def _bytes_of(step, earlier):
+    """Returns the bytes of a step that go up to the ps, and down from them; `earlier` are the operations of other steps."""
+    sizes, seen = {}, set()
+    todo = [getattr(each, "op", each) for each in step.operations]
+    while todo:
+        op = todo.pop()
+        if op in seen:
+            continue
+        seen.add(op)
+        todo += [other for other in op.control_inputs if other not in earlier]
+        for tensor in op.inputs:
+            todo.append(tensor.op)
+            sender, receiver = _place(tensor.op), _place(op)
+            if tensor.dtype != tf.resource and is_on_ps(sender) != is_on_ps(receiver):
+                size = (tensor.shape.num_elements() or 0) * tensor.dtype.size
+                sizes[is_on_ps(receiver), tensor.name, receiver.device] = size
+    down = 0 if step.pulled is None else step.pulled.dtype.size
+    return [sum(size for (up, *_), size in sizes.items() if up), down + sum(size for (up, *_), size in sizes.items() if not up)]
+
+
+def _place(op):
+    """Returns the operation whose device an operation runs on: that of the variable that it uses, if it does."""
+    return next((tensor.op for tensor in op.inputs if tensor.dtype == tf.resource), op)
+
+
+def _actions(steps, windows, messages):
+    """Returns the `Action`s of steps, of what they draw and send."""
+    return [
+        Action(
+            local_steps=int(window),
+            up=up,
+            down=down,
+            reads=step.pulled is not None,
+            writes=step.updated is not None,
+            waits=step.may_go_on is not None,
+            ticks=any(word == "tick" for _, word in step.done),
+        )
+        for step, window, (up, down) in zip(steps, windows, messages, strict=True)
+    ]
+
+
+def _config(optimize):
+    """One thread: the steps come one after the other, and results are the same to the last bit."""
+    threads = {"intra_op_parallelism_threads": 1, "inter_op_parallelism_threads": 1, "use_per_session_threads": True}
+    config = tf.ConfigProto(**threads)
+    config.graph_options.rewrite_options.disable_meta_optimizer = not optimize
+    return config

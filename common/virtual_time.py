@@ -1,0 +1,479 @@
+"""Virtual time: when each of many workers pulls, trains and pushes, who waits for whom, and which version each one sees.
+
+The clock of the simulator. It needs no gradient and no parameters, only what a round consists of (`Action`) and what things
+cost (`Costs`). So it works for ten thousand workers, and for a model that fits on no machine here. `common.simulation` runs
+the scheme's own operations in the order that this gives.
+"""
+
+import heapq
+import math
+from array import array
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+RESTART = -1  # in place of the number of a step: this worker begins anew
+
+
+class Action(NamedTuple):
+    """One step of a round, as the clock sees it.
+
+    Attributes:
+      local_steps: of a `train`; 0 for any other step.
+      reads, writes: whether it reads x̃, changes x̃.
+      up, down: bytes that it sends to the ps, and that the ps send to the worker.
+      waits, ticks: whether it waits for other workers; whether it moves the clock of this one (`center.pace`).
+    """
+
+    local_steps: int = 0
+    reads: bool = False
+    writes: bool = False
+    up: int = 0
+    down: int = 0
+    waits: bool = False
+    ticks: bool = False
+
+    @property
+    def is_at_ps(self):
+        """Whether the ps have a part in it."""
+        return self.reads or self.needs_worker or self.waits or self.ticks
+
+    @property
+    def needs_worker(self):
+        """Whether it sends something that the worker has made; if not, it may follow on the ps on what went before."""
+        return self.writes or self.up > 0
+
+
+class Waiting(NamedTuple):
+    """How the workers of a scheme wait for each other: none of them does, by default.
+
+    Attributes:
+      staleness: of `center.pace`, how many ticks a worker may be ahead of the slowest; None without it.
+      quorum: of `center.together`, of how many gradients an update is made; None without it.
+    """
+
+    staleness: float | None = None
+    quorum: int | None = None
+
+
+@dataclass
+class Costs:
+    """What things cost. Times are in seconds, speeds in bytes per second; those per worker are a number, or an array `[n]`.
+
+    The time of a local step is gamma-distributed, after Ali et al. (2000, "Task execution time modeling for heterogeneous
+    computing systems", the CVB method): the mean of a machine has `machine_cv` as its coefficient of variation, standard
+    deviation by mean; the steps on one machine have `step_cv`. 0 stands for no variation.
+
+    Attributes:
+      step: of a local step, on average over all machines.
+      delay: per worker, what each local training takes longer.
+      round: per worker, what a round takes besides local steps and messages.
+      call: what a session call takes besides its rounds.
+      rounds_per_call: after so many rounds a worker waits until the ps say that its pushes are applied.
+      latency: per worker, from sending a message to its arrival at the other end, without what its bytes take.
+      bandwidth_up, bandwidth_down: of each worker's link.
+      ps_bandwidth: of a ps, each way; it receives, and sends, one message after the other.
+      read, apply: what the ps take for a read, and for an update, one after the other.
+      start: per worker, when it begins.
+      away: (worker, from, until) of workers that die, and begin anew if `until` is finite.
+      warm_start: number of updates that worker 0 makes before the others begin.
+      num_ps: between so many ps the bytes of a message are divided.
+    """
+
+    step: float = 0.01
+    machine_cv: float = 0.0
+    step_cv: float = 0.0
+    delay: Any = 0.0
+    round: Any = 0.0
+    call: float = 0.0
+    rounds_per_call: int = 1_000_000_000
+    latency: Any = 0.0
+    bandwidth_up: Any = math.inf
+    bandwidth_down: Any = math.inf
+    ps_bandwidth: float = math.inf
+    read: float = 0.0
+    apply: float = 0.0
+    start: Any = 0.0
+    away: list = field(default_factory=list)
+    warm_start: int = 0
+    num_ps: int = 1
+
+
+class Span(NamedTuple):
+    """What a worker, or its link, does for a while."""
+
+    worker: int
+    part: str  # train, pull, push, wait
+    start: float
+    end: float
+
+
+class Schedule(NamedTuple):
+    """What happened, in its order: arrays of equal length, one element per step of a worker.
+
+    Attributes:
+      steps: number of the step in its round, or `RESTART`.
+      workers: which worker.
+      times: in virtual seconds, of its end; they never go back.
+      seconds: how long it took, of a `train`; 0 for other steps.
+      pulled, updated: of an update, the global step that its worker knew before (see `common.steps.Step.step_before`) and the
+        one that it makes; equal if the gradient was dropped; -1 of other steps. A read has the global step in `updated`.
+    """
+
+    steps: Any
+    workers: Any
+    times: Any
+    seconds: Any
+    pulled: Any
+    updated: Any
+
+
+class Turns:
+    """Which worker may go on, where they wait for each other: what `common.coordination.Clocks` does on a ps.
+
+    Args:
+      num_workers: how many.
+      waiting: `Waiting`.
+    """
+
+    def __init__(self, num_workers, waiting):
+        self._waiting, self._clocks, self._low = waiting, [0] * num_workers, 0
+        self._pulled = [0] * num_workers  # `low` when each came through its last wait
+        self._at = {0: num_workers}  # number of clocks that stand at a value
+        self._ahead = 0  # of `together`: how many have given their gradient for the next update
+
+    def may_go_on(self, worker):
+        """Whether this worker need not wait."""
+        if self._waiting.quorum is not None:
+            return self._clocks[worker] <= self._low
+        return self._waiting.staleness is None or self._clocks[worker] - self._low <= self._waiting.staleness
+
+    def pass_by(self, worker):
+        """This worker comes through its wait, or begins."""
+        self._pulled[worker] = self._low
+
+    def tick(self, worker):
+        """Moves the clock of this worker; returns whether others may go on by that."""
+        clock = self._clocks[worker]
+        self._clocks[worker] = clock + 1
+        self._at[clock] -= 1
+        self._at[clock + 1] = self._at.get(clock + 1, 0) + 1
+        if clock > self._low or self._at[clock]:
+            return False
+        del self._at[clock]
+        self._low += 1
+        return True
+
+    def give(self, worker):
+        """This worker's gradient arrives for `together`; returns whether it counts, and whether it completes an update."""
+        counts = self._pulled[worker] == self._low and self._clocks[worker] <= self._low
+        if counts:
+            self._clocks[worker] = self._low + 1
+            self._ahead += 1
+            if self._ahead == self._waiting.quorum:
+                self._low, self._ahead = self._low + 1, 0
+                return True, True
+        return counts, False
+
+
+class VirtualTime:
+    """An event queue. Equal arguments give equal schedules.
+
+    Args:
+      actions: the `Action`s of a round.
+      num_workers: how many.
+      costs: `Costs`.
+      waiting: `Waiting`; None if nobody waits.
+      seed: of all that is random.
+      spans_until: until when to note what each worker does.
+
+    Attributes:
+      now: the time of the last event.
+      updates, dropped: how many there were.
+      spans: list of `Span`.
+      step_means: array `[n]`, the mean time of a local step of each worker.
+      busy: seconds for which the ps's link received.
+    """
+
+    def __init__(self, actions, num_workers, costs, waiting=None, seed=0, spans_until=0.0):
+        self.actions, self.num_workers, self.costs = list(actions), num_workers, costs
+        self.waiting = waiting or Waiting()
+        n, rng = num_workers, np.random.default_rng(seed)
+        self._rng = rng
+        cv = costs.machine_cv
+        means = rng.gamma(1 / cv**2, cv**2, n) * costs.step if cv else np.full(n, float(costs.step))
+        self.step_means = means
+        per = lambda value: np.broadcast_to(np.asarray(value, float), [n]).tolist()  # noqa: E731
+        self._means, self._delay, self._round = means.tolist(), per(costs.delay), per(costs.round)
+        self._latency = per(costs.latency)
+        self._up = [1 / b for b in per(costs.bandwidth_up)]
+        self._down = [1 / b for b in per(costs.bandwidth_down)]
+        self._nic = 1 / costs.ps_bandwidth / costs.num_ps
+        self._is_at_ps = [action.is_at_ps for action in self.actions]
+        self._follows = [action.is_at_ps and not action.needs_worker for action in self.actions]
+        self._noise: dict[int, tuple[list[float], int]] = {}
+        self.now, self.updates, self.dropped, self.busy = 0.0, 0, 0, 0.0
+        self.spans: list[Span] = []
+        self._spans_until = spans_until
+        self._heap: list[tuple] = []
+        self._count = 0  # of events that were put into the heap, to order those of the same time
+        self._lives = [0] * n  # how often each worker has died
+        self._rounds = [0] * n  # of each worker, in its present call
+        self._up_free, self._down_free = [0.0] * n, [0.0] * n
+        self._nic_in = self._nic_out = self._ps_free = 0.0
+        self._applied = [0.0] * n  # when the newest push of each worker is applied
+        self._known, self._own = [0] * n, [0] * n
+        self._turns = Turns(n, self.waiting)
+        self._parked: dict[int, tuple[int, float]] = {}  # worker: step at which it waits, and since when
+        self._held: list[int] = []  # workers that a warm start holds back
+        self._out = _Out()
+        for worker, at in enumerate(per(costs.start)):
+            if worker and costs.warm_start:
+                self._held.append(worker)
+            else:
+                self._push(at, worker, "here", 0)
+        for worker, since, until in costs.away:
+            self._push(since, worker, "die", 0)
+            if math.isfinite(until):
+                self._push(until, worker, "back", 0)
+
+    def run(self, updates=None, until=math.inf):
+        """Goes on until there are so many updates in all, or until a time; returns the `Schedule` of what happened meanwhile.
+
+        It ends before if no worker can go on.
+        """
+        last = math.inf if updates is None else updates
+        heap, pop = self._heap, heapq.heappop
+        while heap and self.updates < last and heap[0][0] <= until:
+            time, _, worker, what, step, life = pop(heap)
+            if what == "die":
+                self._die(worker, time)
+            elif what == "back":
+                self._come_back(worker, time)
+            elif life == self._lives[worker]:
+                self.now = time
+                if what == "here":
+                    self._here(worker, time, step)
+                elif what == "arrive":
+                    self._arrive(worker, time, step)
+                else:
+                    self._at_ps(worker, time, step, what == "served")
+        return self._out.take(self.now)
+
+    def stuck(self):
+        """Returns the workers that wait for others, if nothing more can happen."""
+        return [] if self._heap else sorted(self._parked)
+
+    def _push(self, time, worker, what, step):
+        self._count += 1
+        heapq.heappush(self._heap, (time, self._count, worker, what, step, self._lives[worker]))
+
+    def _here(self, worker, now, k):
+        """The worker goes on with step k of its round, by itself, until a message has to arrive somewhere."""
+        actions = self.actions
+        while True:
+            if k == len(actions):
+                k, now, goes_on = self._end_of_round(worker, now)
+                if not goes_on:
+                    return
+            action = actions[k]
+            if not self._is_at_ps[k]:
+                took = 0.0
+                if action.local_steps:
+                    of_step = self._means[worker] * self._factor(action.local_steps)
+                    end = now + self._delay[worker] + action.local_steps * of_step
+                    self._note(worker, "train", now, end)
+                    now, took = end, end - now
+                self._out.add(k, worker, now, -1, -1, took)
+                k += 1
+                continue
+            # A message goes up: the gradient, or only the request.
+            sent = max(now, self._up_free[worker]) + action.up * self._up[worker]
+            self._up_free[worker] = sent
+            arrives = sent + self._latency[worker]
+            if not action.writes:
+                return self._push(arrives, worker, "arrive", k)
+            self._note(worker, "push", now, arrives)
+            is_last = k + 1 == len(actions)
+            ends_call = is_last and self._rounds[worker] + 1 >= self.costs.rounds_per_call
+            if action.reads or ends_call or self._follows[0 if is_last else k + 1]:
+                return self._push(arrives, worker, "arrive", k)
+            # The worker does not wait until its push has arrived.
+            self._push(arrives, worker, "arrive", k + len(actions))
+            k += 1
+
+    def _end_of_round(self, worker, now):
+        """Returns the step to go on with, when, and whether to: the end of a call waits for what is under way."""
+        now += self._round[worker]
+        self._rounds[worker] += 1
+        if self._rounds[worker] < self.costs.rounds_per_call:
+            return 0, now, True
+        self._rounds[worker] = 0
+        self._push(max(now, self._applied[worker] + self._latency[worker]) + self.costs.call, worker, "here", 0)
+        return 0, now, False
+
+    def _arrive(self, worker, now, k):
+        """A message has arrived at the ps, which receives one after the other."""
+        alone = k >= len(self.actions)  # the worker is not waiting for it
+        action = self.actions[k - len(self.actions) if alone else k]
+        now = max(now, self._applied[worker])
+        at = now
+        if action.up and self._nic:
+            at = max(now, self._nic_in) + action.up * self._nic
+            self._nic_in = at
+            self.busy += action.up * self._nic
+        at = self._served(action, at)
+        if action.writes:
+            self._applied[worker] = at
+        k = k - len(self.actions) if alone else k
+        if at > now:
+            self._push(at, worker, "served alone" if alone else "served", k)
+        else:
+            self._at_ps(worker, now, k, not alone)
+
+    def _served(self, action, now):
+        """Returns when the ps has done what a step asks for, which it began at `now` or when it was free."""
+        cost = self.costs.read if action.reads else self.costs.apply if action.writes else 0.0
+        if not cost:
+            return now
+        self._ps_free = max(now, self._ps_free) + cost
+        return self._ps_free
+
+    def _at_ps(self, worker, now, k, goes_on):
+        """Step k, and those after it that need nothing of the worker, happen on the ps."""
+        actions, out, costs = self.actions, self._out, self.costs
+        while True:
+            action = actions[k]
+            if action.waits and not self._turns.may_go_on(worker):
+                self._parked[worker] = k, now
+                return
+            if action.waits:
+                self._turns.pass_by(worker)
+            if action.writes:
+                self._update(worker, now, k)
+            elif action.reads:
+                out.add(k, worker, now, -1, self.updates)
+            else:
+                out.add(k, worker, now, -1, -1)
+            if action.ticks and self._turns.tick(worker):
+                self._release(now)
+            if not goes_on:
+                return
+            if action.reads:
+                self._known[worker], self._own[worker] = self.updates, 0
+                return self._push(self._comes_down(worker, now, action), worker, "here", k + 1)
+            k += 1
+            if k == len(actions):
+                self._rounds[worker] += 1
+                ends = self._rounds[worker] >= costs.rounds_per_call
+                after = now + self._round[worker]
+                if ends:
+                    self._rounds[worker] = 0
+                    return self._push(after + self._latency[worker] + costs.call, worker, "here", 0)
+                k, now = 0, after
+            if not self._follows[k]:  # the worker goes on when it has heard of it
+                return self._push(now + self._latency[worker], worker, "here", k)
+            if (at := self._served(actions[k], now)) > now:
+                return self._push(at, worker, "served", k)
+
+    def _comes_down(self, worker, now, action):
+        """Returns when what a worker has read is there."""
+        left = now
+        if self._nic:
+            left = self._nic_out = max(now, self._nic_out) + action.down * self._nic
+        received = max(left, self._down_free[worker]) + action.down * self._down[worker]
+        self._down_free[worker] = received
+        end = received + self._latency[worker]
+        self._note(worker, "pull", now, end)
+        return end
+
+    def _update(self, worker, now, k):
+        """A gradient, or a difference, is applied, or counts towards an update of several workers."""
+        if self.waiting.quorum is None:
+            self.updates += 1
+            self._out.add(k, worker, now, self._known[worker] + self._own[worker], self.updates)
+            self._own[worker] += 1
+            if self._held and self.updates >= self.costs.warm_start:
+                for other in self._held:
+                    self._push(now, other, "here", 0)
+                self._held = []
+            return
+        before = self.updates
+        counts, makes_update = self._turns.give(worker)
+        self._out.add(k, worker, now, before, before + counts)
+        self.dropped += not counts
+        if makes_update:
+            self.updates += 1
+            self._release(now)
+
+    def _release(self, now):
+        free = [worker for worker in self._parked if self._turns.may_go_on(worker)]
+        for worker in free:
+            k, since = self._parked.pop(worker)
+            self._note(worker, "wait", since, now)
+            self._push(now, worker, "served", k)
+
+    def _die(self, worker, now):
+        self._out.forget(worker, now)
+        self._lives[worker] += 1
+        self._parked.pop(worker, None)
+
+    def _come_back(self, worker, now):
+        self._out.add(RESTART, worker, now, -1, -1)
+        self._turns.pass_by(worker)
+        self._rounds[worker] = 0
+        self._up_free[worker] = self._down_free[worker] = self._applied[worker] = now
+        self._push(now, worker, "here", 0)
+
+    def _factor(self, steps):
+        """Returns the mean of so many gamma-distributed numbers of mean 1, itself gamma-distributed."""
+        cv = self.costs.step_cv
+        if not cv:
+            return 1.0
+        drawn, at = self._noise.get(steps, ([], 0))
+        if at == len(drawn):
+            shape = steps / cv**2
+            drawn, at = self._rng.gamma(shape, 1 / shape, 10_000).tolist(), 0
+        self._noise[steps] = drawn, at + 1
+        return drawn[at]
+
+    def _note(self, worker, part, start, end):
+        if start < self._spans_until and end > start:
+            self.spans.append(Span(worker, part, start, end))
+
+
+class _Out:
+    """The schedule that is being written. What a worker does by itself is written before its time has come."""
+
+    def __init__(self):
+        self._columns = [array(kind) for kind in "iiddqq"]  # as those of `Schedule`
+        self._add = [column.append for column in self._columns]
+
+    def add(self, step, worker, time, pulled, updated, seconds=0.0):
+        """Adds an event."""
+        a, b, c, d, e, f = self._add
+        a(step)
+        b(worker)
+        c(time)
+        d(seconds)
+        e(pulled)
+        f(updated)
+
+    def forget(self, worker, now):
+        """Forgets what a worker would have done after this time: it has died."""
+        steps, workers, times, *_ = map(np.array, self._columns)
+        self._keep((workers != worker) | (times <= now) | (steps == RESTART))
+
+    def _keep(self, which):
+        self._columns = [array(old.typecode, np.array(old)[which].tobytes()) for old in self._columns]
+        self._add = [column.append for column in self._columns]
+
+    def take(self, now):
+        """Returns the `Schedule` until this time, and forgets it."""
+        times = np.array(self._columns[2])
+        order = np.argsort(times, kind="stable")
+        order = order[times[order] <= now]
+        taken = Schedule(*(np.array(column)[order] for column in self._columns))
+        self._keep(times > now)
+        return taken

@@ -1,0 +1,282 @@
+"""common/simulation.py: one graph of one worker, against a graph for each worker, against NumPy, and as a program."""
+
+import json
+import random
+import subprocess
+import sys
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+import test_schemes
+import test_synchronous_schemes
+from oracle import Problem
+from runs import ROOT
+
+from common import data, models, tf
+from common.batches import Batches
+from common.replay import Replay
+from common.simulation import Engine, Shards, messages_of, shards_of
+from common.virtual_time import RESTART
+
+WORKERS, BATCH = 3, 4
+SCHEMES: dict[str, Any] = {**test_schemes.SCHEMES, **test_synchronous_schemes.TOGETHER}
+
+
+@pytest.fixture
+def engine(regression):
+    """A function that makes an engine of three workers on a linear regression."""
+    made = []
+
+    def engine(scheme, hp, model, dataset=regression, num_workers=WORKERS, **more):
+        shards = shards_of(dataset, num_workers, BATCH, seed=0)
+        made.append(Engine(scheme, hp, model, shards, **more))
+        return made[-1]
+
+    yield engine
+    for each in made:
+        each.close()
+
+
+def hyperparameters(scheme, window=2):
+    values = {**vars(scheme.hyperparameters(window)), "num_workers": WORKERS}
+    if "learning_rates" in values:
+        values["learning_rates"] = [0.05, 0.02, 0.01]
+    return types.SimpleNamespace(**values)
+
+
+def batches_of(dataset, i, num_workers, seed):
+    """Worker i's, as a cluster has them."""
+    x, y = data.shard(dataset, i, num_workers)
+    return Batches(x, y, BATCH, seed=seed, name=f"batches_{i}")
+
+
+def orders(replay, count, seed=0):
+    """Lets workers take steps in a random order, but those that have to wait; returns the (step, worker) taken."""
+    rng, taken, position = random.Random(seed), [], [0] * WORKERS
+    for _ in range(count):
+        worker = rng.choices(range(WORKERS), [5, 3, 1])[0]
+        if not replay.has_to_wait(worker):
+            replay.step(worker)
+            taken.append((position[worker], worker))
+            position[worker] = (position[worker] + 1) % len(replay.steps)
+    return taken
+
+
+@pytest.mark.parametrize(("name", "num_ps"), [*((name, 1) for name in SCHEMES), ("HogWild", 2), ("DiLoCo", 2), ("DC-ASGD", 2)])
+def test_equals_a_graph_for_each_worker(engine, load_scheme, model, regression, name, num_ps):
+    """In any order of steps: x̃, the x of all workers, losses, and the global steps of reads and updates."""
+    scheme = SCHEMES[name]
+    rule, hp = load_scheme(scheme.folder, scheme.name), hyperparameters(scheme)
+
+    def make_batches(i):
+        return batches_of(regression, i, WORKERS, i)
+
+    replay = Replay(rule, hp, model, make_batches, WORKERS, num_ps)
+    taken = orders(replay, 150)
+    ours = engine(rule, hp, model, num_ps=num_ps)
+    outcomes = ours.run(*np.array(taken).T)
+    assert np.abs(replay.center - model.initial_parameters).max() > 0.02
+    tight: dict[str, Any] = {"rtol": 2e-6, "atol": 2e-6}  # the graph optimizer may exchange factors
+    np.testing.assert_allclose(ours.center, replay.center, **tight)
+    np.testing.assert_allclose(ours.replicas, replay.replicas, **tight)
+    losses = outcomes.losses[~np.isnan(outcomes.losses)]
+    np.testing.assert_allclose(losses, [loss for _, loss in replay.losses], rtol=1e-4, atol=1e-6)
+    made = (outcomes.updated >= 0) & (outcomes.updated > outcomes.step_before)
+    assert outcomes.updated[made].tolist() == [update.updated for update in replay.updates]
+    replay.close()
+
+
+def test_equals_it_to_the_last_bit(engine, hogwild, model, regression):
+    hp = hyperparameters(SCHEMES["HogWild"])
+    make_batches = lambda i: batches_of(regression, i, WORKERS, i)  # noqa: E731
+    replay = Replay(hogwild, hp, model, make_batches, WORKERS)
+    taken = np.array(orders(replay, 200))
+    at_once, in_parts = (engine(hogwild, hp, model) for _ in range(2))
+    at_once.run(*taken.T)
+    for part in np.array_split(taken, 7):
+        in_parts.run(*part.T)
+    assert at_once.center.tobytes() == in_parts.center.tobytes() == replay.center.tobytes()
+    replay.close()
+
+
+@pytest.mark.parametrize("name", test_schemes.SCHEMES)
+def test_equals_numpy(engine, load_scheme, model, regression, name):
+    """Two workers, whose pushes are stale, against the scheme written again from its formula."""
+    scheme, window = SCHEMES[name], 2
+    steps = test_schemes.shuffled(scheme.steps)
+    shards = shards_of(regression, 2, BATCH, seed=0)
+    numbers = [shards.take(np.array([i]), np.array([7 * BATCH]))[0].reshape(7, BATCH) for i in range(2)]
+    batches = [np.stack([part[own] for own in numbers]) for part in (regression.x_train, regression.y_train)]
+    hp, count = scheme.hyperparameters(window), 6  # as many steps as the first seven batches last
+    problem = Problem(model.initial_parameters, batches, hp)
+    walks, position, taken = [scheme.life(problem, i) for i in range(2)], [0, 0], []
+    for worker in [worker for worker in steps if steps.count(worker)]:
+        if position[worker] == 3 * scheme.steps:
+            continue
+        next(walks[worker])
+        taken.append((position[worker] % scheme.steps, worker))
+        position[worker] += 1
+    assert len(problem.log) == count
+    ours = engine(load_scheme(scheme.folder, scheme.name), hp, model, num_workers=2)
+    outcomes = ours.run(*np.array(taken).T)
+    assert np.abs(ours.center - problem.center).max() < 1e-5 * np.abs(problem.center).max()
+    assert outcomes.updated[outcomes.updated >= 0].tolist() == [version for _, _, version in problem.log]
+
+
+def test_samples_come_in_the_order_of_batches(regression):
+    """In any pieces, of shards that differ in size."""
+    shards, sizes = shards_of(regression, 3, BATCH, seed=7), {0: 14, 1: 13, 2: 13}
+    assert [int(n) for n in shards.counts] == list(sizes.values())
+    drawn: dict[int, list[int]] = {i: [] for i in range(3)}
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        workers, counts = rng.integers(0, 3, 5), rng.integers(0, 3, 5) * BATCH
+        numbers, starts = shards.take(workers, counts)
+        for worker, start, count in zip(workers, starts, counts, strict=True):
+            drawn[worker] += numbers[start : start + count].tolist()
+    for i in range(3):
+        with tf.Graph().as_default(), tf.Session() as session:
+            batches = batches_of(regression, i, 3, 7 + i)
+            indices = batches.next(len(drawn[i]) // BATCH)
+            session.run(tf.local_variables_initializer(), batches.init_feed_dict)
+            expected = i + 3 * session.run(indices).ravel()
+        assert drawn[i] == expected.tolist()
+
+
+@pytest.mark.parametrize("num_ps", [1, 2])
+def test_bytes_of_a_round(load_scheme, model, regression, num_ps):
+    """Four bytes a parameter each way; of a read also the global step."""
+    shards, size = shards_of(regression, WORKERS, BATCH, 0), 4 * model.size
+
+    def of(name):
+        scheme = SCHEMES[name]
+        return messages_of(load_scheme(scheme.folder, scheme.name), hyperparameters(scheme), model, shards, num_ps)
+
+    assert of("HogWild") == [[0, size + 8], [0, 0], [size, 0]]
+    assert of("AEASGD") == [[0, 0], [0, size + 8], [size, 0]]
+    assert of("DC-ASGD") == [[0, size + 8], [0, 0], [size, 0]]
+    pull, train, push, wait = of("Synchronous-SGD")
+    assert (pull, train, wait) == ([0, size + 8], [0, 0], [0, 0])
+    assert push[0] >= size
+
+
+def test_a_worker_begins_anew(engine, load_scheme, model):
+    """Its x is x̃, its optimizer is as at first; the others notice nothing."""
+    scheme = SCHEMES["AEAMSGD"]
+    ours = engine(load_scheme("AEAMSGD", "aeamsgd"), hyperparameters(scheme), model)
+    ours.run([0, 1, 2, 0, 1, 2, 0], [0, 0, 0, 1, 1, 1, 2])
+    before, center = ours.replicas, ours.center
+    velocity = next(v for v in ours._variables() if "velocity" in v.name or v.op.name.endswith("/v"))
+    assert np.abs(ours.rows(velocity)[0]).max() > 0
+    ours.run([RESTART], [0])
+    assert np.array_equal(ours.replicas[0], center) and np.array_equal(ours.center, center)
+    assert np.array_equal(ours.replicas[1:], before[1:])
+    assert np.abs(ours.rows(velocity)[0]).max() == 0 < np.abs(ours.rows(velocity)[1]).max()
+
+
+def test_a_model_with_state_of_its_own(images, hogwild):
+    """Dropout differs from worker to worker; moving means are each worker's own, and estimated anew where x̃ is evaluated."""
+    import keras
+
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Flatten(), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5), keras.layers.Dense(3)]
+    model = models.by_labels(keras.Sequential([keras.Input([8, 8, 1]), *layers]), is_classification=True)
+    everything = [np.arange(len(images.x_train))] * 2
+    shards = Shards((images.x_train, images.y_train), everything, 8, seeds=[0, 0])  # the same samples in the same order
+    hp = types.SimpleNamespace(window=1, learning_rate=0.1, num_workers=2)
+    ours = Engine(hogwild, hp, model, shards)
+    outcomes = ours.run([0, 0, 1, 1, 2, 2], [0, 1, 0, 1, 0, 1])
+    assert outcomes.losses[2] != outcomes.losses[3]
+    result = ours.evaluate(images.x_test, images.y_test)
+    assert set(result) == {"loss", "accuracy"} and np.isfinite(result["loss"])
+    ours.close()
+
+
+def test_shards_by_a_dirichlet_distribution():
+    """No sample twice, as many of each; the smaller α, the fewer classes has a worker."""
+    digits = data.load("digits")
+
+    def classes(alpha, seed=0):
+        shards = shards_of(digits, 20, 32, seed, alpha)
+        own = np.split(np.sort(shards._second.reshape(20, -1), axis=1), 20)
+        assert len(set(shards._second.tolist())) == len(shards._second) == 20 * (1438 // 20)
+        return [np.bincount(digits.y_train[numbers.ravel()], minlength=10) / 71 for numbers in own]
+
+    largest = {alpha: np.mean([max(shares) for shares in classes(alpha)]) for alpha in (0.01, 10, 1000)}
+    assert largest[0.01] > 0.9 > 0.6 > largest[10] > 0.25 > largest[1000] > 0.1
+    assert not np.array_equal(classes(1, seed=1), classes(1, seed=2))
+
+
+def test_all_reduce_cannot_be_simulated(load_scheme, model, regression, engine, user_error):
+    with user_error(
+        "the workers of this scheme average among themselves within a step (center.ring), which one worker's graph cannot do "
+        "for all; Synchronous-SGD makes the same updates through the ps, and can be simulated"
+    ):
+        hp = types.SimpleNamespace(learning_rate=0.1, steps_per_call=1, num_workers=WORKERS)
+        engine(load_scheme("Synchronous-SGD", "all_reduce"), hp, model)
+
+
+def test_a_tensor_of_another_step_is_refused(model, regression, engine, user_error):
+    def half_right(center, local, hp):
+        sgd = tf.train.GradientDescentOptimizer(0.1)
+        yield local.pull(center)
+        start = local.value * 1.0
+        yield local.train(1, sgd)
+        yield center.push(sgd, start - local.value)
+
+    with user_error(
+        "half_right uses a tensor in another step than it was made in: keep it in a vector, `yield local.assign(local.vector("
+        '"start"), value)`'
+    ):
+        engine(half_right, types.SimpleNamespace(num_workers=WORKERS), model)
+
+
+def simulate(tmp_path, *arguments):
+    """Runs the program; returns what it printed, and result.json."""
+    program = [sys.executable, ROOT / "Simulation" / "simulate.py", *arguments, f"--run_dir={tmp_path / 'run'}"]
+    done = subprocess.run(program, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads((tmp_path / "run" / "result.json").read_text())
+
+
+def test_program(tmp_path):
+    """A run of a hundred workers, and all that it writes."""
+    arguments = ["DOWNPOUR", "--num_workers=100", "--window=5", "--learning_rate=0.01", "--epochs=20", "--latency_ms=20"]
+    printed, result = simulate(tmp_path, *arguments, "--mbit=100", "--step_cv=0.3", "--non_iid=1", "--away=3:0.1:0.2")
+    assert result["global_steps"] == 180 and result["num_workers"] == len(result["samples_per_worker"]) == 100
+    assert 0.2 < result["virtual_seconds"] < 2 and result["test_accuracy"] > 0.1 and result["restarts"] == 1
+    assert 60 < result["staleness_mean"] < 99
+    assert "100 virtual workers" in printed and "staleness" in printed
+    trace = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
+    assert {event["name"] for event in trace if event["ph"] == "X"} >= {"train", "pull", "push"}
+    for name in ("curve.png", "timeline.png", "model.keras", "metrics/virtual.jsonl"):
+        assert (tmp_path / "run" / name).stat().st_size > 0
+
+
+def test_clock_alone(tmp_path):
+    """For more workers than there are samples, and a model that no machine here could hold."""
+    printed, result = simulate(tmp_path, "HogWild", "--num_workers=5000", "--clock_only", "--parameters=1e12", "--steps=20000")
+    assert result["bytes_up"] == 4e12 and "test_loss" not in result
+    assert result["global_steps"] == 20_000 and result["staleness_max"] == 4999
+
+
+def test_all_schemes_and_equal_seeds():
+    """In one process, as a notebook does; to the byte."""
+    sys.path.insert(0, str(ROOT / "Simulation"))
+    import simulate as program
+
+    few = {"num_workers": 4, "steps": 12, "step_cv": 0.5, "latency_ms": 2, "learning_rate": 0.05}
+    for folder in sorted({scheme.folder for scheme in SCHEMES.values()}):
+        flags: dict[str, Any] = dict(few)
+        if folder == "Synchronous-SGD-different-learning-rates":
+            flags |= {"learning_rates": [0.01, 0.02, 0.03, 0.04]}
+            del flags["learning_rate"]
+        one, again = (program.simulate(folder, **flags) for _ in range(2))
+        assert one.result["global_steps"] == 12, folder
+        assert one.final[0].tobytes() == again.final[0].tobytes(), folder
+        assert one.lines == again.lines, folder
+        if folder == "HogWild":
+            other = program.simulate(folder, **flags, seed=1)
+            assert other.final[0].tobytes() != one.final[0].tobytes()

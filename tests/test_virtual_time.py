@@ -1,0 +1,171 @@
+"""common/virtual_time.py: laws that are known, and what a run can do to its workers."""
+
+import math
+
+import numpy as np
+import pytest
+
+from common.virtual_time import RESTART, Action, Costs, VirtualTime, Waiting
+
+SIZE = 100_000  # bytes of a model
+PULL, TRAIN, PUSH = Action(reads=True, down=SIZE), Action(local_steps=1), Action(writes=True, up=SIZE)
+ALONE = [PULL, TRAIN, PUSH]
+ELASTIC = [Action(local_steps=10), PULL, PUSH]
+TOGETHER = [PULL, TRAIN, PUSH, Action(waits=True)]
+PACED = [Action(waits=True), PULL, TRAIN, PUSH, Action(ticks=True)]
+STEP = 0.01
+
+
+def staleness(schedule):
+    """Of each update, in their order."""
+    made = (schedule.pulled >= 0) & (schedule.updated > schedule.pulled)
+    return schedule.updated[made] - 1 - schedule.pulled[made]
+
+
+@pytest.mark.parametrize("latency", [0, 0.003])
+def test_equal_workers_have_a_staleness_of_n_minus_1(latency):
+    schedule = VirtualTime(ALONE, 7, Costs(step=STEP, latency=latency)).run(updates=100)
+    assert staleness(schedule)[10:].tolist() == [6] * 90
+
+
+def test_one_worker_alone_takes_its_steps_and_round_trips():
+    time = VirtualTime(ALONE, 1, Costs(step=STEP, latency=0.002, bandwidth_up=1e7, bandwidth_down=2e7))
+    schedule = time.run(updates=10)
+    # A request, and then for each update the parameters, a step, the gradient; a pull follows on the ps on the push before.
+    of_round = 0.002 + SIZE / 2e7 + STEP + SIZE / 1e7 + 0.002
+    assert time.now == pytest.approx(0.002 + 10 * of_round)
+    assert staleness(schedule).tolist() == [0] * 10
+
+
+def test_the_end_of_a_call_waits_for_its_pushes():
+    many, one = (VirtualTime(ALONE, 1, Costs(step=STEP, latency=0.002, rounds_per_call=k, call=0.001)) for k in (100, 1))
+    many.run(updates=10)
+    one.run(updates=10)
+    assert one.now - many.now == pytest.approx(9 * (0.002 + 0.002 + 0.001))  # an answer, a request, the call
+
+
+def test_a_barrier_costs_the_mean_of_the_largest_of_n_gamma_times():
+    n, cv = 50, 0.5
+    time = VirtualTime(TOGETHER, n, Costs(step=STEP, step_cv=cv, latency=0.001), Waiting(quorum=n), seed=3)
+    schedule = time.run(updates=2000)
+    largest = np.random.default_rng(1).gamma(1 / cv**2, cv**2, [20_000, n]).max(axis=1).mean() * STEP
+    assert time.now / 2000 == pytest.approx(largest + 2 * 0.001, rel=0.01)
+    assert time.dropped == 0 and not np.any(staleness(schedule))
+
+
+def test_means_of_gamma_times():
+    """Machines and steps apart; a window of ten steps varies less than a step, by the root of ten."""
+    time = VirtualTime([Action(local_steps=10), PULL, PUSH], 400, Costs(step=STEP, machine_cv=0.5, step_cv=0.3), seed=1)
+    schedule = time.run(updates=40_000)
+    assert np.std(time.step_means) / np.mean(time.step_means) == pytest.approx(0.5, rel=0.1)
+    of_step = schedule.seconds[schedule.steps == 0] / 10 / time.step_means[schedule.workers[schedule.steps == 0]]
+    assert of_step.mean() == pytest.approx(1, rel=0.01)
+    assert of_step.std() == pytest.approx(0.3 / math.sqrt(10), rel=0.02)
+
+
+@pytest.mark.parametrize("num_ps", [1, 2])
+def test_a_saturated_ps_serves_what_its_link_can_and_no_more(num_ps):
+    time = VirtualTime(ALONE, 100, Costs(step=STEP, ps_bandwidth=1e8, num_ps=num_ps, latency=0.001))
+    time.run(updates=5000)
+    rate, most = 5000 / time.now, num_ps * 1e8 / SIZE
+    assert 0.97 * most < rate < most
+    few = VirtualTime(ALONE, 2, Costs(step=STEP, ps_bandwidth=1e8, num_ps=num_ps, latency=0.001))
+    few.run(updates=1000)
+    assert 1000 / few.now < 200
+
+
+@pytest.mark.parametrize("staleness_bound", [0, 3])
+def test_a_bound_of_staleness_is_never_broken_and_is_reached(staleness_bound):
+    costs = Costs(step=STEP, machine_cv=0.5, step_cv=0.3)
+    time = VirtualTime(PACED, 20, costs, Waiting(staleness=staleness_bound), seed=2)
+    schedule = time.run(updates=4000)
+    clocks, leads = np.zeros(20, int), []
+    for step, worker in zip(schedule.steps, schedule.workers, strict=True):
+        if step == 1:  # it has come through the wait, and reads
+            leads.append(clocks[worker] - clocks.min())
+        clocks[worker] += step == 4
+    assert max(leads) == staleness_bound
+    assert time.updates == 4000
+
+
+def test_backup_workers_are_not_waited_for():
+    """The time of an update is that of the (n − b)-th of n."""
+    costs = Costs(step=STEP, delay=[0.0] * 9 + [0.5])
+    time = VirtualTime(TOGETHER, 10, costs, Waiting(quorum=9))
+    time.run(updates=100)
+    assert time.now == pytest.approx(100 * STEP)
+    assert time.dropped == 1  # of the slow one, by then
+
+
+def test_an_elastic_exchange_asks_first():
+    time = VirtualTime(ELASTIC, 1, Costs(step=STEP, latency=0.05))
+    time.run(updates=10)
+    # Ten local steps, a request and its answer; the worker does not wait until its push has arrived.
+    assert time.now == pytest.approx(10 * (0.1 + 0.1) + 0.05)
+
+
+def test_equal_seeds_are_equal_runs():
+    costs = Costs(step=STEP, machine_cv=0.4, step_cv=0.4, latency=0.001, ps_bandwidth=1e9)
+
+    def run(seed, parts):
+        time = VirtualTime(ALONE, 30, costs, seed=seed)
+        taken = [time.run(updates=500 * (i + 1) // parts) for i in range(parts)]
+        return [np.concatenate(columns) for columns in zip(*taken, strict=True)]
+
+    one, again, in_parts, other = run(1, 1), run(1, 1), run(1, 5), run(2, 1)
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(one, again, strict=True))
+    assert np.array_equal(one[5][one[5] >= 0], in_parts[5][in_parts[5] >= 0])
+    assert not np.array_equal(one[2][:100], other[2][:100])
+
+
+def test_times_never_go_back_and_rounds_are_in_order():
+    time = VirtualTime(ELASTIC, 9, Costs(step=STEP, step_cv=0.6, latency=0.02, ps_bandwidth=1e7), seed=4)
+    schedule = time.run(updates=300)
+    assert np.all(np.diff(schedule.times) >= 0)
+    for worker in range(9):
+        steps = schedule.steps[schedule.workers == worker]
+        # A push is on its way while the worker trains: the next round's training may come before it.
+        trains, reads, writes = (np.flatnonzero(steps == k) for k in range(3))
+        assert all(trains[: len(reads)] < reads) and all(reads[: len(writes)] < writes)
+
+
+def test_a_worker_that_dies_and_comes_back():
+    """The others go on; what it was doing is lost; it begins a round anew."""
+    costs = Costs(step=STEP, away=[(1, 0.055, 0.2)])
+    schedule = VirtualTime(ALONE, 3, costs).run(until=0.505)
+    mine = schedule.workers == 1
+    assert not np.any(mine & (schedule.times > 0.055) & (schedule.times < 0.2))
+    back = np.flatnonzero(mine & (schedule.steps == RESTART))
+    assert len(back) == 1 and schedule.times[back[0]] == 0.2
+    assert schedule.steps[mine & (schedule.times >= 0.2)][:4].tolist() == [RESTART, 0, 1, 2]
+    assert np.sum(mine & (schedule.steps == 2)) == 5 + 30
+
+
+def test_those_that_wait_for_a_dead_worker_are_named():
+    time = VirtualTime(TOGETHER, 4, Costs(step=STEP, away=[(2, 0.055, math.inf)]), Waiting(quorum=4))
+    time.run(updates=100)
+    assert (time.updates, time.stuck()) == (5, [0, 1, 3])
+    back = VirtualTime(TOGETHER, 4, Costs(step=STEP, away=[(2, 0.055, 0.5)]), Waiting(quorum=4))
+    back.run(updates=100)
+    assert (back.updates, back.stuck()) == (100, [])
+    assert back.now == pytest.approx(0.05 + (0.5 - 0.05) + 0.01 + 94 * STEP)
+
+
+def test_a_warm_start_and_a_worker_that_joins_late():
+    costs = Costs(step=STEP, warm_start=5, start=[0, 0, 1.0])
+    schedule = VirtualTime(ALONE, 3, costs).run(until=0.3)
+    updates = schedule.workers[schedule.steps == 2].tolist()
+    assert updates[:5] == [0] * 5 and set(updates) == {0, 1, 2}
+    late = VirtualTime(ALONE, 3, Costs(step=STEP, start=[0, 0, 1.0])).run(until=1.5)
+    assert late.times[late.workers == 2].min() == 1.0
+    assert staleness(late)[-10:].tolist() == [2] * 10
+
+
+def test_spans_are_what_workers_do():
+    time = VirtualTime(TOGETHER, 2, Costs(step=STEP, delay=[0, STEP], latency=0.001), Waiting(quorum=2), spans_until=0.05)
+    time.run(updates=10)
+    fast = [span for span in time.spans if span.worker == 0]
+    assert {span.part for span in fast} == {"pull", "train", "push", "wait"}
+    waits = [span.end - span.start for span in fast if span.part == "wait"]
+    np.testing.assert_allclose(waits, STEP)  # for the one that takes twice as long
+    assert all(span.start < 0.05 for span in time.spans)
