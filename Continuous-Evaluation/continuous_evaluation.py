@@ -19,7 +19,6 @@ import sys
 from pathlib import Path
 
 from common import models, tf
-from common.checkpoints import checkpoints_in
 from common.flags import UserError
 from common.main import main
 from common.words import BUILDING, LOADING, doing, meanwhile
@@ -35,6 +34,8 @@ def new_checkpoints(checkpoint_dir, has_ended):
       checkpoint_dir: where the chief saves them.
       has_ended: function that says whether it has saved the last.
     """
+    from common.checkpoints import checkpoints_in  # here, as it imports tensorflow
+
     seen = None
 
     def nothing_follows():

@@ -165,12 +165,12 @@ class _Shards:
         self._batches, self.num_workers, self.batch_size = batches, len(batches), batches[0].batch_size
         apart: dict = {}  # the same arrays are needed once
         for each in batches:
-            apart.setdefault(id(arrays_in(each.arrays[0])[0]), each)
+            apart.setdefault(_key(each), each)
         places, begun = {}, 0
         for key, each in apart.items():
             places[key] = begun
             begun += each.num_samples
-        self._offsets = [places[id(arrays_in(each.arrays[0])[0])] for each in batches]
+        self._offsets = [places[_key(each)] for each in batches]
         parts = zip(*(each.arrays for each in apart.values()), strict=True)
         self.samples = tuple(_joined(part) for part in parts)
         self._positions = [0] * self.num_workers
@@ -189,6 +189,11 @@ class _Shards:
             drawn.append(self._offsets[worker] + self._batches[worker].numbers(k))
             self._positions[worker] += size
         return np.concatenate(drawn).astype(np.int32), np.cumsum(sizes) - sizes
+
+
+def _key(batches):
+    """Which arrays some batches are drawn from."""
+    return tuple(id(array) for part in batches.arrays for array in arrays_in(part))
 
 
 def _joined(parts):

@@ -138,7 +138,7 @@ def test_towers_equal_one_process_with_their_batches_in_one(request, build, mult
         with build(dataset, their_x, their_y) as (center, towers):
             rounds = build_rounds(multiple_gpus.multiple_gpus, center, towers, hp, rounds=4)
             session = initialized(center, towers)
-            _, loss, steps, _ = session.run(rounds)
+            _, loss, steps, *_ = session.run(rounds)
             results.append((session.run(center.pieces[0]), loss))
             assert steps.tolist() == [[0, 1], [1, 2], [2, 3], [3, 4]]
     (several, loss_of_several), (one, loss_of_one) = results

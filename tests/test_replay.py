@@ -117,3 +117,22 @@ def test_nobody_waits_for_what_was_before_the_restart(regression):
         replay.restart()
     assert steps == [3 * 5, 3 * 5]
     replay.close()
+
+
+def test_workers_may_share_samples_and_differ_in_labels(regression):
+    """One array of x, and a y for each worker: each learns from its own."""
+    x, y = regression.x_train, regression.y_train
+    labels = [y, -y]
+
+    def make_batches(i):
+        return Batches(x, labels[i], len(x), seed=0, name=f"batches_{i}")
+
+    hp = types.SimpleNamespace(learning_rate=0.01)
+    replay = Replay(hogwild_like, hp, models.build("linear", regression), make_batches)
+    for worker in (0, 0, 1, 1):
+        replay.step(worker)  # pulls, trains
+    losses = dict(replay.losses)
+    assert abs(losses[0] - losses[1]) > 0.1
+    one, other = replay.replicas - replay.center
+    assert np.abs(one - other).max() > 0.01
+    replay.close()
