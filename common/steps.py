@@ -178,6 +178,7 @@ class _Timer:
     def __init__(self, here, there):
         self._begin = self._stamp(here), self._stamp(there)
         self.begin = self._begin[0].op
+        self._looks_at_ps = True  # until a step has trained, or ended on the worker
         self._steps: list[tuple[Any, Any, Any]] = []  # a step, and when its operations ended on the worker, and on the ps
         self._within: list[tuple[str, str, Any]] = []  # a part, of which other part it is a part, and its seconds, a variable
         self._new: list[tuple[str, Any]] = []  # the same, of the present step
@@ -186,14 +187,16 @@ class _Timer:
         """This step is the next one of the round. Returns the operations on the worker after which the step behind it comes."""
         there = [op for op in step.operations if is_on_ps(op)]
         here = [op for op in step.operations if not is_on_ps(op)]
-        ended = self._stamp(here) if here else None
+        # A round that begins with a read begins when the ps is ready for it. That is noted, too, before the worker goes on.
+        looks, self._looks_at_ps = self._looks_at_ps, self._looks_at_ps and not here and step.part != "train"
+        ended = self._stamp(here, [self._begin[1].op] if looks and step.part != "train" else []) if here else None
         self._steps.append((step, ended, self._stamp(there) if there else None))
         self._within += [(part, step.part, total) for part, total in self._new]
         self._new = []
         return [] if ended is None else [ended.op]
 
-    def _stamp(self, operations):
-        here = []
+    def _stamp(self, operations, after=()):
+        here = list(after)
         with tf.control_dependencies(None):
             for device in sorted({op.device for op in operations}):  # one message from each ps
                 with tf.device(device), tf.control_dependencies([op for op in operations if op.device == device]):

@@ -143,7 +143,7 @@ def parts_at(monkeypatch, graph, initialized, model, known_batches, batches, ser
         center = GlobalParameters(model.initial_parameters, 1, task.device_fn())
         stamps = []
 
-        def stamp(self, operations):
+        def stamp(self, operations, after=()):
             stamps.append(tf.placeholder(tf.float64, []))
             return stamps[-1]
 
