@@ -101,6 +101,18 @@ def define_own():
     define_number("trace_secs", None, "virtual seconds in timeline.png and trace.json (default: some rounds)", least=0)
 
 
+@contextlib.contextmanager
+def _flags_of_one_run():
+    """Removes, at the end, the flags defined in its block: they are global, and another run in this process defines its own."""
+    before = set(absl_flags.FLAGS)
+    try:
+        yield
+    finally:
+        for name in set(absl_flags.FLAGS) - before:
+            delattr(absl_flags.FLAGS, name)
+
+
+@_flags_of_one_run()
 def parse(arguments):
     """Returns the `Folder` and the settings that a command line asks for.
 
@@ -109,7 +121,6 @@ def parse(arguments):
     """
     if not arguments or arguments[0].startswith("-"):
         raise UserError("name a scheme first, as `bash Simulation/run.sh HogWild --num_workers=1000`")
-    forget_flags()
     folder = folder_of(arguments[0])
     has_own_decay = "weight_decay" in absl_flags.FLAGS
     define_own()
@@ -134,14 +145,6 @@ def parse(arguments):
     if folder.check:
         folder.check(settings)
     return folder, settings
-
-
-def forget_flags():
-    """Forgets the flags of a scheme that was simulated before, in the same process."""
-    values = absl_flags.FLAGS
-    for name in flags.own_names(values):
-        if name in values:
-            delattr(values, name)
 
 
 def costs_of(settings):

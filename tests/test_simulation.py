@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import test_schemes
 import test_synchronous_schemes
+from absl import flags as absl_flags
 from oracle import Problem
 from runs import ROOT
 
@@ -267,6 +268,7 @@ def test_all_schemes_and_equal_seeds():
     sys.path.insert(0, str(ROOT / "Simulation"))
     import simulate as program
 
+    flags_before = set(absl_flags.FLAGS)
     few = {"num_workers": 4, "steps": 12, "step_cv": 0.5, "latency_ms": 2, "learning_rate": 0.05}
     for folder in sorted({scheme.folder for scheme in SCHEMES.values()}):
         flags: dict[str, Any] = dict(few)
@@ -280,3 +282,4 @@ def test_all_schemes_and_equal_seeds():
         if folder == "HogWild":
             other = program.simulate(folder, **flags, seed=1)
             assert other.final[0].tobytes() != one.final[0].tobytes()
+    assert set(absl_flags.FLAGS) == flags_before
