@@ -98,6 +98,8 @@ def define_own():
     define_number("non_iid", None, "α of a Dirichlet distribution: the smaller, the more the workers' classes differ", above=0)
     absl_flags.DEFINE_bool("clock_only", False, "no model is trained: virtual time alone, of speed, staleness, waiting")
     define_number("parameters", None, "with --clock_only: size of the model, as 25e6 (default: that of --model)", least=1)
+    text = "folders of real runs of the scheme, from which --step_ms, --step_cv and --latency_ms are found"
+    absl_flags.DEFINE_list("calibrate", [], text)
     define_number("trace_secs", None, "virtual seconds in timeline.png and trace.json (default: some rounds)", least=0)
 
 
@@ -140,6 +142,10 @@ def parse(arguments):
         count = len(getattr(settings, name) or [])
         if count > settings.num_workers or (name not in ("start_at", "delays") and count not in (0, 1, settings.num_workers)):
             raise UserError(f"--{name} has {count} for {settings.num_workers} workers: give one for all, or one for each")
+    if settings.calibrate and (given := flags.present(values, "step_ms", "step_cv", "machine_cv", "latency_ms", "call_ms")):
+        raise UserError(f"--calibrate finds what a step and a message take: leave out --{given[0]}")
+    if settings.calibrate and settings.parameters:
+        raise UserError("--calibrate needs the model of the real runs: leave out --parameters")
     if settings.parameters and not settings.clock_only:
         raise UserError("--parameters is for --clock_only: a model that is trained has the size that it has")
     if folder.check:
@@ -157,8 +163,7 @@ def costs_of(settings):
         return numbers[0] * scale if len(numbers) == 1 else np.array([*numbers, *[0.0] * (n - len(numbers))]) * scale
 
     down = per_worker(settings.mbit, MBIT, math.inf)
-    delays = settings.delays or []
-    starts = settings.start_at or []
+    delays, starts = settings.delays or [], settings.start_at or []
     return Costs(
         step=settings.step_ms / 1000,
         machine_cv=settings.machine_cv,
@@ -198,6 +203,7 @@ class Run:
       clock: the `common.virtual_time.VirtualTime`, at its end.
       schedule: the `common.virtual_time.Schedule` of all that happened.
       last: the global step to stop at.
+      calibration: with --calibrate, what was found, in seconds, and how well it fits; else None.
       engine: the `common.simulation.Engine`; None with --clock_only.
       lines: what was measured, a list of dicts, as in metrics/*.jsonl; "time" is virtual.
       result: what result.json says.
@@ -205,41 +211,85 @@ class Run:
     """
 
     def __init__(self, folder, settings):
-        from common import data, models, simulation, training
-        from common.schedules import schedule_of
+        from common import data, models, training
 
-        self.settings, self.lines, self.final = settings, [], None
-        n = settings.num_workers
-        dataset = data.load(settings.data, settings.seed)
-        self._dataset, small = dataset, settings.clock_only and settings.parameters
-        if small:  # only the steps count, and how many bytes they send in proportion
-            dataset = data.load("linear")
-        self.model = models.build("linear" if small else settings.model, dataset, settings.seed, settings.loss)
-        if settings.clock_only and dataset.num_samples < n:
-            numbers = [np.arange(dataset.num_samples)] * n
-            samples = tuple(data.mapped(lambda array: array[:], part) for part in dataset.train)
-            shards = simulation.Shards(samples, numbers, settings.batch_size, range(n))
-        else:
-            shards = simulation.shards_of(dataset, n, settings.batch_size, settings.seed, settings.non_iid)
-        schedule = schedule_of(settings)
-        if schedule:
-            schedule.ask = lambda: training.last_step(settings, dataset.num_samples, self._gradients())
-        messages = simulation.messages_of(folder.scheme, settings, self.model, shards, settings.num_ps)
-        if small:
-            scale = settings.parameters / self.model.size
-            messages = [[round(scale * size) for size in each] for each in messages]
-        self.engine = None
-        engine = simulation.Engine(
-            folder.scheme, settings, self.model, shards, settings.num_ps, schedule, settings.clip_norm, messages
-        )
+        self.settings, self.lines, self.final, self._folder, self._training = settings, [], None, folder, training
+        self._dataset = dataset = data.load(settings.data, settings.seed)
+        small = settings.clock_only and settings.parameters
+        # If only steps count, and bytes in proportion, any model will do.
+        self._shown = data.load("linear") if small else dataset
+        self.model = models.build("linear" if small else settings.model, self._shown, settings.seed, settings.loss)
+        self.engine = engine = self._engine(settings, settings.parameters / self.model.size if small else 1)
         self.actions, self.waiting, self.costs = engine.actions, engine.waiting, costs_of(settings)
-        self.optimizers = engine.optimizers
-        self.last = training.last_step(settings, self._dataset.num_samples, self._gradients())
+        self.optimizers, self.calibration = engine.optimizers, None
+        self.last = self._last_of(self._gradients())
+        if settings.calibrate:
+            self._calibrate()
         if settings.clock_only:
             engine.close()
+            self.engine = None
+
+    def _engine(self, settings, scale=1):
+        """Returns the `common.simulation.Engine` of so many workers; the bytes of messages are multiplied by `scale`."""
+        from common import simulation
+        from common.schedules import schedule_of
+
+        n, dataset, scheme = settings.num_workers, self._shown, self._folder.scheme
+        if settings.clock_only:  # there may be more workers than samples
+            shards = simulation.Shards(dataset.train, [np.arange(dataset.num_samples)] * n, settings.batch_size, range(n))
         else:
-            self.engine = engine
-        self._training = training
+            shards = simulation.shards_of(dataset, n, settings.batch_size, settings.seed, settings.non_iid)
+        messages = simulation.messages_of(scheme, settings, self.model, shards, settings.num_ps)
+        messages = [[round(scale * size) for size in each] for each in messages]
+        return simulation.Engine(
+            *(scheme, settings, self.model, shards, settings.num_ps),
+            schedule=schedule_of(settings),
+            last_of=self._last_of,
+            clip_norm=settings.clip_norm,
+            messages=messages,
+        )
+
+    def _last_of(self, gradients):
+        return self._training.last_step(self.settings, self._dataset.num_samples, gradients)
+
+    def _calibrate(self):
+        """Finds the costs of steps and messages, and how well they fit."""
+        import calibrate
+
+        settings, local_steps = self.settings, sum(action.local_steps for action in self.actions)
+        windows = sum(action.local_steps > 0 for action in self.actions)
+        usual = self._training.rounds_worth_a_call(self.model, windows, local_steps)
+        runs, clocks = [], []
+        for path in settings.calibrate:
+            run = calibrate.read(path, local_steps)
+            calibrate.check(run, settings, self.model.description)
+            runs.append(run)
+            clocks.append(self._clock_of(run, usual))
+        found = calibrate.fit(runs, clocks, local_steps)
+        vars(self.costs).update(found._asdict(), rounds_per_call=settings.rounds_per_call or usual)
+        self.calibration = {
+            **found._asdict(),
+            "runs": [calibrate.report(*pair, found) for pair in zip(runs, clocks, strict=True)],
+        }
+
+    def _clock_of(self, run, usual):
+        """Returns a function of what was found that returns the `VirtualTime` of the workers of a real run."""
+        n, made = run.result["num_workers"], {name: run.result[name] for name in ("delays", "rounds_per_call")}
+        links = {name: (getattr(self.settings, name) or [])[:n] for name in ("mbit", "mbit_up")}
+        settings = self.settings.but(num_workers=n, start_at=None, away=[], clock_only=True, **made, **links)
+        if n == self.settings.num_workers:
+            actions, waiting = self.actions, self.waiting
+        else:
+            engine = self._engine(settings)
+            actions, waiting = engine.actions, engine.waiting
+            engine.close()
+
+        def clock(found):
+            costs = costs_of(settings.but(latency_ms=None))
+            vars(costs).update(found._asdict(), rounds_per_call=settings.rounds_per_call or usual)
+            return VirtualTime(actions, n, costs, waiting, self.settings.seed)
+
+        return clock
 
     def _gradients(self):
         return self.waiting.quorum or 1
@@ -378,6 +428,7 @@ class Run:
             "parts": shares,
             "staleness_mean": float(np.mean(stale)) if len(stale) else None,
             "staleness_max": int(np.max(stale, initial=0)),
+            "staleness": {str(k): int(n) for k, n in zip(*np.unique(stale, return_counts=True), strict=True)},
             "gradients_dropped": int(self.clock.dropped),
             "gradients_per_update": self._gradients(),
             "bytes_up": sum(a.up for a in self.actions),
@@ -386,6 +437,8 @@ class Run:
             "minimizes": self.model.minimizes,
             "restarts": int(np.sum(self.schedule.steps == -1)),
         }
+        if self.calibration:
+            self.result["calibration"] = self.calibration
         if self.engine:
             last = self.lines[-1]
             self.result |= {k: v if math.isfinite(v) else None for k, v in last.items() if k.startswith("test_")}
@@ -443,6 +496,8 @@ def write(run, where):
     say(f"minimizes {run.model.minimizes}, by {', '.join(on).replace('GradientDescent', 'SGD') or 'the steps of the scheme'}")
     up, down = (sum(getattr(action, name) for action in run.actions) for name in ("up", "down"))
     say(f"a round sends {up:,} bytes to the ps and gets {down:,}")
+    for line in calibrated(run.calibration):
+        say(line)
     run.tell_time()
     took = time.time() - settings.began
     say(f"{run.clock.updates:,} updates in {run.clock.now:.4g} virtual seconds, known after {took:.1f} s")
@@ -466,6 +521,22 @@ def write(run, where):
     draw_timeline(run, where / "timeline.png")
     _summary(run, where)
     return 0
+
+
+def calibrated(calibration):
+    """Returns lines that say what was found, and how well it fits; none if there was no calibration."""
+    if not calibration:
+        return []
+    step, latency = 1000 * calibration["step"], 1000 * calibration["latency"]
+    lines = [f"calibrated: --step_ms={step:.4g} --step_cv={calibration['step_cv']:.3g} --latency_ms={latency:.4g}"]
+    for run in calibration["runs"]:
+        workers = f"{run['num_workers']} worker{'s' * (run['num_workers'] > 1)}"
+        lines.append(
+            f"{run['run']}, {workers}: {run['rounds_per_second']:.1f} rounds/s, and "
+            f"{run['simulated_rounds_per_second']:.1f} with these numbers; staleness {run['staleness_mean']:.2f}, and "
+            f"{run['simulated_staleness_mean']:.2f} (total variation {run['staleness_distance']:.2f})"
+        )
+    return lines
 
 
 def _as_text(line):

@@ -130,6 +130,7 @@ class MetricsHook(tf.train.SessionRunHook):
         self._first = self._began = self._called = 0.0  # the time of the first call, of the last line, and of the last call
         # Of the rounds that were timed, all of them and those since the last line.
         self._parts, self._new_parts = _Parts(), _Parts()
+        self._timed_rounds: list[dict[str, float]] = []  # since the last line
         self._is_timed = False  # whether this session has timed a round; the first takes long, as it prepares the graph
         self._step = 0
 
@@ -168,6 +169,7 @@ class MetricsHook(tf.train.SessionRunHook):
         if parts and self._is_timed:
             self._parts.add(parts)
             self._new_parts.add(parts)
+            self._timed_rounds.append({part: round(float(seconds), 6) for part, seconds in parts.items()})
         self._is_timed = self._is_timed or bool(parts)
         for pulled, updated in steps.tolist():
             if updated > pulled:
@@ -205,6 +207,7 @@ class MetricsHook(tf.train.SessionRunHook):
         dropped = {"gradients_dropped": self._new_dropped} if self._new_dropped else {}
         staleness, self._new, self._new_dropped = self._new, collections.Counter(), 0
         parts, self._new_parts = shares_of_parts([self._new_parts.mean()]), _Parts()
+        timed, self._timed_rounds = self._timed_rounds, []
         self._log.write(
             self._step,
             loss=self._loss_sum / self._num_calls,
@@ -212,7 +215,7 @@ class MetricsHook(tf.train.SessionRunHook):
             **speed,
             staleness_mean=sum(k * n for k, n in staleness.items()) / updates if updates else None,
             staleness={str(k): n for k, n in sorted(staleness.items())},
-            **(parts if parts["parts"] else {}),
+            **({**parts, "timed_rounds": timed} if parts["parts"] else {}),
             **dropped,
         )
         self._loss_sum, self._num_calls, self._began = 0.0, 0, time.perf_counter()

@@ -32,7 +32,8 @@ class Engine:
       model: a `common.models.Model`.
       shards: the `Shards` of the workers.
       num_ps: pieces of the global parameters.
-      schedule: function of the global step, a tensor, that returns a factor of the learning rate; None for none.
+      schedule: a `common.schedules.Schedule` of the learning rate; None for none.
+      last_of: function of the number of gradients per update that returns the global step at which the schedule ends.
       clip_norm: see `common.local.LocalParameters`.
       messages: of each step the bytes (up, down), see `messages_of`; None for none.
       optimize: whether TensorFlow optimizes the graph first: a second, which is won back in a thousand steps.
@@ -47,7 +48,19 @@ class Engine:
       UserError: if the scheme cannot be simulated.
     """
 
-    def __init__(self, scheme, hp, model, shards, num_ps=1, schedule=None, clip_norm=None, messages=None, optimize=True):
+    def __init__(
+        self,
+        scheme,
+        hp,
+        model,
+        shards,
+        num_ps=1,
+        schedule=None,
+        last_of=None,
+        clip_norm=None,
+        messages=None,
+        optimize=True,
+    ):
         self._model, self._shards, self.graph = model, shards, tf.Graph()
         n = shards.num_workers
         with self.graph.as_default():
@@ -60,9 +73,11 @@ class Engine:
             before = set(tf.local_variables())
             batches.at = tf.constant(0)
             local = LocalParameters(center, model, batches, "worker", tf.constant(0), n, clip_norm=clip_norm)
+            self._local = local
+            if schedule:
+                schedule.ask = lambda: last_of(self._waiting().quorum or 1)
             own = _per_worker(hyperparameters(hp, center, local), local)
             self.steps = build_steps(scheme, center, local, own)
-            self._local = local
             mine = [v for v in tf.local_variables() if v not in before]
             self._rows = {v.ref(): _rows(v, n, i) for i, v in enumerate(mine)}
             uses = [_uses(step.operations, mine) for step in self.steps]

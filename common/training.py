@@ -115,6 +115,7 @@ def train(scheme, task, settings):
     if outcome.evaluated:
         optimizers = ", ".join(sorted(center.optimizers.names | local.optimizers.names))
         more = {"samples": outcome.samples, "parameters": model.size, "optimizer": optimizers, "minimizes": model.minimizes}
+        more |= {"delays": settings.delays or [], "rounds_per_call": settings.rounds_per_call}
         write_result(settings, task, outcome.reports, *outcome.evaluated, gradients_per_update=gradients, **more)
     return outcome.status
 
@@ -206,7 +207,7 @@ class _Turn:
             self._first = now
             return calls in (2, 3, 10) or calls % 40 == 0  # a call has 50 rounds
         if self._is_now or calls == 4:
-            self._next = now + max(1.0, 40 * taken, (now - self._first) / 100)
+            self._next = now + max(1.0, 20 * taken, (now - self._first) / 100)
         self._is_now = now >= self._next
         return self._is_now
 

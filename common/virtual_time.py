@@ -73,7 +73,8 @@ class Costs:
       rounds_per_call: after so many rounds a worker waits until the ps say that its pushes are applied.
       latency: per worker, from sending a message to its arrival at the other end, without what its bytes take.
       bandwidth_up, bandwidth_down: of each worker's link.
-      ps_bandwidth: of a ps, each way; it receives, and sends, one message after the other.
+      ps_bandwidth: of a ps, each way; it receives, and sends, one message after the other. What comes first of a message goes
+        on while the rest is still on the worker's link, so on two equal links it takes the time of one.
       read, apply: what the ps take for a read, and for an update, one after the other.
       start: per worker, when it begins.
       away: (worker, from, until) of workers that die, and begin anew if `until` is finite.
@@ -320,8 +321,9 @@ class VirtualTime:
         now = max(now, self._applied[worker])
         at = now
         if action.up and self._nic:
-            at = max(now, self._nic_in) + action.up * self._nic
-            self._nic_in = at
+            # What came first went on while the rest was on the link.
+            began = max(now - action.up * self._up[worker], self._nic_in)
+            at = self._nic_in = max(now, began + action.up * self._nic)
             self.busy += action.up * self._nic
         at = self._served(action, at)
         if action.writes:
@@ -379,10 +381,11 @@ class VirtualTime:
 
     def _comes_down(self, worker, now, action):
         """Returns when what a worker has read is there."""
-        left = now
+        began = left = now
         if self._nic:
-            left = self._nic_out = max(now, self._nic_out) + action.down * self._nic
-        received = max(left, self._down_free[worker]) + action.down * self._down[worker]
+            began = max(now, self._nic_out)
+            left = self._nic_out = began + action.down * self._nic
+        received = max(left, max(began, self._down_free[worker]) + action.down * self._down[worker])
         self._down_free[worker] = received
         end = received + self._latency[worker]
         self._note(worker, "pull", now, end)

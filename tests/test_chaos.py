@@ -44,6 +44,7 @@ NEW = begins(10.0, "new", 0)
             [],
             "parameters were restored from model.ckpt-900, though no ps",
         ),
+        ([], begins(22.0, "restored from model.ckpt-1000", 1000), [], ""),
         ([], begins(22.0, "found on the ps", 1000), [], ""),
         ([], begins(22.0, "found on the ps", 500), [], "the parameters found on the ps are of step 500, after one of 1000"),
     ],

@@ -253,6 +253,7 @@ def test_first_timed_call_of_a_session_is_not_counted(tmp_path, graph):
     log.close()
     (line,) = map(json.loads, (tmp_path / "metrics" / "worker-1.jsonl").read_text().splitlines())
     assert line["parts"] == {"pull": 0.6667, "train": 0.3333} and line["round_seconds"] == 3.0
+    assert line["timed_rounds"] == [{"pull": 3.0, "train": 1.0}, {"pull": 1.0, "train": 1.0}]
 
 
 def test_line_and_table_say_the_parts(tmp_path):

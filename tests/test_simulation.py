@@ -263,11 +263,16 @@ def test_clock_alone(tmp_path):
     assert result["global_steps"] == 20_000 and result["staleness_max"] == 4999
 
 
-def test_all_schemes_and_equal_seeds():
-    """In one process, as a notebook does; to the byte."""
+@pytest.fixture(scope="module")
+def program():
     sys.path.insert(0, str(ROOT / "Simulation"))
-    import simulate as program
+    import simulate
 
+    return simulate
+
+
+def test_all_schemes_and_equal_seeds(program):
+    """In one process, as a notebook does; to the byte."""
     flags_before = set(absl_flags.FLAGS)
     few = {"num_workers": 4, "steps": 12, "step_cv": 0.5, "latency_ms": 2, "learning_rate": 0.05}
     for folder in sorted({scheme.folder for scheme in SCHEMES.values()}):
@@ -283,3 +288,78 @@ def test_all_schemes_and_equal_seeds():
             other = program.simulate(folder, **flags, seed=1)
             assert other.final[0].tobytes() != one.final[0].tobytes()
     assert set(absl_flags.FLAGS) == flags_before
+
+
+STEP_MS, STEP_CV, LATENCY_MS = 4.0, 0.3, 15.0
+
+
+@pytest.fixture(scope="module")
+def real_run(tmp_path_factory, program):
+    """What a real run of two workers on such machines and links would write, a folder."""
+    costs = {"step_ms": STEP_MS, "step_cv": STEP_CV, "latency_ms": LATENCY_MS, "rounds_per_call": 5}
+    delays = [40, 60]
+    run = program.simulate("HogWild", num_workers=2, delays=delays, clock_only=True, steps=2000, **costs)
+    folder = tmp_path_factory.mktemp("real")
+    (folder / "metrics").mkdir()
+    (folder / "result.json").write_text(json.dumps(run.result | {"delays": delays, "rounds_per_call": 5}))
+    (folder / "model.json").write_text(json.dumps({"variables": run.model.description}))
+    schedule, lines = run.schedule, []
+    for worker in range(2):
+        own = schedule.workers == worker
+        trained = schedule.seconds[own & (schedule.seconds > 0)]
+        made = own & (schedule.pulled >= 0) & (schedule.updated > schedule.pulled)
+        counts = zip(*np.unique((schedule.updated - 1 - schedule.pulled)[made], return_counts=True), strict=True)
+        line = {"time": 1.0, "worker": worker, "global_step": 2000, "last_step": 2000}
+        line["samples_per_second"] = 32 * len(trained) / run.clock.now
+        line["timed_rounds"] = [{"train": seconds} for seconds in trained.tolist()]
+        lines.append([line, line | {"staleness": {str(k): int(n) for k, n in counts}}])
+    for worker, own in enumerate(lines):
+        text = "".join(json.dumps(line) + "\n" for line in own)
+        (folder / "metrics" / f"worker-{worker}.jsonl").write_text(text)
+    return folder
+
+
+def test_a_schedule_of_the_learning_rate_ends_with_the_run(program):
+    """Also where an update is of several workers' gradients."""
+    for scheme, last in ("HogWild", 45), ("Synchronous-SGD", 15):
+        run = program.simulate(scheme, num_workers=3, learning_rate_schedule="linear", epochs=1)
+        assert run.result["global_steps"] == run.last == last
+
+
+def test_calibration_finds_what_a_run_was_made_with(program, real_run):
+    """And what four workers would do: the other two are slower, and there were none of them."""
+    more = {"clock_only": True, "steps": 2000, "delays": [40, 60, 80, 100], "rounds_per_call": 5}
+    run = program.simulate("HogWild", num_workers=4, calibrate=[real_run], **more)
+    found = run.calibration
+    assert 1000 * found["step"] == pytest.approx(STEP_MS, rel=0.02)
+    assert found["step_cv"] == pytest.approx(STEP_CV, rel=0.05)
+    assert 1000 * found["latency"] == pytest.approx(LATENCY_MS, rel=0.02)
+    (fit,) = found["runs"]
+    assert fit["simulated_rounds_per_second"] == pytest.approx(fit["rounds_per_second"], rel=0.01)
+    assert fit["staleness_distance"] < 0.05
+    costs = {"step_ms": STEP_MS, "step_cv": STEP_CV, "latency_ms": LATENCY_MS}
+    known = program.simulate("HogWild", num_workers=4, **costs, **more)
+    for key in "samples_per_second", "staleness_mean":
+        assert run.result[key] == pytest.approx(known.result[key], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "scheme, flags, line",
+    [
+        ("HogWild", {"calibrate": ["/nowhere"]}, "--calibrate=/nowhere: expected the folder of a run of a scheme"),
+        ("HogWild", {"step_ms": 3}, "--calibrate finds what a step and a message take: leave out --step_ms"),
+        ("Dynamic-SGD", {}, "it is a run of HogWild, and this is Dynamic-SGD"),
+        ("HogWild", {"batch_size": 16}, "it was made with --batch_size=32, and this is 16"),
+        ("HogWild", {"model": "linear"}, "it trained another model than --model=linear"),
+    ],
+)
+def test_what_cannot_be_calibrated_is_one_line(program, real_run, user_error, scheme, flags, line):
+    with user_error(line):
+        program.simulate(scheme, **{"calibrate": [real_run], "clock_only": True, "steps": 10, **flags})
+
+
+def test_a_run_that_timed_no_round(program, real_run, user_error, tmp_path):
+    for name in "result.json", "model.json":
+        (tmp_path / name).write_text((real_run / name).read_text())
+    with user_error("worker 0 has timed no round, or is too short: let it train for longer"):
+        program.simulate("HogWild", calibrate=[tmp_path], clock_only=True, steps=10)

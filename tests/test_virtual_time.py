@@ -1,5 +1,6 @@
 """common/virtual_time.py: laws that are known, and what a run can do to its workers."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -35,6 +36,18 @@ def test_one_worker_alone_takes_its_steps_and_round_trips():
     of_round = 0.002 + SIZE / 2e7 + STEP + SIZE / 1e7 + 0.002
     assert time.now == pytest.approx(0.002 + 10 * of_round)
     assert staleness(schedule).tolist() == [0] * 10
+
+
+def test_two_equal_links_take_the_time_of_one():
+    """What comes first of a message goes on while the rest is on the link before."""
+    costs = Costs(step=STEP, bandwidth_up=1e7, bandwidth_down=1e7)
+    of_one, of_two = VirtualTime(ALONE, 1, costs), VirtualTime(ALONE, 1, dataclasses.replace(costs, ps_bandwidth=1e7))
+    for time in of_one, of_two:
+        time.run(updates=10)
+    assert of_two.now == pytest.approx(of_one.now)
+    slower = VirtualTime(ALONE, 1, dataclasses.replace(costs, ps_bandwidth=5e6))
+    slower.run(updates=10)
+    assert slower.now - of_one.now == pytest.approx(10 * 2 * (SIZE / 5e6 - SIZE / 1e7))
 
 
 def test_the_end_of_a_call_waits_for_its_pushes():
