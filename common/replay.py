@@ -56,7 +56,7 @@ class Replay:
         self.updates: list[Update] = []
         self.dropped: list[tuple[int, int]] = []
         self.losses: list[tuple[int, float]] = []
-        self._turns = Turns(num_workers, self._engine.waiting)
+        self._turns, self._is_together = Turns(num_workers, self._engine.waiting), self._engine.waiting.quorum is not None
         self._next, self._known = [0] * num_workers, [0] * num_workers
         self._own = [0] * num_workers  # updates since the pull
         self._times = [(0.0, i) for i in range(num_workers)]
@@ -89,47 +89,59 @@ class Replay:
         """
         if self.has_to_wait(worker):
             raise RuntimeError(f"worker {worker} has to wait for others")
+        at = self._begin(worker)
+        self._do([at], [worker])
+        return self.actions[at].local_steps > 0
+
+    def _begin(self, worker):
+        """This worker's next step is one that is done next: notes who may go on then. Returns the number of the step."""
         at, action = self._next[worker], self.actions[self._next[worker]]
         self._next[worker] = (at + 1) % len(self.steps)
-        pulled, updated, step_before, loss = (column[0] for column in self._engine.run([at], [worker]))
-        if action.reads:
-            self._known[worker], self._own[worker] = int(pulled), 0
         if action.waits:
             self._turns.pass_by(worker)
         if action.ticks:
             self._turns.tick(worker)
-        if action.local_steps:
-            self.losses.append((worker, float(loss)))
         if action.writes:
-            self._update(worker, int(updated), int(step_before))
-        return action.local_steps > 0
+            self._global_step += self._turns.give(worker)[1] if self._is_together else 1
+        return at
+
+    def _do(self, steps, workers):
+        """Does steps of workers, and notes what comes of them."""
+        columns = (column.tolist() for column in self._engine.run(steps, workers))
+        for at, worker, pulled, updated, step_before, loss in zip(steps, workers, *columns, strict=True):
+            action = self.actions[at]
+            if action.reads:
+                self._known[worker], self._own[worker] = pulled, 0
+            if action.local_steps:
+                self.losses.append((worker, loss))
+            if action.writes:
+                self._update(worker, updated, step_before)
 
     def _update(self, worker, updated, step_before):
         known = self._known[worker]
-        if step_before < 0:  # alone
-            self._global_step = updated
+        if not self._is_together:
             self.updates.append(Update(worker, known, updated, updated - 1 - known - self._own[worker]))
+        elif updated > step_before:
+            self.updates.append(Update(worker, known, updated, updated - 1 - known))
         else:
-            self._global_step += self._turns.give(worker)[1]
-            if updated > step_before:
-                self.updates.append(Update(worker, known, updated, updated - 1 - known))
-            else:
-                self.dropped.append((worker, updated))
+            self.dropped.append((worker, updated))
         self._own[worker] += 1
 
     def run(self, updates, duration=lambda worker: 1.0):
-        """Lets all workers run at their own pace until there are so many more updates.
+        """Lets all workers run at their own pace until there are so many more updates, all in one call of the session.
 
         Args:
           updates: number of updates, of all workers together.
           duration: function of the worker that returns how long its next local training takes; the rest takes no time.
         """
-        last = self._global_step + updates
+        last, steps, workers = self._global_step + updates, [], []
         while self._global_step < last:
             time, worker = heapq.heappop(self._times)
             trained = False
             while not trained and not self.has_to_wait(worker):
-                trained = self.step(worker)
+                steps.append(self._begin(worker))
+                workers.append(worker)
+                trained = self.actions[steps[-1]].local_steps > 0
             if trained:
                 heapq.heappush(self._times, (time + duration(worker), worker))
             else:
@@ -137,6 +149,7 @@ class Replay:
             for each in [w for w in self._waiting if not self.has_to_wait(w)]:
                 self._waiting.remove(each)
                 heapq.heappush(self._times, (time, each))
+        self._do(steps, workers)
 
     @property
     def center(self):

@@ -23,13 +23,13 @@ def make(regression):
     """A function that makes a replay of a linear regression."""
     replays = []
 
-    def make(num_workers=2, seed=0):
+    def make(num_workers=2, seed=0, scheme=hogwild_like):
         def make_batches(i):
             x, y = data.shard(regression, i, num_workers)
             return Batches(x, y, 4, seed=seed + i, name=f"batches_{i}")
 
         hp = types.SimpleNamespace(learning_rate=0.01)
-        replay = Replay(hogwild_like, hp, models.build("linear", regression), make_batches, num_workers)
+        replay = Replay(scheme, hp, models.build("linear", regression), make_batches, num_workers)
         replays.append(replay)
         return replay
 
@@ -52,6 +52,43 @@ def test_a_slow_worker_is_stale_and_makes_nobody_wait(make):
     slow = [update for update in replay.updates if update.worker == 1]
     assert [update.staleness for update in slow] == [10, 10]
     assert {update.staleness for update in replay.updates if update.worker == 0} == {0, 1}
+
+
+def together(center, local, hp):
+    """An update of the first two gradients of three."""
+    both = center.together(local, backup_workers=1)
+    sgd = tf.train.GradientDescentOptimizer(hp.learning_rate)
+    yield local.pull(center)
+    yield local.train(1, sgd)
+    yield both.push(sgd, local.gradient)
+    yield both.wait()
+
+
+def paced(center, local, hp):
+    """Nobody is more than a round ahead."""
+    pace = center.pace(local, staleness=1)
+    yield pace.wait()
+    yield from hogwild_like(center, local, hp)
+    yield pace.tick()
+
+
+@pytest.mark.parametrize("scheme", [hogwild_like, together, paced])
+def test_one_call_does_what_single_steps_do(make, monkeypatch, scheme):
+    """To the byte."""
+    once, single = make(3, scheme=scheme), make(3, scheme=scheme)
+    order = []
+    do = once._do
+    monkeypatch.setattr(once, "_do", lambda steps, workers: (order.append(workers), do(steps, workers)))
+    pace = np.random.default_rng(1)
+    once.run(12, lambda worker: pace.uniform(0.5, 1.5))
+    once.run(8, lambda worker: pace.uniform(0.5, 1.5))
+    assert len(order) == 2
+    for workers in order:
+        for worker in workers:
+            single.step(worker)
+    assert once.center.tobytes() == single.center.tobytes() and once.replicas.tobytes() == single.replicas.tobytes()
+    assert (once.updates, once.dropped, once.losses) == (single.updates, single.dropped, single.losses)
+    assert bool(once.dropped) == (scheme is together)
 
 
 def test_it_learns(make, regression):
