@@ -11,9 +11,9 @@ from common.main import main
 def hogwild(center, local, hp):
     """x ← x̃;  x̃ ← x̃ − η g(x).
 
-    Every worker repeats this at its own pace. No lock is held from its read of the global parameters x̃ to its write:
-    others may write in between, so that the gradient g was taken at parameters x that are stale by then; and a read may
-    find some pieces of x̃ before, others after another worker's write.
+    Every worker repeats this at its own pace. No lock is held between a worker's pull and its push. Others may push in between;
+    then the gradient g was taken at parameters x that are stale. With several ps, a pull may find some pieces of x̃ from before
+    another worker's push, and others from after it.
 
     η is `hp.learning_rate`. With `hp.window` T > 1, g is the sum of the gradients along T local steps of SGD.
     """

@@ -171,6 +171,18 @@ def cluster(hosts, script, *flags, port=2222):
                 process.stdout.close()
 
 
+def train(hosts, script, *flags):
+    """Runs a cluster on some hosts to its end, see `cluster`.
+
+    Raises:
+      SystemExit: with what the tasks printed, if one of them failed.
+    """
+    with cluster(hosts, script, *flags) as tasks:
+        outputs = [task.communicate()[0] for task in tasks]
+    if any(task.returncode for task in tasks):
+        sys.exit(f"{script} failed:\n" + "\n".join(outputs))
+
+
 class _Delay:
     """What joins hosts where each packet is to arrive `delay` seconds later: a thread that has an end of each host's `eth0`."""
 

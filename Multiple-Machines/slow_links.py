@@ -70,10 +70,7 @@ def one_run(three, script, seconds, seed):
     words = script.split()
     with tempfile.TemporaryDirectory() as folder:
         flags = [f"--run_dir={folder}/run", f"--seconds={seconds}", f"--seed={seed}", "--epochs=1e9", "--evaluation_secs=0.1"]
-        with hosts.cluster(three, words[0], *words[1:], *flags) as tasks:
-            outputs = [task.communicate()[0] for task in tasks]
-        if any(task.returncode for task in tasks):
-            sys.exit(f"{script} failed:\n" + "\n".join(outputs))
+        hosts.train(three, words[0], *words[1:], *flags)
         result = json.loads(Path(folder, "run", "result.json").read_text())
         lines = [line for line in read_metrics(f"{folder}/run") if line.get("test_accuracy") is not None]
     curve = [(line["time"] - lines[0]["time"], line["test_accuracy"]) for line in lines]

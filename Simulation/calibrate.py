@@ -1,8 +1,8 @@
 """Fits the numbers of the virtual cluster to real runs of the same scheme, and says how well they fit.
 
 A run's metrics have how long the parts of some rounds took, how many samples each worker made in which time, and the staleness
-of each update. From these come the time of a local step, how much it varies, and the latency of a message, in which all is that
-a message costs besides the bytes that a link with a limit carries: what the flags say of that is taken as it is.
+of each update. From these come the time of a local step, how much it varies, and the latency of a message. The latency holds
+all that a message costs besides its bytes on a link: what the flags say of links is taken as it is.
 """
 
 import collections
@@ -16,28 +16,29 @@ import numpy as np
 from common.flags import UserError
 from common.plots import read_metrics
 
-FEW = 10  # local trainings whose times are too few to say how much they vary
+FEW = 10  # with fewer local trainings that were timed, --step_cv is 0
+MOST_CV = 10.0  # see --step_cv
 ROUNDS = 300  # of a worker, which the clock simulates to find the latency
 HALVINGS = 20
-MOST_LATENCY = 10.0  # seconds
-MOST_CV = 10.0  # as --step_cv may have
 
 
 class Measured(NamedTuple):
-    """What a real run has measured.
+    """What a real run has measured, from when all its workers train.
 
     Attributes:
       path: its folder.
       result: what its result.json says.
-      trainings: seconds of local trainings, without --delays: a list of arrays, one of each worker.
-      round_seconds: seconds of a round of each worker, over all of the run.
-      staleness: number of updates by their staleness.
+      timed: the rounds that were timed, {part: seconds}: a list of each worker.
+      delays: seconds that each worker's local trainings took longer by --delays.
+      samples_per_second: of each worker.
+      staleness: number of updates by their staleness, a `Counter`.
     """
 
     path: str
     result: dict
-    trainings: list
-    round_seconds: list
+    timed: list
+    delays: list
+    samples_per_second: list
     staleness: Any
 
 
@@ -49,33 +50,70 @@ class Fit(NamedTuple):
     latency: float
 
 
-def read(path, local_steps):
-    """Returns what a run in a folder has `Measured`; `local_steps` are those of a round.
+class Simulated(NamedTuple):
+    """What virtual time says of a run: rounds per second of all workers, and the number of updates by their staleness."""
+
+    rounds_per_second: float
+    staleness: Any
+
+
+def read(path):
+    """Returns what a run in a folder has `Measured`.
 
     Raises:
-      UserError: if there is no run, or it has measured too little.
+      UserError: if there is no run, it is none of a scheme with real workers, or it has measured too little.
     """
+
+    def error(text):
+        return UserError(f"--calibrate={path}: {text}")
+
     try:
-        result = json.loads(Path(path, "result.json").read_text())
-        workers, delays = range(result["num_workers"]), result["delays"]
-        by_worker = [[line for line in read_metrics(path) if line["worker"] == i] for i in workers]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"--calibrate={path}: expected the folder of a run of a scheme that has come to its end") from None
-    trainings, seconds = [], []
+        result = json.loads(Path(path, "result.json").read_text()) if path else None
+    except (OSError, ValueError):
+        result = None
+    if not isinstance(result, dict):
+        raise error("expected the folder of a run that has come to its end, with a result.json")
+    if result.get("simulated"):
+        raise error("it is a simulated run; expected a real one")
+    if "delays" not in result:
+        raise error("its result.json has no `delays`: it is of an older version, or of a script with a main loop of its own")
+    if "all-reduce" in (result.get("parts") or {}):
+        raise error("its workers average by an all-reduce, which cannot be simulated")
+    lines = read_metrics(path)
+    if result.get("restarts") or sum("parameters" in line for line in lines) > 1:
+        raise error("tasks were started again, or it was resumed; expected a run that went through")
+    try:
+        return _measured(str(path), result, lines, error)
+    except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
+        raise error("its result.json or its metrics are damaged") from None
+
+
+def _measured(path, result, lines, error):
+    per_gradient = result["batch_size"] * result["window"]
+    by_worker: dict[int, list] = {i: [] for i in range(result["num_workers"])}
+    for line in lines:
+        if line["worker"] in by_worker and "samples" in line:
+            by_worker[line["worker"]].append(line)
+    timed, rates = [], []
     staleness: collections.Counter[int] = collections.Counter()
-    for i, lines in enumerate(by_worker):
-        rounds = [timed for line in lines for timed in line.get("timed_rounds", [])]
-        of_speed = [line for line in lines if line.get("samples_per_second")][1:]  # the first one has the beginning in it
-        if not rounds or not of_speed:
-            raise UserError(f"--calibrate={path}: worker {i} has timed no round, or is too short: let it train for longer")
-        delay = delays[i] / 1000 if i < len(delays) else 0.0
-        trainings.append(np.array([max(timed.get("train", 0.0) + timed.get("input", 0.0) - delay, 0.0) for timed in rounds]))
-        # Each line is of about as long a time.
-        samples = float(np.mean([line["samples_per_second"] for line in of_speed]))
-        seconds.append(result["batch_size"] * local_steps / samples)
-        for line in lines:
-            staleness.update({int(k): n for k, n in (line.get("staleness") or {}).items()})
-    return Measured(str(path), result, trainings, seconds, staleness)
+    for i, own in by_worker.items():
+        if not own:
+            raise error(f"there are no metrics of worker {i}")
+        # Until the first round that counts as timed, a worker has prepared its graphs, and waited for others that did.
+        begun = next((k for k, line in enumerate(own) if line.get("timed_rounds")), len(own))
+        timed.append([seconds for line in own for seconds in line.get("timed_rounds") or []])
+        samples = seconds = 0.0
+        for line in own[begun + 1 :]:
+            counts = {int(k): int(n) for k, n in line["staleness"].items()}
+            staleness.update(counts)
+            if rate := line.get("samples_per_second"):
+                made = per_gradient * (sum(counts.values()) + line.get("gradients_dropped", 0))
+                samples, seconds = samples + made, seconds + made / rate
+        if not seconds:
+            raise error(f"worker {i} has timed no round, or is too short: let it train for longer")
+        rates.append(samples / seconds)
+    delays = [float(delay) / 1000 for delay in result["delays"]]
+    return Measured(path, result, timed, [*delays, *[0.0] * (len(rates) - len(delays))], rates, staleness)
 
 
 def check(measured, settings, variables):
@@ -92,65 +130,77 @@ def check(measured, settings, variables):
     for name in ("scheme", "num_ps", "data", "batch_size", "window"):
         was, now = measured.result.get(name), getattr(settings, name)
         if was != now:
-            flag = "it is a run of" if name == "scheme" else f"it was made with --{name}="
-            raise UserError(f"--calibrate={measured.path}: {flag}{' ' * (name == 'scheme')}{was}, and this is {now}")
+            what = f"it is a run of {was}" if name == "scheme" else f"it was made with --{name}={was}"
+            raise UserError(f"--calibrate={measured.path}: {what}, not {now}")
     try:
         before = json.loads(Path(measured.path, "model.json").read_text())["variables"]
     except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(
-            f"--calibrate={measured.path}: model.json is missing or damaged, which says what the run trained"
-        ) from None
+        raise UserError(f"--calibrate={measured.path}: its model.json is missing or damaged") from None
     if before != variables:
         raise UserError(f"--calibrate={measured.path}: it trained another model than --model={settings.model}")
+    for name in ("mbit", "mbit_up"):
+        count, n = len(getattr(settings, name) or []), measured.result["num_workers"]
+        if count > 1 and n != settings.num_workers:
+            raise UserError(f"--calibrate={measured.path}: it has {n} workers, and --{name} has {count}: give one for all")
 
 
-def fit(runs, clocks, local_steps):
+def fit(runs, clocks, windows, local_steps):
     """Returns the `Fit` that suits some runs best.
 
     Args:
       runs: `Measured` of each.
       clocks: of each, a function of a `Fit` that returns the `common.virtual_time.VirtualTime` of its workers.
-      local_steps: of a round.
+      windows: local trainings of a round, each of which takes the run's delay longer.
+      local_steps: of a round, of all its trainings.
     """
-    trainings = np.concatenate([of_worker for run in runs for of_worker in run.trainings])
-    mean = float(np.mean(trainings))
-    varies = len(trainings) >= FEW and mean > 0
-    found = Fit(
-        mean / local_steps, min(float(np.std(trainings)) / mean * math.sqrt(local_steps), MOST_CV) if varies else 0.0, 0.0
-    )
+    own = [_trainings(run, i, windows) for run in runs for i in range(run.result["num_workers"])]
+    mean, freedom = float(np.mean(np.concatenate(own))), sum(len(each) - 1 for each in own)
+    cv = 0.0
+    if freedom >= FEW and mean > 0:
+        deviation = math.sqrt(sum(float(np.sum((each - each.mean()) ** 2)) for each in own) / freedom)
+        cv = min(deviation / mean * math.sqrt(local_steps), MOST_CV)
+    found = Fit(mean / local_steps, cv, 0.0)
 
     def is_too_fast(latency):
         """Whether the clocks are faster than the runs were, in their geometric mean."""
-        simulated = [compare(run, clock(found._replace(latency=latency))) for run, clock in zip(runs, clocks, strict=True)]
-        return sum(math.log(one.speed / speed(run)) for one, run in zip(simulated, runs, strict=True)) > 0
+        logarithms = 0.0
+        for run, clock in zip(runs, clocks, strict=True):
+            simulated = simulate(run, clock(found._replace(latency=latency)), local_steps).rounds_per_second
+            if not simulated:
+                return False
+            logarithms += math.log(simulated / rounds_per_second(run, local_steps))
+        return logarithms > 0
 
-    low, high = 0.0, MOST_LATENCY
-    if not is_too_fast(low):
+    if not is_too_fast(0.0):
         return found
+    low, high = 0.0, max(_round_seconds(run, local_steps) for run in runs)  # of which a message is only a part
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         low, high = (middle, high) if is_too_fast(middle) else (low, middle)
     return found._replace(latency=(low + high) / 2)
 
 
-class Simulated(NamedTuple):
-    """What virtual time says of a run: rounds per second of all workers, and the number of updates by their staleness."""
-
-    speed: float
-    staleness: Any
-
-
-def speed(run):
-    """Returns the rounds per second of all workers of a run."""
-    return sum(1 / seconds for seconds in run.round_seconds)
+def _trainings(run, worker, windows):
+    """Returns the seconds of the local trainings of a worker's rounds that were timed, without the delay that it was given."""
+    seconds = [timed.get("train", 0.0) + timed.get("input", 0.0) for timed in run.timed[worker]]
+    return np.maximum(np.array(seconds) - windows * run.delays[worker], 0.0)
 
 
-def compare(run, clock):
+def rounds_per_second(run, local_steps):
+    """Returns how many rounds all workers of a `Measured` made in a second."""
+    return sum(run.samples_per_second) / (run.result["batch_size"] * local_steps)
+
+
+def _round_seconds(run, local_steps):
+    """Returns the seconds of a round of the slowest worker."""
+    return run.result["batch_size"] * local_steps / min(run.samples_per_second)
+
+
+def simulate(run, clock, local_steps):
     """Returns the `Simulated` of a `common.virtual_time.VirtualTime`, after about `ROUNDS` rounds of each worker of a run."""
-    schedule = clock.run(until=ROUNDS * max(run.round_seconds))
-    made = (schedule.pulled >= 0) & (schedule.updated > schedule.pulled)
-    stale = (schedule.updated - 1 - schedule.pulled)[made]
-    return Simulated(float(np.sum(schedule.steps == 0)) / clock.now, collections.Counter(stale.tolist()))
+    schedule = clock.run(until=ROUNDS * _round_seconds(run, local_steps))
+    rounds = float(np.sum(schedule.steps == 0))
+    return Simulated(rounds / clock.now if rounds else 0.0, collections.Counter(schedule.staleness().tolist()))
 
 
 def distance(one, other):
@@ -165,15 +215,22 @@ def mean_of(counts):
     return sum(k * n for k, n in counts.items()) / counts.total() if counts else math.nan
 
 
-def report(run, clock, found):
-    """Returns how well a run and its virtual time agree, as result.json says it; the arguments are those of `fit`."""
-    simulated = compare(run, clock(found))
-    return {
-        "run": run.path,
-        "num_workers": run.result["num_workers"],
-        "rounds_per_second": speed(run),
-        "simulated_rounds_per_second": simulated.speed,
+def report(run, clock, found, local_steps):
+    """Returns how well a run and its virtual time agree, as result.json says it.
+
+    Args:
+      run: `Measured`.
+      clock: function of a `Fit`, see `fit`.
+      found: the `Fit`.
+      local_steps: of a round.
+    """
+    simulated = simulate(run, clock(found), local_steps)
+    numbers = {
+        "rounds_per_second": rounds_per_second(run, local_steps),
+        "simulated_rounds_per_second": simulated.rounds_per_second,
         "staleness_mean": mean_of(run.staleness),
         "simulated_staleness_mean": mean_of(simulated.staleness),
         "staleness_distance": distance(run.staleness, simulated.staleness),
     }
+    known = {name: None if math.isnan(value) else value for name, value in numbers.items()}
+    return {"path": run.path, "num_workers": run.result["num_workers"], **known}

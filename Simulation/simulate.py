@@ -7,6 +7,7 @@ does what, then `common.simulation` does it in that order.
 """
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -16,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import calibrate
 import numpy as np
 from absl import flags as absl_flags
 
@@ -110,7 +112,7 @@ def _flags_of_one_run():
     try:
         yield
     finally:
-        for name in set(absl_flags.FLAGS) - before:
+        for name in flags.own_names(absl_flags.FLAGS) - before:
             delattr(absl_flags.FLAGS, name)
 
 
@@ -142,7 +144,9 @@ def parse(arguments):
         count = len(getattr(settings, name) or [])
         if count > settings.num_workers or (name not in ("start_at", "delays") and count not in (0, 1, settings.num_workers)):
             raise UserError(f"--{name} has {count} for {settings.num_workers} workers: give one for all, or one for each")
-    if settings.calibrate and (given := flags.present(values, "step_ms", "step_cv", "machine_cv", "latency_ms", "call_ms")):
+    if "calibrate" in flags.present(values, "calibrate") and not settings.calibrate:
+        raise UserError("--calibrate is empty: expected the folder of a real run")
+    if settings.calibrate and (given := flags.present(values, "step_ms", "step_cv", "latency_ms", "call_ms")):
         raise UserError(f"--calibrate finds what a step and a message take: leave out --{given[0]}")
     if settings.calibrate and settings.parameters:
         raise UserError("--calibrate needs the model of the real runs: leave out --parameters")
@@ -219,12 +223,15 @@ class Run:
         # If only steps count, and bytes in proportion, any model will do.
         self._shown = data.load("linear") if small else dataset
         self.model = models.build("linear" if small else settings.model, self._shown, settings.seed, settings.loss)
+        measured = [calibrate.read(path) for path in settings.calibrate]
+        for run in measured:
+            calibrate.check(run, settings, self.model.description)
         self.engine = engine = self._engine(settings, settings.parameters / self.model.size if small else 1)
         self.actions, self.waiting, self.costs = engine.actions, engine.waiting, costs_of(settings)
         self.optimizers, self.calibration = engine.optimizers, None
         self.last = self._last_of(self._gradients())
-        if settings.calibrate:
-            self._calibrate()
+        if measured:
+            self._calibrate(measured)
         if settings.clock_only:
             engine.close()
             self.engine = None
@@ -252,44 +259,30 @@ class Run:
     def _last_of(self, gradients):
         return self._training.last_step(self.settings, self._dataset.num_samples, gradients)
 
-    def _calibrate(self):
-        """Finds the costs of steps and messages, and how well they fit."""
-        import calibrate
+    def _calibrate(self, runs):
+        """Finds the costs of steps and messages in what real runs have `Measured`, and how well they fit."""
+        trainings = [action.local_steps for action in self.actions if action.local_steps]
+        windows, local_steps = len(trainings), sum(trainings)
+        clocks = [self._clock_of(run) for run in runs]
+        found = calibrate.fit(runs, clocks, windows, local_steps)
+        updates, n = sum(action.writes for action in self.actions), self.settings.num_workers
+        at_once = n if self.waiting.quorum is None else 1
+        rounds = self._training.rounds_of_call(self.settings, self.model, windows, updates, at_once, self.last)
+        self.costs = dataclasses.replace(self.costs, **found._asdict(), rounds_per_call=rounds)
+        fits = [calibrate.report(*pair, found, local_steps) for pair in zip(runs, clocks, strict=True)]
+        self.calibration = {**found._asdict(), "rounds_per_call": rounds, "runs": fits}
 
-        settings, local_steps = self.settings, sum(action.local_steps for action in self.actions)
-        windows = sum(action.local_steps > 0 for action in self.actions)
-        usual = self._training.rounds_worth_a_call(self.model, windows, local_steps)
-        runs, clocks = [], []
-        for path in settings.calibrate:
-            run = calibrate.read(path, local_steps)
-            calibrate.check(run, settings, self.model.description)
-            runs.append(run)
-            clocks.append(self._clock_of(run, usual))
-        found = calibrate.fit(runs, clocks, local_steps)
-        vars(self.costs).update(found._asdict(), rounds_per_call=settings.rounds_per_call or usual)
-        self.calibration = {
-            **found._asdict(),
-            "runs": [calibrate.report(*pair, found) for pair in zip(runs, clocks, strict=True)],
-        }
-
-    def _clock_of(self, run, usual):
+    def _clock_of(self, run):
         """Returns a function of what was found that returns the `VirtualTime` of the workers of a real run."""
         n, made = run.result["num_workers"], {name: run.result[name] for name in ("delays", "rounds_per_call")}
-        links = {name: (getattr(self.settings, name) or [])[:n] for name in ("mbit", "mbit_up")}
-        settings = self.settings.but(num_workers=n, start_at=None, away=[], clock_only=True, **made, **links)
-        if n == self.settings.num_workers:
-            actions, waiting = self.actions, self.waiting
-        else:
+        settings = self.settings.but(num_workers=n, start_at=None, away=[], clock_only=True, **made)
+        actions, waiting = self.actions, self.waiting
+        if n != self.settings.num_workers:
             engine = self._engine(settings)
             actions, waiting = engine.actions, engine.waiting
             engine.close()
-
-        def clock(found):
-            costs = costs_of(settings.but(latency_ms=None))
-            vars(costs).update(found._asdict(), rounds_per_call=settings.rounds_per_call or usual)
-            return VirtualTime(actions, n, costs, waiting, self.settings.seed)
-
-        return clock
+        costs = costs_of(settings)
+        return lambda found: VirtualTime(actions, n, dataclasses.replace(costs, **found._asdict()), waiting, self.settings.seed)
 
     def _gradients(self):
         return self.waiting.quorum or 1
@@ -377,9 +370,7 @@ class Run:
 
     def staleness(self, start=0, stop=None):
         """Returns the staleness of each update among some events, an array."""
-        *_, pulled, updated = (column[start:stop] for column in self.schedule)
-        made = (pulled >= 0) & (updated > pulled)
-        return updated[made] - 1 - pulled[made]
+        return type(self.schedule)(*(column[start:stop] for column in self.schedule)).staleness()
 
     def _write(self, tell, start, stop, values):
         times, updated = self.schedule.times, self.schedule.updated
@@ -528,13 +519,17 @@ def calibrated(calibration):
     if not calibration:
         return []
     step, latency = 1000 * calibration["step"], 1000 * calibration["latency"]
-    lines = [f"calibrated: --step_ms={step:.4g} --step_cv={calibration['step_cv']:.3g} --latency_ms={latency:.4g}"]
+    flags = f"--step_ms={step:.4g} --step_cv={calibration['step_cv']:.3g} --latency_ms={latency:.4g}"
+    lines = [f"calibrated: {flags} --rounds_per_call={calibration['rounds_per_call']}"]
+    if not latency:
+        lines.append("without any latency the clock is slower than the runs were: do --mbit and the like say what they had?")
     for run in calibration["runs"]:
-        workers = f"{run['num_workers']} worker{'s' * (run['num_workers'] > 1)}"
+        distance = run["staleness_distance"]
+        stale = f"; staleness {run['staleness_mean']:.2f} measured, {run['simulated_staleness_mean']:.2f} simulated"
+        stale = "" if distance is None else f"{stale} (total variation {distance:.2f})"
         lines.append(
-            f"{run['run']}, {workers}: {run['rounds_per_second']:.1f} rounds/s, and "
-            f"{run['simulated_rounds_per_second']:.1f} with these numbers; staleness {run['staleness_mean']:.2f}, and "
-            f"{run['simulated_staleness_mean']:.2f} (total variation {run['staleness_distance']:.2f})"
+            f"{run['path']}, {run['num_workers']} worker{'s' * (run['num_workers'] > 1)}: {run['rounds_per_second']:.1f} "
+            f"rounds/s measured, {run['simulated_rounds_per_second']:.1f} simulated{stale}"
         )
     return lines
 

@@ -1,13 +1,14 @@
 """Compares what the simulator predicts with what real runs do: `bash benchmarks/predictions.sh`, as root.
 
 A ps and workers train the digits, each on a host of its own (`Multiple-Machines/hosts.py`), with links on which every packet
-takes 20 ms, and with --delays that leave the two cores room. The simulator is calibrated on the runs of one and of two workers.
+takes 20 ms, and with --delays that leave the cores room. The simulator is calibrated on the runs of one and of two workers.
 Then it predicts the run of four. Writes `predictions.json` beside this file.
 """
 
 import argparse
 import collections
 import json
+import math
 import os
 import statistics
 import sys
@@ -20,22 +21,24 @@ HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE.parent / "Multiple-Machines"), str(HERE.parent / "Simulation")]
 import calibrate  # noqa: E402
 import hosts  # noqa: E402
+import numpy as np  # noqa: E402
 import simulate  # noqa: E402
 
+from common import fit  # noqa: E402
 from common.plots import read_metrics  # noqa: E402
 
 DELAY = 0.02  # seconds of each packet
 KNOWN, PREDICTED = (1, 2), 4  # workers of the runs that are known, and of the run that is predicted
 ACCURACY = 0.95
-EVALUATION_SECS = 0.25
-SCHEMES = {
+EVALUATION_SECS = 1.0
+SCHEMES: dict[str, tuple[str, dict, list]] = {
     "HogWild": ("HogWild", {}, [40, 50, 60, 80]),
     "DOWNPOUR, window 10": ("DOWNPOUR", {"window": 10}, [40, 50, 60, 80]),
     "AEASGD": ("AEASGD", {}, [40, 50, 60, 80]),
-    "Synchronous-SGD, a straggler": ("Synchronous-SGD", {}, [40, 40, 40, 160]),
+    "Synchronous-SGD, a straggler": ("Synchronous-SGD", {}, [40, 40, 40, 100]),
     "Semi-Synchronous-SGD": ("Semi-Synchronous-SGD", {}, [40, 50, 60, 80]),
 }
-# What is compared, how far off it may be, and whether that is a share of what was measured.
+# What is compared, and how far off it may be: the total variation at most that, all else by that share of what was measured.
 FIGURES = {
     "samples_per_second": ("samples/s", 0.15),
     "staleness_mean": ("mean staleness", 0.15),
@@ -64,61 +67,68 @@ def main():
         for name in names:
             found[name].append(one_round(name, options.seconds, seed))
             print(f"{name}, seed {seed}: {as_text(found[name][-1])}", flush=True)
-    report = {
-        "command": "bash benchmarks/predictions.sh",
-        "cores": os.cpu_count(),
-        "rounds": options.rounds,
-        "seconds": options.seconds,
-        "schemes": found,
-    }
-    (HERE / "predictions.json").write_text(json.dumps(report) + "\n")
+            report = {
+                "command": "bash benchmarks/predictions.sh",
+                "cores": os.cpu_count(),
+                "rounds": options.rounds,
+                "seconds": options.seconds,
+                "schemes": found,
+            }
+            (HERE / "predictions.json").write_text(json.dumps(report) + "\n")
     print(f"\n{table(report)}")
 
 
 def one_round(name, seconds, seed):
-    """Returns what was measured with four workers, and what was predicted from the runs with fewer: two dicts of `FIGURES`."""
+    """Returns what was measured with four workers, and what was predicted from the runs with fewer."""
     scheme, flags, delays = SCHEMES[name]
     common = {"seed": seed, "seconds": seconds, "epochs": 1e6, "evaluation_secs": EVALUATION_SECS, **flags}
     with tempfile.TemporaryDirectory() as folder:
-        for n in (*KNOWN, PREDICTED):
-            real(scheme, Path(folder, str(n)), n, {**common, "delays": delays[:n]})
-        paths = [f"{folder}/{n}" for n in KNOWN]
-        run = simulate.simulate(scheme, num_workers=PREDICTED, delays=delays, calibrate=paths, **common)
-        result = json.loads(Path(folder, str(PREDICTED), "result.json").read_text())
-        lines = read_metrics(f"{folder}/{PREDICTED}")
-    measured = figures(result, lines)
-    predicted = figures(run.result, run.lines)
-    one, other = (collections.Counter({int(k): n for k, n in each.pop("staleness").items()}) for each in (measured, predicted))
-    predicted["distance"] = calibrate.distance(one, other)
-    fit = {key: run.calibration[key] for key in ("step", "step_cv", "latency")}
-    histograms = {"measured": sorted(one.items()), "predicted": sorted(other.items())}
-    return {"measured": measured, "predicted": predicted, "fit": fit, "staleness": histograms}
+        paths = {n: f"{folder}/{n}" for n in (*KNOWN, PREDICTED)}
+        for n, path in paths.items():
+            words = [fit.as_arguments(name, value)[0] for name, value in {**common, "delays": delays[:n]}.items()]
+            with hosts.Hosts(n + 1, delay=DELAY) as some:
+                hosts.train(some, str(fit.script_of(scheme)), *words, f"--run_dir={path}")
+        run = simulate.simulate(scheme, num_workers=PREDICTED, delays=delays, calibrate=[paths[n] for n in KNOWN], **common)
+        real, lines = calibrate.read(paths[PREDICTED]), read_metrics(paths[PREDICTED])
+    stale = {"measured": real.staleness, "predicted": collections.Counter(run.schedule.staleness().tolist())}
+    # A real run has made some updates before all its workers train: from then on its time is measured.
+    began = max(line["time"] for line in lines if "samples" in line) - real.result["train_seconds"]
+    first_step = at(lines, began)
+    figures: dict[str, dict] = {}
+    for kind, result, curve, start in (
+        ("measured", real.result, lines, began),
+        ("predicted", run.result, run.lines, float(np.interp(first_step, *columns(run.lines, "global_step", "time")))),
+    ):
+        reached = reached_at(curve)
+        figures[kind] = {
+            "samples_per_second": result["samples_per_second"],
+            "staleness_mean": calibrate.mean_of(stale[kind]),
+            "seconds": None if reached is None else reached - start,
+        }
+    figures["predicted"]["distance"] = calibrate.distance(*stale.values())
+    histograms = {kind: sorted(counts.items()) for kind, counts in stale.items()}
+    return {**figures, "fit": run.calibration, "staleness": histograms}
 
 
-def real(scheme, path, num_workers, flags):
-    """Trains with a ps and so many workers, each on a host of its own."""
-    script = next(Path(scheme).glob(f"{scheme.lower().replace('-', '_')}.py"))
-    words = [f"--{k}={','.join(map(str, v)) if isinstance(v, list) else v}" for k, v in flags.items()]
-    with hosts.Hosts(num_workers + 1, delay=DELAY) as some:
-        with hosts.cluster(some, str(script), *words, f"--run_dir={path}") as tasks:
-            outputs = [task.communicate()[0] for task in tasks]
-    if any(task.returncode for task in tasks):
-        sys.exit(f"{script} failed:\n" + "\n".join(outputs))
+def columns(lines, *names):
+    """Returns the values of those lines that have them all, an array of each name, in the order of time."""
+    known = [[line[name] for name in names] for line in sorted(lines, key=lambda line: line["time"])]
+    return np.array(known, float).T
 
 
-def figures(result, lines):
-    """Returns those of `FIGURES` that one run has by itself, and the number of updates by their staleness."""
-    curve = [(line["time"], line["test_accuracy"]) for line in lines if line.get("test_accuracy") is not None]
-    reached = next((time - curve[0][0] for time, accuracy in curve if accuracy >= ACCURACY), None)
-    staleness: collections.Counter[int] = collections.Counter()
-    for of_line in [line.get("staleness") or {} for line in lines] if "staleness" not in result else [result["staleness"]]:
-        staleness.update({int(k): n for k, n in of_line.items()})
-    return {
-        "samples_per_second": result["samples_per_second"],
-        "staleness_mean": calibrate.mean_of(staleness),
-        "seconds": reached,
-        "staleness": dict(staleness),
-    }
+def at(lines, time):
+    """Returns the global step at a time, between two lines."""
+    return float(np.interp(time, *columns(lines, "time", "global_step")))
+
+
+def reached_at(lines):
+    """Returns when the accuracy was reached first, between two evaluations; None if never."""
+    times, accuracies = columns([line for line in lines if line.get("test_accuracy") is not None], "time", "test_accuracy")
+    above = np.flatnonzero(accuracies >= ACCURACY)
+    if not len(above):
+        return None
+    k = above[0]
+    return float(np.interp(ACCURACY, accuracies[k - 1 : k + 1], times[k - 1 : k + 1])) if k else float(times[0])
 
 
 def as_text(one):
@@ -128,6 +138,12 @@ def as_text(one):
         measured, predicted = one["measured"].get(key), one["predicted"].get(key)
         parts.append(f"{title} {number(predicted)}" + (f" for {number(measured)}" if key != "distance" else ""))
     return ", ".join(parts)
+
+
+def median(values):
+    """Returns the median; None if at least half are, which counts as infinite."""
+    middle = statistics.median(math.inf if value is None else value for value in values)
+    return middle if math.isfinite(middle) else None
 
 
 def number(value):
@@ -147,12 +163,8 @@ def table(report):
                 value = statistics.median(predicted)
                 cells.append(f"{value:.2f}{'' if value <= most else ' (!)'}")
                 continue
-            pairs = [(p, one["measured"][key]) for p, one in zip(predicted, rounds, strict=True)]
-            if any(value is None for pair in pairs for value in pair):
-                cells.append("not reached")
-                continue
-            p, m = (statistics.median(column) for column in zip(*pairs, strict=True))
-            close = abs(p - m) <= most * m + 1e-9
+            p, m = (median(values) for values in (predicted, [one["measured"][key] for one in rounds]))
+            close = p == m or None not in (p, m) and abs(p - m) <= most * m + 1e-9
             cells.append(f"{number(p)} / {number(m)}{'' if close else ' (!)'}")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import predictions
 import run
 import scaling
 import startup
@@ -29,6 +30,7 @@ TABLES: dict[str, tuple[Any, Any]] = {  # name: file, and what makes a table of 
     "cost": ("scaling.json", scaling.cost_table),
     "time to accuracy": ("time_to_accuracy.json", time_to_accuracy.table),
     "startup": ("startup.json", startup.table),
+    "predictions": ("predictions.json", predictions.table),
     "slow links": (MACHINES / "slow_links.json", slow_links.table),
 }
 

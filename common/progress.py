@@ -178,6 +178,7 @@ _KINDS: dict[str, Any] = {
     "worker": (int, str),
     "staleness": dict,
     "parts": dict,
+    "timed_rounds": list,
 }
 
 

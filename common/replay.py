@@ -34,7 +34,7 @@ class Replay:
       make_batches: function of a worker's index that returns its batches, a `common.batches.Batches`.
       num_workers: how many.
       num_ps: pieces of the global parameters.
-      schedule: function of the global step, a tensor, that returns a factor of the learning rate; None for none.
+      schedule: a `common.schedules.Schedule` of the learning rate; None for none.
 
     Attributes:
       updates: list of `Update`, in their order; of a synchronous scheme, of the gradients that each is made of.
@@ -94,7 +94,7 @@ class Replay:
         return self.actions[at].local_steps > 0
 
     def _begin(self, worker):
-        """This worker's next step is one that is done next: notes who may go on then. Returns the number of the step."""
+        """Takes this worker's next step, and notes who has to wait after it. Returns the number of the step."""
         at, action = self._next[worker], self.actions[self._next[worker]]
         self._next[worker] = (at + 1) % len(self.steps)
         if action.waits:

@@ -33,7 +33,8 @@ class Engine:
       shards: the `Shards` of the workers.
       num_ps: pieces of the global parameters.
       schedule: a `common.schedules.Schedule` of the learning rate; None for none.
-      last_of: function of the number of gradients per update that returns the global step at which the schedule ends.
+      last_of: function of the number of gradients per update that returns the global step at which the schedule ends; None if
+        the schedule knows.
       clip_norm: see `common.local.LocalParameters`.
       messages: of each step the bytes (up, down), see `messages_of`; None for none.
       optimize: whether TensorFlow optimizes the graph first: a second, which is won back in a thousand steps.
@@ -74,7 +75,7 @@ class Engine:
             batches.at = tf.constant(0)
             local = LocalParameters(center, model, batches, "worker", tf.constant(0), n, clip_norm=clip_norm)
             self._local = local
-            if schedule:
+            if schedule and last_of:
                 schedule.ask = lambda: last_of(self._waiting().quorum or 1)
             own = _per_worker(hyperparameters(hp, center, local), local)
             self.steps = build_steps(scheme, center, local, own)
@@ -116,7 +117,7 @@ class Engine:
         Returns:
           An `Outcomes`.
         """
-        steps, workers = np.asarray(steps), np.asarray(workers)
+        steps, workers = np.asarray(steps, np.int64), np.asarray(workers, np.int64)
         sizes = self._samples_of[np.where(steps == RESTART, 0, steps)]
         sizes = np.where(steps == RESTART, 0, sizes)
         ends, found, start = np.cumsum(sizes), [], 0

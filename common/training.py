@@ -63,7 +63,7 @@ def train(scheme, task, settings):
                 clip_norm=settings.clip_norm,
                 kept=kept if index == 0 else (),
             )
-            last, next_call = build_calls(scheme, center, local, settings, dataset.num_samples)
+            last, next_call, rounds = build_calls(scheme, center, local, settings, dataset.num_samples)
             if index == 0:
                 optimizers = ", ".join([optimizers_of(center, local), *map(str, [schedule] if schedule else [])])
                 tell(what_is_trained(model, dataset, num_workers, optimizers, ":" in settings.data))
@@ -115,7 +115,7 @@ def train(scheme, task, settings):
     if outcome.evaluated:
         optimizers = ", ".join(sorted(center.optimizers.names | local.optimizers.names))
         more = {"samples": outcome.samples, "parameters": model.size, "optimizer": optimizers, "minimizes": model.minimizes}
-        more |= {"delays": settings.delays or [], "rounds_per_call": settings.rounds_per_call}
+        more |= {"delays": settings.delays or [], "rounds_per_call": rounds}
         write_result(settings, task, outcome.reports, *outcome.evaluated, gradients_per_update=gradients, **more)
     return outcome.status
 
@@ -129,7 +129,7 @@ def build_calls(scheme, center, local, settings, num_samples):
     """Builds some rounds for one call, and one round; for a long run also a loop whose length adapts to 0.25 s per call.
 
     Returns:
-      The global step to stop at, and a function that chooses the rounds, see `Plan.next_call`.
+      The global step to stop at, a function that chooses the rounds, see `Plan.next_call`, and how many a usual call has.
     """
     if center.schedule is not None:
         center.schedule.ask = lambda: updates_of(center, local, settings, num_samples)
@@ -152,8 +152,7 @@ def build_calls(scheme, center, local, settings, num_samples):
                 return built
         return build_rounds(scheme, center, local, hp, rounds)
 
-    most = settings.rounds_per_call or rounds_worth_a_call(local.model, windows, updates * settings.window, in_ring)
-    most = min(most, max(1, last // (updates * at_once)))
+    most = rounds_of_call(settings, local.model, windows, updates, at_once, last, in_ring)
     is_long = last > 10 * LONG_RUN * at_once * most * updates and not (settings.seconds and settings.seconds <= 60)
     if is_long and in_ring and local.model.size < 20_000 and not settings.rounds_per_call and not settings.delays:
         most *= 10  # at once, and by no clock, as all have to make the same calls
@@ -182,7 +181,7 @@ def build_calls(scheme, center, local, settings, num_samples):
         # Towards the end one round per call, so that the last step is overshot as little as can be without a lock.
         return (many if present + size <= last else one,)
 
-    return last, next_call
+    return last, next_call, most
 
 
 LEAST_TIMED = 50  # a run with fewer timed calls than this times none
@@ -218,6 +217,21 @@ def _check_pace(scheme, waits, pace):
     if not is_so:
         right = "own" if waits is None else "ring" if isinstance(waits, Ring) else "together"
         raise UserError(f'{scheme.__name__}: its script has to say main(..., pace="{right}"), not "{pace}"')
+
+
+def rounds_of_call(settings, model, windows, updates, at_once, last, in_ring=False):
+    """Returns how many rounds a worker makes in a call.
+
+    Args:
+      settings: all flags.
+      model: a `common.models.Model`.
+      windows, updates: local trainings, and updates, of a round.
+      at_once: how many workers make updates of their own.
+      last: global step to end at.
+      in_ring: whether the workers average among themselves.
+    """
+    most = settings.rounds_per_call or rounds_worth_a_call(model, windows, updates * settings.window, in_ring)
+    return min(most, max(1, last // (updates * at_once)))
 
 
 def rounds_worth_a_call(model, windows, local_steps, in_ring=False):

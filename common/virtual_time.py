@@ -73,8 +73,8 @@ class Costs:
       rounds_per_call: after so many rounds a worker waits until the ps say that its pushes are applied.
       latency: per worker, from sending a message to its arrival at the other end, without what its bytes take.
       bandwidth_up, bandwidth_down: of each worker's link.
-      ps_bandwidth: of a ps, each way; it receives, and sends, one message after the other. What comes first of a message goes
-        on while the rest is still on the worker's link, so on two equal links it takes the time of one.
+      ps_bandwidth: of a ps, each way; it receives, and sends, one message after the other. A message enters this link while its
+        rest is still on the worker's, so on two equal links it takes the time of one.
       read, apply: what the ps take for a read, and for an update, one after the other.
       start: per worker, when it begins.
       away: (worker, from, until) of workers that die, and begin anew if `until` is finite.
@@ -128,6 +128,11 @@ class Schedule(NamedTuple):
     seconds: Any
     pulled: Any
     updated: Any
+
+    def staleness(self):
+        """Returns the staleness of each update, how many of others came between its worker's pull and itself, an array."""
+        made = (self.pulled >= 0) & (self.updated > self.pulled)
+        return self.updated[made] - 1 - self.pulled[made]
 
 
 class Turns:
@@ -321,9 +326,10 @@ class VirtualTime:
         now = max(now, self._applied[worker])
         at = now
         if action.up and self._nic:
-            # What came first went on while the rest was on the link.
+            # What came first went on while the rest was on the link. The card is busy only for its own time.
             began = max(now - action.up * self._up[worker], self._nic_in)
-            at = self._nic_in = max(now, began + action.up * self._nic)
+            self._nic_in = began + action.up * self._nic
+            at = max(now, self._nic_in)
             self.busy += action.up * self._nic
         at = self._served(action, at)
         if action.writes:

@@ -236,7 +236,7 @@ class Round:
             if not line["parameters"].startswith("restored"):
                 if step + 1 < max(step for time, step in points if time < now - MORE_SECS):
                     yield f"the parameters {line['parameters']} are of step {step}, after one of {points[-1][1]}"
-            elif fault is None and step == max(step for _, step in points):
+            elif fault is None and step >= max(line["last_step"], *(step for _, step in points)):
                 continue  # a chief that is killed while it writes the result finds no ps: they have ended with the training
             elif fault is None:
                 yield f"parameters were {line['parameters']}, though no ps was killed or stopped"

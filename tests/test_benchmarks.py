@@ -110,6 +110,28 @@ def test_median_of_runs_of_which_most_never_get_there_is_none():
     assert time_to_accuracy.summary([never, soon, soon], 1.0)["samples"] == 300
 
 
+def test_predictions_that_miss_are_marked():
+    import predictions
+
+    def one(measured, predicted, distance=0.05):
+        figures = [dict(zip(("samples_per_second", "staleness_mean", "seconds"), each)) for each in (measured, predicted)]
+        return {"measured": figures[0], "predicted": {**figures[1], "distance": distance}}
+
+    rounds = {"right": [one((100, 3.0, 6.0), (110, 3.1, 7.0))], "wrong": [one((100, 3.0, None), (80, 2.0, 7.0), 0.2)]}
+    right, wrong = predictions.table({"schemes": rounds}).splitlines()[2:]
+    assert right == "| right | 110 / 100 | 3.10 / 3.00 | 0.05 | 7.00 / 6.00 |"
+    assert wrong == "| wrong | 80.00 / 100 (!) | 2.00 / 3.00 (!) | 0.20 (!) | 7.00 / – (!) |"
+
+
+def test_accuracy_of_a_prediction_is_reached_between_two_evaluations():
+    import predictions
+
+    lines = [{"time": t, "test_accuracy": a, "global_step": 10 * t} for t, a in ((2, 0.9), (1, 0.5), (3, 1.0))]
+    assert predictions.reached_at([*lines, {"time": 2.5}]) == pytest.approx(2.5)
+    assert predictions.reached_at(lines[:2]) is None
+    assert predictions.at(lines, 1.5) == 15
+
+
 def test_cost_model_finds_what_made_the_times():
     import scaling
 

@@ -17,9 +17,9 @@ def test_what_a_round_objects_to(tmp_path):
     assert next(chaos.Round(1, 0, tmp_path / "run").problems(1)) == "exit status 1: the last line"
 
 
-def begins(time, what, step):
+def begins(time, what, step, last=5000):
     """When the chief said with which parameters it begins."""
-    return time, {"parameters": what, "global_step": step}
+    return time, {"parameters": what, "global_step": step, "last_step": last}
 
 
 # A run that trains from second 10 on, a hundred steps a second; a line of metrics every half second.
@@ -44,7 +44,8 @@ NEW = begins(10.0, "new", 0)
             [],
             "parameters were restored from model.ckpt-900, though no ps",
         ),
-        ([], begins(22.0, "restored from model.ckpt-1000", 1000), [], ""),
+        ([], begins(22.0, "restored from model.ckpt-1000", 1000, last=1000), [], ""),
+        ([], begins(22.0, "restored from model.ckpt-1000", 1000), [], "parameters were restored from model.ckpt-1000"),
         ([], begins(22.0, "found on the ps", 1000), [], ""),
         ([], begins(22.0, "found on the ps", 500), [], "the parameters found on the ps are of step 500, after one of 1000"),
     ],

@@ -76,13 +76,18 @@ def paced(center, local, hp):
 def test_one_call_does_what_single_steps_do(make, monkeypatch, scheme):
     """To the byte."""
     once, single = make(3, scheme=scheme), make(3, scheme=scheme)
-    order = []
-    do = once._do
-    monkeypatch.setattr(once, "_do", lambda steps, workers: (order.append(workers), do(steps, workers)))
+    order, do = [], once._do
+
+    def noted(steps, workers):
+        order.append(workers)
+        do(steps, workers)
+
+    monkeypatch.setattr(once, "_do", noted)
     pace = np.random.default_rng(1)
     once.run(12, lambda worker: pace.uniform(0.5, 1.5))
     once.run(8, lambda worker: pace.uniform(0.5, 1.5))
-    assert len(order) == 2
+    once.run(0)  # which changes nothing
+    assert len(order) == 3
     for workers in order:
         for worker in workers:
             single.step(worker)

@@ -52,7 +52,7 @@ def built(problem, graph, load_scheme):
             pace = "ring" if scheme == ALL_REDUCE else "own"
             given = {"pace": pace, "seconds": None, "rounds_per_call": None, "delays": None, **flags}
             settings = Settings(window=1, steps_per_call=1, learning_rate=0.1, batch_size=32, steps=last, **given)
-            found, next_call = training.build_calls(load_scheme(*scheme), center, local, settings, len(dataset.x_train))
+            found, next_call, _ = training.build_calls(load_scheme(*scheme), center, local, settings, len(dataset.x_train))
         assert found == last
         return center, local, next_call
 

@@ -45,6 +45,11 @@ def test_two_equal_links_take_the_time_of_one():
     for time in of_one, of_two:
         time.run(updates=10)
     assert of_two.now == pytest.approx(of_one.now)
+    # Of ten messages at once, on links a tenth as fast as the card, the last one is there hardly later than the first.
+    ten = VirtualTime(ALONE, 10, dataclasses.replace(costs, bandwidth_down=math.inf, ps_bandwidth=1e8))
+    schedule = ten.run(updates=10)
+    pushed = schedule.times[schedule.pulled >= 0]
+    assert len(pushed) == 10 and pushed.max() - pushed.min() == pytest.approx(9 * SIZE / 1e8)
     slower = VirtualTime(ALONE, 1, dataclasses.replace(costs, ps_bandwidth=5e6))
     slower.run(updates=10)
     assert slower.now - of_one.now == pytest.approx(10 * 2 * (SIZE / 5e6 - SIZE / 1e7))
