@@ -1,11 +1,12 @@
 """Fits the numbers of the virtual cluster to real runs of the same scheme, and says how well they fit.
 
 A run's metrics have how long the parts of some rounds took, how many samples each worker made in which time, and the staleness
-of each update. From these come the time of a local step, how much it varies, and the latency of a message. The latency holds
-all that a message costs besides its bytes on a link: what the flags say of links is taken as it is.
+of each update. From these come the time of a local step, how much it varies, and what a message costs: its latency or, where
+that is known, what its bytes take. What the flags say of links is taken as it is.
 """
 
 import collections
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -43,11 +44,21 @@ class Measured(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """What was found, in seconds: see `common.virtual_time.Costs`."""
+    """What was found, as `common.virtual_time.Costs` has it: seconds, and bytes per second each way; None if not looked for."""
 
     step: float
     step_cv: float
-    latency: float
+    latency: float | None = None
+    bandwidth: float | None = None
+
+    def costs(self, costs):
+        """Returns the `common.virtual_time.Costs` with what was found in them."""
+        found = {"step": self.step, "step_cv": self.step_cv}
+        if self.latency is not None:
+            found["latency"] = self.latency
+        if self.bandwidth is not None:
+            found |= {"bandwidth_up": self.bandwidth, "bandwidth_down": self.bandwidth}
+        return dataclasses.replace(costs, **found)
 
 
 class Simulated(NamedTuple):
@@ -144,7 +155,7 @@ def check(measured, settings, variables):
             raise UserError(f"--calibrate={measured.path}: it has {n} workers, and --{name} has {count}: give one for all")
 
 
-def fit(runs, clocks, windows, local_steps):
+def fit(runs, clocks, windows, local_steps, most_bytes=None):
     """Returns the `Fit` that suits some runs best.
 
     Args:
@@ -152,6 +163,7 @@ def fit(runs, clocks, windows, local_steps):
       clocks: of each, a function of a `Fit` that returns the `common.virtual_time.VirtualTime` of its workers.
       windows: local trainings of a round, each of which takes the run's delay longer.
       local_steps: of a round, of all its trainings.
+      most_bytes: of the largest message of a round, if the latency is known and the bandwidth is to be found; else None.
     """
     own = [_trainings(run, i, windows) for run in runs for i in range(run.result["num_workers"])]
     mean, freedom = float(np.mean(np.concatenate(own))), sum(len(each) - 1 for each in own)
@@ -159,25 +171,30 @@ def fit(runs, clocks, windows, local_steps):
     if freedom >= FEW and mean > 0:
         deviation = math.sqrt(sum(float(np.sum((each - each.mean()) ** 2)) for each in own) / freedom)
         cv = min(deviation / mean * math.sqrt(local_steps), MOST_CV)
-    found = Fit(mean / local_steps, cv, 0.0)
 
-    def is_too_fast(latency):
+    def found(seconds):
+        """Of so many seconds that the largest message takes: by its latency, or by its bytes."""
+        if most_bytes is None:
+            return Fit(mean / local_steps, cv, latency=seconds)
+        return Fit(mean / local_steps, cv, bandwidth=most_bytes / seconds if seconds else math.inf)
+
+    def is_too_fast(seconds):
         """Whether the clocks are faster than the runs were, in their geometric mean."""
         logarithms = 0.0
         for run, clock in zip(runs, clocks, strict=True):
-            simulated = simulate(run, clock(found._replace(latency=latency)), local_steps).rounds_per_second
+            simulated = simulate(run, clock(found(seconds)), local_steps).rounds_per_second
             if not simulated:
                 return False
             logarithms += math.log(simulated / rounds_per_second(run, local_steps))
         return logarithms > 0
 
     if not is_too_fast(0.0):
-        return found
+        return found(0.0)
     low, high = 0.0, max(_round_seconds(run, local_steps) for run in runs)  # of which a message is only a part
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         low, high = (middle, high) if is_too_fast(middle) else (low, middle)
-    return found._replace(latency=(low + high) / 2)
+    return found((low + high) / 2)
 
 
 def _trainings(run, worker, windows):

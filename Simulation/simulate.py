@@ -100,7 +100,7 @@ def define_own():
     define_number("non_iid", None, "α of a Dirichlet distribution: the smaller, the more the workers' classes differ", above=0)
     absl_flags.DEFINE_bool("clock_only", False, "no model is trained: virtual time alone, of speed, staleness, waiting")
     define_number("parameters", None, "with --clock_only: size of the model, as 25e6 (default: that of --model)", least=1)
-    text = "folders of real runs of the scheme, from which --step_ms, --step_cv and --latency_ms are found"
+    text = "folders of real runs of the scheme, from which --step_ms, --step_cv and --latency_ms, or --mbit, are found"
     absl_flags.DEFINE_list("calibrate", [], text)
     define_number("trace_secs", None, "virtual seconds in timeline.png and trace.json (default: some rounds)", least=0)
 
@@ -138,6 +138,7 @@ def parse(arguments):
         optimizer_on=folder.optimizer_on,
         decay=0 if has_own_decay else settings.weight_decay,
         steps_per_call=1,
+        latency_given=bool(flags.present(values, "latency_ms")),
         evaluation_secs_given=bool(flags.present(values, "evaluation_secs")),
     )
     for name in ("latency_ms", "mbit", "mbit_up", "start_at", "delays"):
@@ -146,8 +147,12 @@ def parse(arguments):
             raise UserError(f"--{name} has {count} for {settings.num_workers} workers: give one for all, or one for each")
     if "calibrate" in flags.present(values, "calibrate") and not settings.calibrate:
         raise UserError("--calibrate is empty: expected the folder of a real run")
-    if settings.calibrate and (given := flags.present(values, "step_ms", "step_cv", "latency_ms", "call_ms")):
+    if settings.calibrate and (given := flags.present(values, "step_ms", "step_cv", "call_ms")):
         raise UserError(f"--calibrate finds what a step and a message take: leave out --{given[0]}")
+    if settings.calibrate and settings.latency_given and (given := flags.present(values, "mbit", "mbit_up")):
+        raise UserError(
+            f"--calibrate finds the speed of links if --latency_ms is given: leave out --{given[0]}, or --latency_ms"
+        )
     if settings.calibrate and settings.parameters:
         raise UserError("--calibrate needs the model of the real runs: leave out --parameters")
     if settings.parameters and not settings.clock_only:
@@ -264,13 +269,15 @@ class Run:
         trainings = [action.local_steps for action in self.actions if action.local_steps]
         windows, local_steps = len(trainings), sum(trainings)
         clocks = [self._clock_of(run) for run in runs]
-        found = calibrate.fit(runs, clocks, windows, local_steps)
+        most_bytes = max(max(action.up, action.down) for action in self.actions) if self.settings.latency_given else None
+        found = calibrate.fit(runs, clocks, windows, local_steps, most_bytes)
         updates, n = sum(action.writes for action in self.actions), self.settings.num_workers
         at_once = n if self.waiting.quorum is None else 1
         rounds = self._training.rounds_of_call(self.settings, self.model, windows, updates, at_once, self.last)
-        self.costs = dataclasses.replace(self.costs, **found._asdict(), rounds_per_call=rounds)
+        self.costs = found.costs(dataclasses.replace(self.costs, rounds_per_call=rounds))
         fits = [calibrate.report(*pair, found, local_steps) for pair in zip(runs, clocks, strict=True)]
-        self.calibration = {**found._asdict(), "rounds_per_call": rounds, "runs": fits}
+        known = {name: None if value == math.inf else value for name, value in found._asdict().items()}
+        self.calibration = {**known, "rounds_per_call": rounds, "runs": fits}
 
     def _clock_of(self, run):
         """Returns a function of what was found that returns the `VirtualTime` of the workers of a real run."""
@@ -282,7 +289,7 @@ class Run:
             actions, waiting = engine.actions, engine.waiting
             engine.close()
         costs = costs_of(settings)
-        return lambda found: VirtualTime(actions, n, dataclasses.replace(costs, **found._asdict()), waiting, self.settings.seed)
+        return lambda found: VirtualTime(actions, n, found.costs(costs), waiting, self.settings.seed)
 
     def _gradients(self):
         return self.waiting.quorum or 1
@@ -518,11 +525,12 @@ def calibrated(calibration):
     """Returns lines that say what was found, and how well it fits; none if there was no calibration."""
     if not calibration:
         return []
-    step, latency = 1000 * calibration["step"], 1000 * calibration["latency"]
-    flags = f"--step_ms={step:.4g} --step_cv={calibration['step_cv']:.3g} --latency_ms={latency:.4g}"
+    latency, bandwidth = calibration["latency"], calibration["bandwidth"]
+    message = f"--latency_ms={1000 * latency:.4g}" if bandwidth is None else f"--mbit={bandwidth / MBIT:.4g}"
+    flags = f"--step_ms={1000 * calibration['step']:.4g} --step_cv={calibration['step_cv']:.3g} {message}"
     lines = [f"calibrated: {flags} --rounds_per_call={calibration['rounds_per_call']}"]
-    if not latency:
-        lines.append("without any latency the clock is slower than the runs were: do --mbit and the like say what they had?")
+    if latency == 0 or bandwidth == math.inf:
+        lines.append("with messages that cost nothing more the clock is slower than the runs were: look at the flags of links")
     for run in calibration["runs"]:
         distance = run["staleness_distance"]
         stale = f"; staleness {run['staleness_mean']:.2f} measured, {run['simulated_staleness_mean']:.2f} simulated"

@@ -1,7 +1,8 @@
 """Compares what the simulator predicts with what real runs do: `bash benchmarks/predictions.sh`, as root.
 
 A ps and workers train the digits, each on a host of its own (`Multiple-Machines/hosts.py`), with links on which every packet
-takes 20 ms, and with --delays that leave the cores room. The simulator is calibrated on the runs of one and of two workers.
+takes 20 ms, and with --delays that leave the cores room. The simulator knows these 20 ms, and is calibrated on the runs of one
+and of two workers.
 Then it predicts the run of four. Writes `predictions.json` beside this file.
 """
 
@@ -14,6 +15,8 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import compare
 
@@ -72,7 +75,7 @@ def main():
                 "cores": os.cpu_count(),
                 "rounds": options.rounds,
                 "seconds": options.seconds,
-                "schemes": found,
+                "schemes": {each: rounds for each, rounds in found.items() if rounds},
             }
             (HERE / "predictions.json").write_text(json.dumps(report) + "\n")
     print(f"\n{table(report)}")
@@ -88,22 +91,23 @@ def one_round(name, seconds, seed):
             words = [fit.as_arguments(name, value)[0] for name, value in {**common, "delays": delays[:n]}.items()]
             with hosts.Hosts(n + 1, delay=DELAY) as some:
                 hosts.train(some, str(fit.script_of(scheme)), *words, f"--run_dir={path}")
-        run = simulate.simulate(scheme, num_workers=PREDICTED, delays=delays, calibrate=[paths[n] for n in KNOWN], **common)
+        known = {"calibrate": [paths[n] for n in KNOWN], "latency_ms": 1000 * DELAY}
+        run = simulate.simulate(scheme, num_workers=PREDICTED, delays=delays, **known, **common)
         real, lines = calibrate.read(paths[PREDICTED]), read_metrics(paths[PREDICTED])
     stale = {"measured": real.staleness, "predicted": collections.Counter(run.schedule.staleness().tolist())}
-    # A real run has made some updates before all its workers train: from then on its time is measured.
-    began = max(line["time"] for line in lines if "samples" in line) - real.result["train_seconds"]
-    first_step = at(lines, began)
+    # The line of an evaluation has the step of its parameters, but the time of its end. The lines of training tell when that
+    # step was. A real run has made some updates before all its workers train: from then on its time is measured.
+    trained = [line for line in lines if "samples" in line]
+    first_step = at(trained, max(line["time"] for line in trained) - real.result["train_seconds"])
     figures: dict[str, dict] = {}
-    for kind, result, curve, start in (
-        ("measured", real.result, lines, began),
-        ("predicted", run.result, run.lines, float(np.interp(first_step, *columns(run.lines, "global_step", "time")))),
-    ):
-        reached = reached_at(curve)
+    both = ("measured", real.result, lines, trained), ("predicted", run.result, run.lines, run.lines)
+    for kind, result, curve, clock in both:
+        step = reached_at(curve)
         figures[kind] = {
             "samples_per_second": result["samples_per_second"],
             "staleness_mean": calibrate.mean_of(stale[kind]),
-            "seconds": None if reached is None else reached - start,
+            "seconds": None if step is None else when(clock, step) - when(clock, first_step),
+            "updates": step,
         }
     figures["predicted"]["distance"] = calibrate.distance(*stale.values())
     histograms = {kind: sorted(counts.items()) for kind, counts in stale.items()}
@@ -121,14 +125,21 @@ def at(lines, time):
     return float(np.interp(time, *columns(lines, "time", "global_step")))
 
 
+def when(lines, step):
+    """Returns the time of a global step, between two lines."""
+    times, steps = columns(lines, "time", "global_step")
+    return float(np.interp(step, np.maximum.accumulate(steps), times))
+
+
 def reached_at(lines):
-    """Returns when the accuracy was reached first, between two evaluations; None if never."""
-    times, accuracies = columns([line for line in lines if line.get("test_accuracy") is not None], "time", "test_accuracy")
+    """Returns the global step at which the accuracy was reached first, between two evaluations; None if never."""
+    known = [line for line in lines if line.get("test_accuracy") is not None]
+    steps, accuracies = columns(known, "global_step", "test_accuracy")
     above = np.flatnonzero(accuracies >= ACCURACY)
     if not len(above):
         return None
     k = above[0]
-    return float(np.interp(ACCURACY, accuracies[k - 1 : k + 1], times[k - 1 : k + 1])) if k else float(times[0])
+    return float(np.interp(ACCURACY, accuracies[k - 1 : k + 1], steps[k - 1 : k + 1])) if k else float(steps[0])
 
 
 def as_text(one):

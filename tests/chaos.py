@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Script and updates of each scheme: some seconds of training on two cores, so that also a worker that was stopped at its
 # first step, and comes back late, has its share: each knows a part of the samples alone.
 SCHEMES = {
-    "HogWild": ("hogwild.py", 8000),
+    "HogWild": ("hogwild.py", 12_000),
     "DOWNPOUR": ("downpour.py", 3000),
     "AEASGD": ("aeasgd.py", 2000),
     "Synchronous-SGD": ("synchronous_sgd.py", 1000),

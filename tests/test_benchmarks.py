@@ -127,9 +127,9 @@ def test_accuracy_of_a_prediction_is_reached_between_two_evaluations():
     import predictions
 
     lines = [{"time": t, "test_accuracy": a, "global_step": 10 * t} for t, a in ((2, 0.9), (1, 0.5), (3, 1.0))]
-    assert predictions.reached_at([*lines, {"time": 2.5}]) == pytest.approx(2.5)
+    assert predictions.reached_at([*lines, {"time": 2.5}]) == pytest.approx(25)
     assert predictions.reached_at(lines[:2]) is None
-    assert predictions.at(lines, 1.5) == 15
+    assert predictions.at(lines, 1.5) == 15 and predictions.when(lines, 15) == 1.5
 
 
 def test_cost_model_finds_what_made_the_times():

@@ -373,6 +373,12 @@ def test_calibration_finds_what_a_run_was_made_with(program, real_run, what):
         assert run.result[key] == pytest.approx(known.result[key], rel=0.03, abs=0.02)
 
 
+def test_calibration_finds_the_speed_of_links_if_their_latency_is_known(program, real_run):
+    folder = real_run(latency_ms=15.0, mbit=[40])
+    found = program.simulate("HogWild", calibrate=[folder], latency_ms=15.0, clock_only=True, steps=10).calibration
+    assert found["latency"] is None and found["bandwidth"] * 8 / 1e6 == pytest.approx(40, rel=0.1)
+
+
 def test_several_runs_are_fitted_together(program, real_run):
     """One with a smaller and one with a larger latency: it is between them."""
     runs = [real_run(latency_ms=latency) for latency in (5.0, 20.0)]
@@ -387,6 +393,7 @@ def test_several_runs_are_fitted_together(program, real_run):
         ("HogWild", {"calibrate": ["/nowhere"]}, "--calibrate=/nowhere: expected the folder of a run that has come to its end"),
         ("HogWild", {"calibrate": []}, "--calibrate is empty: expected the folder of a real run"),
         ("HogWild", {"step_ms": 3}, "--calibrate finds what a step and a message take: leave out --step_ms"),
+        ("HogWild", {"latency_ms": 3, "mbit": 10}, "finds the speed of links if --latency_ms is given: leave out --mbit"),
         ("Dynamic-SGD", {}, "it is a run of HogWild, not Dynamic-SGD"),
         ("HogWild", {"batch_size": 16}, "it was made with --batch_size=32, not 16"),
         ("HogWild", {"model": "linear"}, "it trained another model than --model=linear"),
