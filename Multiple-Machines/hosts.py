@@ -145,7 +145,10 @@ class Hosts:
 
 @contextlib.contextmanager
 def cluster(hosts, script, *flags, port=2222):
-    """A cluster, a ps on the first of some hosts and a worker on each other: its processes, which are killed at the end."""
+    """A cluster, a ps on the first of some hosts and a worker on each other: its processes, which are killed at the end.
+
+    Also at the end of this program, whatever ends it.
+    """
     where = [f"{host.name}:{port}" for host in hosts]
     started = []
     try:
@@ -154,7 +157,7 @@ def cluster(hosts, script, *flags, port=2222):
             config = {"cluster": {"ps": where[:1], "worker": where[1:]}, "task": task}
             started.append(
                 subprocess.Popen(
-                    host.command(sys.executable, str(script), *flags),
+                    ["setpriv", "--pdeathsig", "KILL", *host.command(sys.executable, str(script), *flags)],
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     stdin=subprocess.DEVNULL,
