@@ -74,7 +74,7 @@ def draw(figure, run_dir):
                 axes.yaxis.set_minor_formatter("{x:g}")
         elif key == "samples_per_second":
             axes.set_ylim(bottom=0)
-        if (title, key) not in evaluations:
+        if values and (title, key) not in evaluations:
             axes.legend()
     return True
 
