@@ -149,7 +149,7 @@ def check(measured, settings, variables):
         raise UserError(f"--calibrate={measured.path}: its model.json is missing or damaged") from None
     if before != variables:
         raise UserError(f"--calibrate={measured.path}: it trained another model than --model={settings.model}")
-    for name in ("mbit", "mbit_up"):
+    for name in ("latency_ms", "mbit", "mbit_up"):
         count, n = len(getattr(settings, name) or []), measured.result["num_workers"]
         if count > 1 and n != settings.num_workers:
             raise UserError(f"--calibrate={measured.path}: it has {n} workers, and --{name} has {count}: give one for all")

@@ -212,7 +212,8 @@ class Run:
       clock: the `common.virtual_time.VirtualTime`, at its end.
       schedule: the `common.virtual_time.Schedule` of all that happened.
       last: the global step to stop at.
-      calibration: with --calibrate, what was found, in seconds, and how well it fits; else None.
+      calibration: with --calibrate, what was found, as `calibrate.Fit` has it (None for a bandwidth without a limit), and how
+        well it fits; else None.
       engine: the `common.simulation.Engine`; None with --clock_only.
       lines: what was measured, a list of dicts, as in metrics/*.jsonl; "time" is virtual.
       result: what result.json says.
@@ -526,15 +527,19 @@ def calibrated(calibration):
     if not calibration:
         return []
     latency, bandwidth = calibration["latency"], calibration["bandwidth"]
-    message = f"--latency_ms={1000 * latency:.4g}" if bandwidth is None else f"--mbit={bandwidth / MBIT:.4g}"
-    flags = f"--step_ms={1000 * calibration['step']:.4g} --step_cv={calibration['step_cv']:.3g} {message}"
-    lines = [f"calibrated: {flags} --rounds_per_call={calibration['rounds_per_call']}"]
-    if latency == 0 or bandwidth == math.inf:
+    found = [f"--step_ms={1000 * calibration['step']:.4g}", f"--step_cv={calibration['step_cv']:.3g}"]
+    found += [f"--latency_ms={1000 * latency:.4g}"] if latency is not None else []
+    found += [f"--mbit={bandwidth / MBIT:.4g}"] if bandwidth is not None else []
+    lines = [f"calibrated: {' '.join(found)} --rounds_per_call={calibration['rounds_per_call']}"]
+    if not latency and bandwidth is None:
         lines.append("with messages that cost nothing more the clock is slower than the runs were: look at the flags of links")
     for run in calibration["runs"]:
-        distance = run["staleness_distance"]
-        stale = f"; staleness {run['staleness_mean']:.2f} measured, {run['simulated_staleness_mean']:.2f} simulated"
-        stale = "" if distance is None else f"{stale} (total variation {distance:.2f})"
+        stale = ""
+        if run["staleness_distance"] is not None:
+            stale = (
+                f"; staleness {run['staleness_mean']:.2f} measured, {run['simulated_staleness_mean']:.2f} simulated "
+                f"(total variation {run['staleness_distance']:.2f})"
+            )
         lines.append(
             f"{run['path']}, {run['num_workers']} worker{'s' * (run['num_workers'] > 1)}: {run['rounds_per_second']:.1f} "
             f"rounds/s measured, {run['simulated_rounds_per_second']:.1f} simulated{stale}"

@@ -2,8 +2,7 @@
 
 A ps and workers train the digits, each on a host of its own (`Multiple-Machines/hosts.py`), with links on which every packet
 takes 20 ms, and with --delays that leave the cores room. The simulator knows these 20 ms, and is calibrated on the runs of one
-and of two workers.
-Then it predicts the run of four. Writes `predictions.json` beside this file.
+and of two workers. Then it predicts the run of four. Writes `predictions.json` beside this file.
 """
 
 import argparse
@@ -26,6 +25,7 @@ import calibrate  # noqa: E402
 import hosts  # noqa: E402
 import numpy as np  # noqa: E402
 import simulate  # noqa: E402
+import time_to_accuracy  # noqa: E402
 
 from common import fit  # noqa: E402
 from common.plots import read_metrics  # noqa: E402
@@ -115,7 +115,7 @@ def one_round(name, seconds, seed):
 
 
 def columns(lines, *names):
-    """Returns the values of those lines that have them all, an array of each name, in the order of time."""
+    """Returns the values of lines, an array of each name, in the order of time."""
     known = [[line[name] for name in names] for line in sorted(lines, key=lambda line: line["time"])]
     return np.array(known, float).T
 
@@ -133,13 +133,9 @@ def when(lines, step):
 
 def reached_at(lines):
     """Returns the global step at which the accuracy was reached first, between two evaluations; None if never."""
-    known = [line for line in lines if line.get("test_accuracy") is not None]
-    steps, accuracies = columns(known, "global_step", "test_accuracy")
-    above = np.flatnonzero(accuracies >= ACCURACY)
-    if not len(above):
-        return None
-    k = above[0]
-    return float(np.interp(ACCURACY, accuracies[k - 1 : k + 1], steps[k - 1 : k + 1])) if k else float(steps[0])
+    evaluated = [line for line in lines if line.get("test_accuracy") is not None]
+    reached = time_to_accuracy.reached_at(columns(evaluated, "global_step", "test_accuracy").T, ACCURACY)
+    return None if reached is None else float(reached[0])
 
 
 def as_text(one):

@@ -109,16 +109,20 @@ def received_by_loopback(pid):
 
 
 def reached_at(curve, accuracy):
-    """Returns seconds, samples and megabytes at which a run first had that accuracy, between two evaluations; None if never."""
-    above = np.flatnonzero(curve[:, 3] >= accuracy)
+    """Returns where a run first had that accuracy, between two evaluations; None if never.
+
+    Args:
+      curve: an evaluation a row, `[n, columns + 1]`, the accuracy last; the result has the other columns, as the seconds.
+    """
+    above = np.flatnonzero(curve[:, -1] >= accuracy)
     if not len(above):
         return None
     after = curve[above[0]]
     if above[0] == 0:
-        return after[:3]
+        return after[:-1]
     before = curve[above[0] - 1]
-    share = (accuracy - before[3]) / (after[3] - before[3])
-    return before[:3] + share * (after[:3] - before[:3])
+    share = (accuracy - before[-1]) / (after[-1] - before[-1])
+    return (before + share * (after - before))[:-1]
 
 
 def summary(curves, accuracy):

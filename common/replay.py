@@ -94,7 +94,7 @@ class Replay:
         return self.actions[at].local_steps > 0
 
     def _begin(self, worker):
-        """Takes this worker's next step, and notes who has to wait after it. Returns the number of the step."""
+        """Takes this worker's next step, and notes which workers it lets go on. Returns the number of the step."""
         at, action = self._next[worker], self.actions[self._next[worker]]
         self._next[worker] = (at + 1) % len(self.steps)
         if action.waits:

@@ -379,6 +379,18 @@ def test_calibration_finds_the_speed_of_links_if_their_latency_is_known(program,
     assert found["latency"] is None and found["bandwidth"] * 8 / 1e6 == pytest.approx(40, rel=0.1)
 
 
+def test_what_is_said_where_nothing_more_is_found(program):
+    """Messages cost nothing more than what the flags say, or a run had no updates whose staleness is known."""
+    one = {"path": "one", "num_workers": 1, "rounds_per_second": 2.0, "simulated_rounds_per_second": 1.5}
+    one |= {"staleness_mean": None, "simulated_staleness_mean": None, "staleness_distance": None}
+    found = {"step": 0.004, "step_cv": 0.3, "rounds_per_call": 5, "runs": [one]}
+    for links in {"latency": None, "bandwidth": None}, {"latency": 0.0, "bandwidth": None}:
+        flags, warning, fits = program.calibrated(found | links)
+        assert flags.startswith("calibrated: --step_ms=4 --step_cv=0.3 ") and "the clock is slower than the runs" in warning
+        assert fits == "one, 1 worker: 2.0 rounds/s measured, 1.5 simulated"
+    assert len(program.calibrated(found | {"latency": None, "bandwidth": 5e6})) == 2
+
+
 def test_several_runs_are_fitted_together(program, real_run):
     """One with a smaller and one with a larger latency: it is between them."""
     runs = [real_run(latency_ms=latency) for latency in (5.0, 20.0)]
@@ -397,6 +409,7 @@ def test_several_runs_are_fitted_together(program, real_run):
         ("Dynamic-SGD", {}, "it is a run of HogWild, not Dynamic-SGD"),
         ("HogWild", {"batch_size": 16}, "it was made with --batch_size=32, not 16"),
         ("HogWild", {"model": "linear"}, "it trained another model than --model=linear"),
+        ("HogWild", {"num_workers": 3, "latency_ms": [1, 2, 3]}, "it has 2 workers, and --latency_ms has 3: give one for all"),
         ("HogWild", {"num_workers": 3, "mbit": [1, 2, 3]}, "it has 2 workers, and --mbit has 3: give one for all"),
     ],
 )

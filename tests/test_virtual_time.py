@@ -17,16 +17,10 @@ PACED = [Action(waits=True), PULL, TRAIN, PUSH, Action(ticks=True)]
 STEP = 0.01
 
 
-def staleness(schedule):
-    """Of each update, in their order."""
-    made = (schedule.pulled >= 0) & (schedule.updated > schedule.pulled)
-    return schedule.updated[made] - 1 - schedule.pulled[made]
-
-
 @pytest.mark.parametrize("latency", [0, 0.003])
 def test_equal_workers_have_a_staleness_of_n_minus_1(latency):
     schedule = VirtualTime(ALONE, 7, Costs(step=STEP, latency=latency)).run(updates=100)
-    assert staleness(schedule)[10:].tolist() == [6] * 90
+    assert schedule.staleness()[10:].tolist() == [6] * 90
 
 
 def test_one_worker_alone_takes_its_steps_and_round_trips():
@@ -35,7 +29,7 @@ def test_one_worker_alone_takes_its_steps_and_round_trips():
     # A request, and then for each update the parameters, a step, the gradient; a pull follows on the ps on the push before.
     of_round = 0.002 + SIZE / 2e7 + STEP + SIZE / 1e7 + 0.002
     assert time.now == pytest.approx(0.002 + 10 * of_round)
-    assert staleness(schedule).tolist() == [0] * 10
+    assert schedule.staleness().tolist() == [0] * 10
 
 
 def test_two_equal_links_take_the_time_of_one():
@@ -68,7 +62,7 @@ def test_a_barrier_costs_the_mean_of_the_largest_of_n_gamma_times():
     schedule = time.run(updates=2000)
     largest = np.random.default_rng(1).gamma(1 / cv**2, cv**2, [20_000, n]).max(axis=1).mean() * STEP
     assert time.now / 2000 == pytest.approx(largest + 2 * 0.001, rel=0.01)
-    assert time.dropped == 0 and not np.any(staleness(schedule))
+    assert time.dropped == 0 and not np.any(schedule.staleness())
 
 
 def test_means_of_gamma_times():
@@ -176,7 +170,7 @@ def test_a_warm_start_and_a_worker_that_joins_late():
     assert updates[:5] == [0] * 5 and set(updates) == {0, 1, 2}
     late = VirtualTime(ALONE, 3, Costs(step=STEP, start=[0, 0, 1.0])).run(until=1.5)
     assert late.times[late.workers == 2].min() == 1.0
-    assert staleness(late)[-10:].tolist() == [2] * 10
+    assert late.staleness()[-10:].tolist() == [2] * 10
 
 
 def test_spans_are_what_workers_do():
