@@ -86,8 +86,9 @@ def read(path):
         raise error("expected the folder of a run that has come to its end, with a result.json")
     if result.get("simulated"):
         raise error("it is a simulated run; expected a real one")
-    if "delays" not in result:
-        raise error("its result.json has no `delays`: it is of an older version, or of a script with a main loop of its own")
+    if missing := {"delays", "flags_of_scheme"} - set(result):
+        what = f"its result.json has no `{min(missing)}`"
+        raise error(f"{what}: it is of an older version, or of a script with a main loop of its own")
     if "all-reduce" in (result.get("parts") or {}):
         raise error("its workers average by an all-reduce, which cannot be simulated")
     lines = read_metrics(path)

@@ -283,9 +283,10 @@ class Run:
     def _clock_of(self, run):
         """Returns a function of what was found that returns the `VirtualTime` of the workers of a real run."""
         n, made = run.result["num_workers"], {name: run.result[name] for name in ("delays", "rounds_per_call")}
-        settings = self.settings.but(num_workers=n, start_at=None, away=[], clock_only=True, **made)
+        own = {name: math.inf if value == "inf" else value for name, value in run.result["flags_of_scheme"].items()}
+        settings = self.settings.but(num_workers=n, start_at=None, away=[], clock_only=True, **made, **own)
         actions, waiting = self.actions, self.waiting
-        if n != self.settings.num_workers:
+        if n != self.settings.num_workers or any(getattr(self.settings, name) != value for name, value in own.items()):
             engine = self._engine(settings)
             actions, waiting = engine.actions, engine.waiting
             engine.close()

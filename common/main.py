@@ -134,7 +134,7 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
     launcher = os.environ.get("LAUNCHER_PID")
     if launcher:
         isolation.die_with_parent(int(launcher))
-    has_own_decay = "weight_decay" in absl_flags.FLAGS
+    of_scheme = sorted(flags.own_names(absl_flags.FLAGS))  # so far only the script has defined some
     values = flags.define(defaults)
     if train or pace != "own":  # workers that wait for each other begin together
         without = (*without, "warm_start_steps")
@@ -146,7 +146,8 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
         without = (*without, "gpus")
     settings = flags.parse(values, arguments, script.name, without)
     settings = settings.but(scheme=script.parent.name, began=time.time(), pace=pace, steps_per_call=1)
-    settings = settings.but(optimizer_on=optimizer_on, decay=0 if has_own_decay else settings.weight_decay)
+    settings = settings.but(optimizer_on=optimizer_on, decay=0 if "weight_decay" in of_scheme else settings.weight_decay)
+    settings = settings.but(of_scheme={name: getattr(settings, name) for name in of_scheme})
     task = cluster.task_from(settings) if "job_name" not in without else None
     if task and evaluate:
         # TF_CONFIG has a type of its own for an evaluator, which is no member of the cluster: no worker has to be taken for it.

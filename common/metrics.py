@@ -107,7 +107,8 @@ def seconds_between(every_secs, age):
 class MetricsHook(tf.train.SessionRunHook):
     """Writes loss, samples per second and staleness of one worker every `every_secs` seconds, and keeps the totals.
 
-    In a long run it writes less often, see `seconds_between`. Training ends when the loss is not finite.
+    It writes more often at first, and less often in a long run, see `seconds_between`. Training ends when the loss is not
+    finite.
 
     It counts the calls that fetch a `common.steps.Rounds`; others (an evaluation, say) pass it by. Staleness of an
     update: how many updates of others came between this worker's pull and its push.
@@ -182,8 +183,13 @@ class MetricsHook(tf.train.SessionRunHook):
         self._loss_sum += float(loss)
         self._num_calls += 1
         now = self._called = time.perf_counter()
-        if now - self._began >= seconds_between(self._every_secs, now - self._first):
+        if now - self._began >= self._interval(now):
             self.flush()
+
+    def _interval(self, now):
+        """Seconds until the next line: fewer in the first two seconds, so that the curve of a short run has points."""
+        age = now - self._first
+        return seconds_between(min(self._every_secs, self._every_secs / 10 + age / 4), age)
 
     def end(self, session):
         """Writes the last line."""
@@ -200,7 +206,7 @@ class MetricsHook(tf.train.SessionRunHook):
         if not gradients:
             return
         seconds = self._called - self._began
-        is_rest = self.staleness and seconds < self._every_secs / 2
+        is_rest = self.staleness and seconds < self._interval(self._called) / 2
         speed = {} if is_rest else {"samples_per_second": gradients * self._samples_per_update / seconds}
         self.staleness.update(self._new)
         self.dropped += self._new_dropped

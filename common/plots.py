@@ -58,7 +58,7 @@ def draw(figure, run_dir):
     evaluations = [(name, key) for name, key, _ in measured]
     panels = [("training loss", "loss"), *evaluations, ("samples per second", "samples_per_second")]
     figure.set_size_inches(4 * len(panels), 3.5)
-    for axes, (title, key) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+    for axes, (title, key) in zip(figure.subplots(1, len(panels), sharex=True), panels, strict=True):
         for worker in sorted({line["worker"] for line in lines}, key=str):
             points = [(n["time"] - began, n[key]) for n in lines if n["worker"] == worker and n.get(key) is not None]
             if points:

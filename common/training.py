@@ -115,7 +115,7 @@ def train(scheme, task, settings):
     if outcome.evaluated:
         optimizers = ", ".join(sorted(center.optimizers.names | local.optimizers.names))
         more = {"samples": outcome.samples, "parameters": model.size, "optimizer": optimizers, "minimizes": model.minimizes}
-        more |= {"delays": settings.delays or [], "rounds_per_call": rounds}
+        more |= {"delays": settings.delays or [], "rounds_per_call": rounds, "flags_of_scheme": _as_json(settings.of_scheme)}
         write_result(settings, task, outcome.reports, *outcome.evaluated, gradients_per_update=gradients, **more)
     return outcome.status
 
@@ -556,6 +556,16 @@ def updates_before(samples, settings, gradients_per_update=1):
 # What a worker tells the chief at its end, as float64. Times are in seconds on the clock of ps 0. A scheme's workers also tell
 # `PARTS`, in seconds of a round; NaN if none was timed.
 REPORT = ("index", "first_time", "first_step", "stop_time", "samples", "updates", "staleness_sum", "staleness_max", "dropped")
+
+
+def _as_json(values):
+    """Returns values of flags by their names; as text what JSON cannot hold, such as an infinite number."""
+    kept = {}
+    for name, value in values.items():
+        plain = value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
+        numbers = isinstance(value, list) and all(isinstance(each, (int, str)) or math.isfinite(each) for each in value)
+        kept[name] = value if plain or numbers else str(value)
+    return kept
 
 
 def write_result(settings, task, reports, global_step, evaluated, *, samples=None, gradients_per_update=1, **more):

@@ -1,6 +1,7 @@
 """common/simulation.py: one graph of one worker, against a graph for each worker, against NumPy, and as a program."""
 
 import json
+import math
 import random
 import subprocess
 import sys
@@ -304,6 +305,7 @@ def real_run(tmp_path_factory, program):
         folder = tmp_path_factory.mktemp("real")
         (folder / "metrics").mkdir()
         known = {"delays": list(delays), "rounds_per_call": rounds_per_call, "simulated": False, "restarts": 0}
+        known["flags_of_scheme"] = {"staleness": staleness} if (staleness := flags.get("staleness")) is not None else {}
         (folder / "result.json").write_text(json.dumps(run.result | known))
         (folder / "model.json").write_text(json.dumps({"variables": run.model.description}))
         for worker in range(2):
@@ -389,6 +391,14 @@ def test_what_is_said_where_nothing_more_is_found(program):
         assert flags.startswith("calibrated: --step_ms=4 --step_cv=0.3 ") and "the clock is slower than the runs" in warning
         assert fits == "one, 1 worker: 2.0 rounds/s measured, 1.5 simulated"
     assert len(program.calibrated(found | {"latency": None, "bandwidth": 5e6})) == 2
+
+
+def test_a_run_is_fitted_with_the_flags_that_its_scheme_had(program, real_run):
+    """Its workers waited for each other at each step; those to be simulated do not wait at all."""
+    folder = real_run("Semi-Synchronous-SGD", staleness=0)
+    more = {"staleness": math.inf, "clock_only": True, "steps": 10}
+    found = program.simulate("Semi-Synchronous-SGD", calibrate=[folder], **more).calibration
+    assert 1000 * found["latency"] == pytest.approx(15.0, rel=0.1)
 
 
 def test_several_runs_are_fitted_together(program, real_run):
