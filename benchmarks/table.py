@@ -1,12 +1,14 @@
 """Runs commands in turn on this machine and prints a table of what they reached: the tables in the folders' READMEs.
 
     python benchmarks/table.py "bash HogWild/run.sh" "bash HogWild/run.sh --window=10" --rounds=3
+    python benchmarks/table.py --write */README.md  # runs the commands that stand above the tables, and writes these anew
 
 Every figure is the median over the rounds. The commands run in turn, so that whatever else the machine does meets all.
 """
 
 import argparse
 import json
+import re
 import shlex
 import statistics
 import subprocess
@@ -22,24 +24,56 @@ COLUMNS = {
     "samples/s": ("samples_per_second", ",.0f"),
     "seconds in all": ("wall_seconds", ".1f"),
 }
+# What a README has of a table: the command that printed it, which may go over several lines, and what it printed.
+IN_README = re.compile(
+    r"(?m)^    \.venv/bin/python benchmarks/table\.py (?P<arguments>(?:.*\\\n)*.*)\n\n(?P<table>\| command \|.*(?:\n\|.*)*)"
+)
 
 
 def main():
-    """Prints the table."""
-    parser = argparse.ArgumentParser(usage='%(prog)s "COMMAND" ["COMMAND" ...] [--rounds=N]')
+    """Prints the table, or writes those of READMEs anew."""
+    options = parse(sys.argv[1:])
+    if not options.write:
+        print(table(options.commands, options.rounds))
+    for path in options.commands if options.write else []:
+        Path(path).write_text(with_tables(Path(path).read_text()))
+        print(path, flush=True)
+
+
+def parse(arguments):
+    """Returns the options of a command line."""
+    parser = argparse.ArgumentParser(usage='%(prog)s "COMMAND" ["COMMAND" ...] [--rounds=N], or --write README.md ...')
     parser.add_argument("commands", nargs="+", help="each takes --run_dir, as every run.sh and script does")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each command (default: 3)")
-    options = parser.parse_args()
+    parser.add_argument("--write", action="store_true", help="READMEs are named; runs the commands above their tables")
+    options = parser.parse_args(arguments)
     if options.rounds < 1:
         parser.error(f"--rounds must be at least 1, not {options.rounds}")
-    results: dict[str, list[dict]] = {command: [] for command in options.commands}
-    for _ in range(options.rounds):
-        for command in options.commands:
+    if options.write and (missing := [path for path in options.commands if not Path(path).is_file()]):
+        parser.error(f"there is no file {missing[0]}")
+    return options
+
+
+def with_tables(text):
+    """Returns the text of a README with its tables made anew."""
+
+    def made(match):
+        options = parse(shlex.split(match["arguments"].replace("\\\n", " ")))
+        return match[0].replace(match["table"], table(options.commands, options.rounds))
+
+    return IN_README.sub(made, text)
+
+
+def table(commands, rounds):
+    """Runs commands in turn, so many rounds; returns what they reached as a Markdown table."""
+    results: dict[str, list[dict]] = {command: [] for command in commands}
+    for _ in range(rounds):
+        for command in commands:
             results[command].append(run(command))
-    print(f"| command | {' | '.join(COLUMNS)} |")
-    print("|---" + "|---:" * len(COLUMNS) + "|")
+    lines = [f"| command | {' | '.join(COLUMNS)} |", "|---" + "|---:" * len(COLUMNS) + "|"]
     for command, of_command in results.items():
-        print(f"| `{command}` | {' | '.join(median(of_command, *column) for column in COLUMNS.values())} |")
+        lines.append(f"| `{command}` | {' | '.join(median(of_command, *column) for column in COLUMNS.values())} |")
+    return "\n".join(lines)
 
 
 def median(results, key, form):

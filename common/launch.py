@@ -25,6 +25,7 @@ from common.run_dir import has_checkpoint, prepare_run_dir, write_json
 
 STOP_SECONDS = 60  # to save a checkpoint and leave, before a task is killed
 PS_SECONDS = 10  # for a ps to see that all workers are done
+CHIEF_SECONDS = 5  # for a chief to end that has dismissed the others
 FAILED_FOR_GOOD = 3  # exit status of a task for which a new start is of no use
 
 
@@ -163,6 +164,7 @@ class Task:
     restarts: int = 0
     restarted: list = field(default_factory=list)  # when it was, as time.monotonic()
     starts_at: float | None = None  # when it will be started, if it waits for that
+    started: float = -math.inf  # when it was last started, as time.monotonic()
     status: int | None = None  # how it ended, None until it has
     heard: float = math.inf  # when it gave the last sign of life, as time.monotonic(); it begins with one
     progress: Any = None  # a `words.Progress`, None for a program that tells none
@@ -187,7 +189,7 @@ class Task:
     def start(self, server):
         """Starts the process."""
         self.status, self.starts_at, self.heard, self.progress, self.progressed = None, None, math.inf, None, math.inf
-        self.why_killed, self.ran_out, self.last_line = "", False, ""
+        self.why_killed, self.ran_out, self.last_line, self.started = "", False, "", time.monotonic()
         with contextlib.suppress(OSError):
             self.log_begins = self.log.stat().st_size
         server.start(self.name, self.command, None if self.is_shown else str(self.log), self.environ)
@@ -402,6 +404,8 @@ class Run:
             task = self._next_end()
             if task.status != 0 and (task in needed or not self._has_ended()):
                 self._mend(task)
+            elif self._may_be_asked_again(task):
+                task.starts_at = time.monotonic() + CHIEF_SECONDS
         for task in self._starting():
             task.starts_at = None  # not needed any more
         deadline = time.monotonic() + PS_SECONDS
@@ -409,6 +413,16 @@ class Run:
             if self._next_end(deadline) is None:
                 break  # a ps that was restarted at the very end may have missed a worker's word
         return 0
+
+    def _may_be_asked_again(self, task):
+        """Whether this worker has ended well, but the chief was started again meanwhile.
+
+        The chief may have dismissed it before it failed. With the ps it has then lost the report, and waits for another one.
+        """
+        if not self._settings.ends_with_chief or self._in_ring or self._has_ended():
+            return False
+        is_one = task.job == "worker" and task is not self._chief and task not in self._evaluators
+        return is_one and task.status == 0 and (not self._chief.is_running or self._chief.started > task.started)
 
     def _has_ended(self):
         return self._settings.ends_with_chief and self._chief.status == 0

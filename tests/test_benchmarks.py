@@ -110,6 +110,53 @@ def test_median_of_runs_of_which_most_never_get_there_is_none():
     assert time_to_accuracy.summary([never, soon, soon], 1.0)["samples"] == 300
 
 
+def test_commands_of_a_readme_write_its_table(monkeypatch):
+    """As often as they say, in turn; all else stays."""
+    import table
+
+    ran = []
+
+    def run(command):
+        ran.append(command)
+        return dict.fromkeys([key for key, _ in table.COLUMNS.values()], float(len(ran)))
+
+    monkeypatch.setattr(table, "run", run)
+    command = '    .venv/bin/python benchmarks/table.py "bash A/run.sh" \\\n        "bash A/run.sh --b=1" --rounds=2'
+    old = "| command | test accuracy |\n|---|---:|\n| `bash A/run.sh` | 0.9 |"
+    text = f"Printed by\n\n{command}\n\n{old}\n\nAfter it.\n\n| another | table |\n"
+    new = table.with_tables(text)
+    assert ran == ["bash A/run.sh", "bash A/run.sh --b=1"] * 2
+    rows = "| `bash A/run.sh` | 2.000 |", "| `bash A/run.sh --b=1` | 3.000 |"
+    assert all(row in new for row in rows) and "0.9" not in new
+    assert new.startswith(f"Printed by\n\n{command}\n\n| command |") and new.endswith("\n\nAfter it.\n\n| another | table |\n")
+
+
+def test_tables_of_the_readmes_have_the_commands_above_them(benchmarks):
+    import table
+
+    found = [(path, match) for path in sorted(ROOT.glob("*/README.md")) for match in table.IN_README.finditer(path.read_text())]
+    assert len(found) >= 17
+    for path, match in found:
+        commands = table.parse(table.shlex.split(match["arguments"].replace("\\\n", " "))).commands
+        assert [line.split("`")[1] for line in match["table"].splitlines()[2:]] == commands, path
+
+
+def test_rates_that_help_are_named():
+    """A rate counts as better if it is so by a point; a run whose loss was not finite reached nothing."""
+    import workers
+
+    found = [{"0.1": 0.95, "0.32": 0.955}, {"0.1": None, "0.01": 0.9}]
+    report = {"workers": [1, 10], "schemes": {"HogWild": found}, "seconds": 1.0}
+    assert workers.table(report).splitlines()[-1] == "| HogWild | 0.1 | 0.950 | not finite; 0.900 with 0.01 |"
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    workers.panels(figure, report)
+    best, usual = figure.axes[0].lines
+    drawn = [np.asarray(line.get_ydata()).tolist() for line in (best, usual)]
+    assert drawn == [[0.95, 0.9], [0.95, 0.0]]
+
+
 def test_predictions_that_miss_are_marked():
     import predictions
 

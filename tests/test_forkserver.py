@@ -892,6 +892,29 @@ def test_chief_that_fails_asks_all_again_for_their_report(run, folder):
     assert result.tasks["worker 1"].restarts == 0  # it was no fault of its own
 
 
+def test_worker_that_was_dismissed_before_the_chief_failed_is_asked_again(run, folder, monkeypatch):
+    """It ends only when the chief is there again, which waits for its report."""
+    monkeypatch.setattr(launch, "CHIEF_SECONDS", 0.1)
+    programs = {
+        "worker 0": "signal.alarm(60)\nif life:\n  tell('other pipe')\nhear('pipe'); sys.exit(life == 0)",
+        "worker 1": "tell('pipe')\nif life == 0:\n  hear('other pipe')",
+    }
+    result = run(programs, ends_with_chief=True)
+    assert (result.status, result.lines) == (0, ["worker 0 failed (1); restart 1 of 3"])
+    assert [lives(folder, name) for name in programs] == [2, 2]
+
+
+def test_worker_that_the_chief_does_not_ask_again_is_not_started(run, folder):
+    """The chief that was started again ends within the seconds that it has for that."""
+    programs = {
+        "worker 0": "signal.alarm(60)\nif life:\n  tell('other pipe')\nelse:\n  hear('pipe'); sys.exit(1)",
+        "worker 1": "tell('pipe'); hear('other pipe')",
+    }
+    result = run(programs, ends_with_chief=True)
+    assert (result.status, result.lines) == (0, ["worker 0 failed (1); restart 1 of 3"])
+    assert [lives(folder, name) for name in programs] == [2, 1]
+
+
 @pytest.mark.parametrize("failing, ended", [(0, 1), (1, 0)])
 def test_without_a_chief_each_worker_ends_for_itself(run, folder, failing, ended):
     result = run({f"worker {failing}": WAIT_AND_FAIL, f"worker {ended}": TELL_PID})

@@ -1,0 +1,193 @@
+"""How many workers does each scheme bear, and which learning rate helps? `bash benchmarks/workers.sh`.
+
+Every scheme trains the digits for the same virtual time with 1 to 1,000 virtual workers (`Simulation/`): once with the learning
+rate of its folder, and with the best of rates that are half a power of ten apart. Writes `workers.json` and `workers.png`
+beside this file.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import compare
+
+HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent / "Simulation"))
+
+WORKERS = [1, 3, 10, 30, 100, 300, 1000]
+IN_TABLE = [1, 10, 100, 1000]
+# A local step of 10 ms, machines and steps that differ by a fifth, a ping of 2 ms, a ps with a card of 10 Gbit/s.
+CLUSTER = {"step_ms": 10, "machine_cv": 0.2, "step_cv": 0.2, "latency_ms": 1, "ps_mbit": 10_000}
+BETTER = 0.01  # accuracy by which another rate has to be better to count as such
+
+
+def of_rate(rate, num_workers):
+    """The flag of most schemes."""
+    return {"learning_rate": rate}
+
+
+def of_rates(rate, num_workers):
+    """A rate for each worker, every other one a tenth of `rate`; divided, so that an update is as large with any number."""
+    return {"learning_rates": [2 * rate / num_workers * (1, 0.1)[i % 2] for i in range(num_workers)]}
+
+
+SCHEMES = {  # folder: the learning rate that its script has, and the flag that it makes
+    "HogWild": (0.1, of_rate),
+    "Dynamic-SGD": (0.1, of_rate),
+    "DC-ASGD": (0.1, of_rate),
+    "Semi-Synchronous-SGD": (0.1, of_rate),
+    "Synchronous-SGD": (0.2, of_rate),
+    "Synchronous-SGD-different-learning-rates": (0.1, of_rates),
+    "DOWNPOUR-Easy": (0.1, of_rate),
+    "DOWNPOUR": (0.1, of_rate),
+    "AGN": (0.1, of_rate),
+    "AEASGD": (0.1, of_rate),
+    "AEAMSGD": (0.001, of_rate),
+    "SAGN": (0.005, of_rate),
+    "DiLoCo": (0.7, of_rate),
+}
+
+
+def main():
+    """Runs all, and writes the results."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=1, help="virtual seconds of each run (default: 1)")
+    parser.add_argument("--most", type=int, default=WORKERS[-1], help="workers at most (default: 1000)")
+    parser.add_argument("schemes", nargs="*", help="folders (default: all thirteen)")
+    options = parser.parse_args()
+    names = options.schemes or list(SCHEMES)
+    if unknown := [name for name in names if name not in SCHEMES]:
+        parser.error(f"there is no {unknown[0]}: choose of {', '.join(SCHEMES)}")
+    if options.seconds <= 0 or options.most < 1:
+        parser.error("--seconds must be greater than 0, and --most at least 1")
+    workers = [n for n in WORKERS if n <= options.most]
+    report: dict[str, Any] = {
+        "command": "bash benchmarks/workers.sh",
+        "cluster": CLUSTER,
+        "seconds": options.seconds,
+        "workers": workers,
+        "schemes": {},
+    }
+    # A process for each scheme: TensorFlow keeps what it has compiled.
+    with multiprocessing.get_context("spawn").Pool(maxtasksperchild=1) as pool:
+        for name, found in pool.imap_unordered(of_scheme, [(name, workers, options.seconds) for name in names], chunksize=1):
+            known = {**report["schemes"], name: found}
+            report["schemes"] = {name: known[name] for name in SCHEMES if name in known}
+            (HERE / "workers.json").write_text(json.dumps(report) + "\n")
+            print(table({**report, "schemes": {name: found}}).splitlines()[-1], flush=True)
+    draw(report, HERE / "workers.png")
+    print(f"\n{table(report)}")
+
+
+def of_scheme(what):
+    """Returns the name and [{learning rate: accuracy}] for each number of workers; None for a loss that is not finite.
+
+    The rates are those of a climb from the best one of fewer workers, in steps of half a power of ten, and the folder's.
+
+    Args:
+      what: (name of the scheme, numbers of workers, virtual seconds).
+    """
+    name, workers, seconds = what
+    usual, flags_of = SCHEMES[name]
+    found, best = [], 0
+    for n in workers:
+        accuracies: dict[int, float | None] = {}
+
+        def value(step, n=n, accuracies=accuracies):
+            if step not in accuracies:
+                accuracies[step] = accuracy(name, n, seconds, flags_of(usual * 10 ** (step / 2), n))
+            return accuracies[step] or 0.0
+
+        value(0)
+        for direction in (-1, 1):
+            while value(best + direction) > value(best):
+                best += direction
+        if value(0) >= value(best) - BETTER:
+            best = 0
+        found.append({f"{usual * 10 ** (step / 2):.2g}": accuracies[step] for step in sorted(accuracies)})
+    return name, found
+
+
+def accuracy(name, num_workers, seconds, flags):
+    """Returns the test accuracy after so many virtual seconds; None if the loss was not finite."""
+    import simulate
+
+    from common.flags import TrainingFailed
+
+    try:
+        run = simulate.simulate(
+            name, num_workers=num_workers, seconds=seconds, epochs=1e6, evaluation_secs=seconds, **CLUSTER, **flags
+        )
+    except TrainingFailed:
+        return None
+    return run.result["test_accuracy"]
+
+
+def chosen(name, accuracies):
+    """Returns the accuracy at the rate of the folder, and (rate, accuracy) of the best one: the same if none is better."""
+    usual = f"{SCHEMES[name][0]:.2g}"
+    known = {rate: value or 0.0 for rate, value in accuracies.items()}
+    best = max(known, key=known.__getitem__)
+    if known[usual] >= known[best] - BETTER:
+        best = usual
+    return accuracies[usual], (best, accuracies[best])
+
+
+def table(report):
+    """Returns a Markdown table: the accuracy with the rate of the folder, and with the best one if that is another."""
+    columns = [n for n in IN_TABLE if n in report["workers"]]
+    titles = " | ".join(f"{n:,} worker{'s' * (n > 1)}" for n in columns)
+    lines = [f"| scheme | its rate | {titles} |", "|---" + "|---:" * (len(columns) + 1) + "|"]
+    for name, found in report["schemes"].items():
+        cells = []
+        for n in columns:
+            usual, (rate, best) = chosen(name, found[report["workers"].index(n)])
+            own = "not finite" if usual is None else f"{usual:.3f}"
+            cells.append(own if rate == f"{SCHEMES[name][0]:.2g}" else f"{own}; {best:.3f} with {rate}")
+        lines.append(f"| {name} | {SCHEMES[name][0]:g} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def draw(report, path):
+    """Draws a panel for each scheme: accuracy against the number of workers."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 11), layout="constrained")
+    panels(figure, report)
+    FigureCanvasAgg(figure).print_png(path)
+
+
+def panels(figure, report):
+    """Draws the same into a figure of Matplotlib."""
+    names, workers = list(report["schemes"]), report["workers"]
+    rows = -(-len(names) // 4)
+    grid = figure.subplots(rows, 4, sharex=True, sharey=True, squeeze=False).flat
+    for axes, name in zip(grid, names, strict=False):
+        pairs = [chosen(name, found) for found in report["schemes"][name]]
+        usual = [own or 0.0 for own, _ in pairs]
+        axes.plot(workers, [value for _, (_, value) in pairs], "o-", color="tab:orange", label="best rate")
+        axes.plot(workers, usual, "o-", color="tab:blue", label="the folder's rate")
+        for n, (own, (rate, value)) in zip(workers, pairs, strict=True):
+            if value != own:
+                axes.annotate(rate, (n, value), (0, 5), textcoords="offset points", ha="center", fontsize=8)
+        title = name.replace("SGD-different", "SGD\ndifferent").replace("-learning-rates", " learning rates")
+        axes.set_title(f"{title}, η = {SCHEMES[name][0]:g}", fontsize=10)
+        axes.set(xscale="log", ylim=(-0.03, 1.1))
+        axes.grid(alpha=0.3)
+    for axes in list(grid)[len(names) :]:
+        axes.set_visible(False)
+    first = figure.axes[0]
+    first.legend(loc="lower left", fontsize=8)
+    figure.supxlabel("workers")
+    figure.supylabel(f"test accuracy after {report['seconds']:g} virtual second{'s' * (report['seconds'] != 1)}")
+
+
+if __name__ == "__main__":
+    compare.interruptible(main)
