@@ -44,7 +44,7 @@ class Measured(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """What was found, as `common.virtual_time.Costs` has it: seconds, and bytes per second each way; None if not looked for."""
+    """What was found, as `common.virtual_time.Costs` has it: seconds, bytes per second each way; None if it was not fitted."""
 
     step: float
     step_cv: float
@@ -86,7 +86,7 @@ def read(path):
         raise error("expected the folder of a run that has come to its end, with a result.json")
     if result.get("simulated"):
         raise error("it is a simulated run; expected a real one")
-    if missing := {"delays", "flags_of_scheme"} - set(result):
+    if missing := {"delays", "flags_of_scheme"} - {name for name, value in result.items() if value is not None}:
         what = f"its result.json has no `{min(missing)}`"
         raise error(f"{what}: it is of an older version, or of a script with a main loop of its own")
     if "all-reduce" in (result.get("parts") or {}):
@@ -124,7 +124,7 @@ def _measured(path, result, lines, error):
         if not seconds:
             raise error(f"worker {i} has timed no round, or is too short: let it train for longer")
         rates.append(samples / seconds)
-    delays = [float(delay) / 1000 for delay in result["delays"]]
+    delays, _ = [float(delay) / 1000 for delay in result["delays"]], result["flags_of_scheme"].items()
     return Measured(path, result, timed, [*delays, *[0.0] * (len(rates) - len(delays))], rates, staleness)
 
 
@@ -150,75 +150,102 @@ def check(measured, settings, variables):
         raise UserError(f"--calibrate={measured.path}: its model.json is missing or damaged") from None
     if before != variables:
         raise UserError(f"--calibrate={measured.path}: it trained another model than --model={settings.model}")
+    if unknown := [name for name in measured.result["flags_of_scheme"] if not hasattr(settings, name)]:
+        raise UserError(f"--calibrate={measured.path}: its scheme had a flag --{unknown[0]}, which it has no more")
     for name in ("latency_ms", "mbit", "mbit_up"):
         count, n = len(getattr(settings, name) or []), measured.result["num_workers"]
         if count > 1 and n != settings.num_workers:
             raise UserError(f"--calibrate={measured.path}: it has {n} workers, and --{name} has {count}: give one for all")
 
 
-def fit(runs, clocks, windows, local_steps, most_bytes=None):
-    """Returns the `Fit` that suits some runs best.
+class Clock(NamedTuple):
+    """The virtual time of a real run.
 
-    Args:
-      runs: `Measured` of each.
-      clocks: of each, a function of a `Fit` that returns the `common.virtual_time.VirtualTime` of its workers.
-      windows: local trainings of a round, each of which takes the run's delay longer.
-      local_steps: of a round, of all its trainings.
-      most_bytes: of the largest message of a round, if the latency is known and the bandwidth is to be found; else None.
+    Attributes:
+      run: the `Measured`.
+      actions: of a round, with the flags that its scheme had, `common.virtual_time.Action`s.
+      begin: a function of a `Fit` that returns the `common.virtual_time.VirtualTime` of its workers.
     """
-    own = [_trainings(run, i, windows) for run in runs for i in range(run.result["num_workers"])]
-    mean, freedom = float(np.mean(np.concatenate(own))), sum(len(each) - 1 for each in own)
-    cv = 0.0
-    if freedom >= FEW and mean > 0:
-        deviation = math.sqrt(sum(float(np.sum((each - each.mean()) ** 2)) for each in own) / freedom)
-        cv = min(deviation / mean * math.sqrt(local_steps), MOST_CV)
+
+    run: Measured
+    actions: list
+    begin: Any
+
+    @property
+    def windows(self):
+        """Local trainings of a round, each of which takes the run's delay longer."""
+        return sum(action.local_steps > 0 for action in self.actions)
+
+    @property
+    def local_steps(self):
+        """Of a round, of all its trainings."""
+        return sum(action.local_steps for action in self.actions)
+
+    @property
+    def most_bytes(self):
+        """Of the largest message of a round."""
+        return max(max(action.up, action.down) for action in self.actions)
+
+    @property
+    def rounds_per_second(self):
+        """How many rounds all workers of the real run made in a second."""
+        return sum(self.run.samples_per_second) / (self.run.result["batch_size"] * self.local_steps)
+
+    @property
+    def round_seconds(self):
+        """Seconds of a round of the slowest worker of the real run."""
+        return self.run.result["batch_size"] * self.local_steps / min(self.run.samples_per_second)
+
+    def trainings(self):
+        """Returns the seconds of local training in the rounds that were timed, without --delays: an array of each worker."""
+        found = []
+        for timed, delay in zip(self.run.timed, self.run.delays, strict=True):
+            seconds = [parts.get("train", 0.0) + parts.get("input", 0.0) for parts in timed]
+            found.append(np.maximum(np.array(seconds) - self.windows * delay, 0.0))
+        return found
+
+    def simulate(self, found):
+        """Returns the `Simulated` of a `Fit`, after about `ROUNDS` rounds of each worker."""
+        clock = self.begin(found)
+        schedule = clock.run(until=ROUNDS * self.round_seconds)
+        rounds = float(np.sum(schedule.steps == 0))
+        return Simulated(rounds / clock.now if rounds else 0.0, collections.Counter(schedule.staleness().tolist()))
+
+
+def fit(clocks, is_latency_known=False):
+    """Returns the `Fit` that suits the runs of some `Clock`s best; of the bandwidth, if the latency is known."""
+    # What a local step takes, and how much it varies: in a round of n of them the variance is n times as large.
+    own = [(each, clock.local_steps) for clock in clocks for each in clock.trainings()]
+    step = sum(float(np.sum(each)) for each, _ in own) / sum(len(each) * n for each, n in own)
+    freedom, cv = sum(len(each) - 1 for each, _ in own), 0.0
+    if freedom >= FEW and step > 0:
+        variance = sum(float(np.sum((each - each.mean()) ** 2)) / n for each, n in own) / freedom
+        cv = min(math.sqrt(variance) / step, MOST_CV)
+    most_bytes = max(clock.most_bytes for clock in clocks)
 
     def found(seconds):
-        """Of so many seconds that the largest message takes: by its latency, or by its bytes."""
-        if most_bytes is None:
-            return Fit(mean / local_steps, cv, latency=seconds)
-        return Fit(mean / local_steps, cv, bandwidth=most_bytes / seconds if seconds else math.inf)
+        """Returns the `Fit` in which the largest message takes so long, by its latency, or by its bytes."""
+        if not is_latency_known:
+            return Fit(step, cv, latency=seconds)
+        return Fit(step, cv, bandwidth=most_bytes / seconds if seconds else math.inf)
 
     def is_too_fast(seconds):
-        """Whether the clocks are faster than the runs were, in their geometric mean."""
+        """Whether the simulated runs are faster than the real ones, in their geometric mean."""
         logarithms = 0.0
-        for run, clock in zip(runs, clocks, strict=True):
-            simulated = simulate(run, clock(found(seconds)), local_steps).rounds_per_second
+        for clock in clocks:
+            simulated = clock.simulate(found(seconds)).rounds_per_second
             if not simulated:
                 return False
-            logarithms += math.log(simulated / rounds_per_second(run, local_steps))
+            logarithms += math.log(simulated / clock.rounds_per_second)
         return logarithms > 0
 
     if not is_too_fast(0.0):
         return found(0.0)
-    low, high = 0.0, max(_round_seconds(run, local_steps) for run in runs)  # of which a message is only a part
+    low, high = 0.0, max(clock.round_seconds for clock in clocks)  # of which a message is only a part
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         low, high = (middle, high) if is_too_fast(middle) else (low, middle)
     return found((low + high) / 2)
-
-
-def _trainings(run, worker, windows):
-    """Returns the seconds of the local trainings of a worker's rounds that were timed, without the delay that it was given."""
-    seconds = [timed.get("train", 0.0) + timed.get("input", 0.0) for timed in run.timed[worker]]
-    return np.maximum(np.array(seconds) - windows * run.delays[worker], 0.0)
-
-
-def rounds_per_second(run, local_steps):
-    """Returns how many rounds all workers of a `Measured` made in a second."""
-    return sum(run.samples_per_second) / (run.result["batch_size"] * local_steps)
-
-
-def _round_seconds(run, local_steps):
-    """Returns the seconds of a round of the slowest worker."""
-    return run.result["batch_size"] * local_steps / min(run.samples_per_second)
-
-
-def simulate(run, clock, local_steps):
-    """Returns the `Simulated` of a `common.virtual_time.VirtualTime`, after about `ROUNDS` rounds of each worker of a run."""
-    schedule = clock.run(until=ROUNDS * _round_seconds(run, local_steps))
-    rounds = float(np.sum(schedule.steps == 0))
-    return Simulated(rounds / clock.now if rounds else 0.0, collections.Counter(schedule.staleness().tolist()))
 
 
 def distance(one, other):
@@ -233,18 +260,11 @@ def mean_of(counts):
     return sum(k * n for k, n in counts.items()) / counts.total() if counts else math.nan
 
 
-def report(run, clock, found, local_steps):
-    """Returns how well a run and its virtual time agree, as result.json says it.
-
-    Args:
-      run: `Measured`.
-      clock: function of a `Fit`, see `fit`.
-      found: the `Fit`.
-      local_steps: of a round.
-    """
-    simulated = simulate(run, clock(found), local_steps)
+def report(clock, found):
+    """Returns how well a real run and its `Clock` with a `Fit` agree, as result.json says it."""
+    run, simulated = clock.run, clock.simulate(found)
     numbers = {
-        "rounds_per_second": rounds_per_second(run, local_steps),
+        "rounds_per_second": clock.rounds_per_second,
         "simulated_rounds_per_second": simulated.rounds_per_second,
         "staleness_mean": mean_of(run.staleness),
         "simulated_staleness_mean": mean_of(simulated.staleness),

@@ -8,6 +8,7 @@ does what, then `common.simulation` does it in that order.
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -60,6 +61,8 @@ def folder_of(name):
     def capture(scheme=None, train=None, pace="own", without=(), check=None, evaluate=None, optimizer_on="ps", **defaults):
         if scheme is None:
             raise UserError(f"{script.name} has a main loop of its own, and no scheme that virtual workers could run")
+        if pace != "own":  # as in `common.main`: workers that wait for each other begin together
+            without = (*without, "warm_start_steps")
         found.append(Folder(script.resolve().parent.name, scheme, check, without, optimizer_on, defaults))
 
     original, main.main = main.main, capture
@@ -142,9 +145,14 @@ def parse(arguments):
         evaluation_secs_given=bool(flags.present(values, "evaluation_secs")),
     )
     for name in ("latency_ms", "mbit", "mbit_up", "start_at", "delays"):
-        count = len(getattr(settings, name) or [])
-        if count > settings.num_workers or (name not in ("start_at", "delays") and count not in (0, 1, settings.num_workers)):
-            raise UserError(f"--{name} has {count} for {settings.num_workers} workers: give one for all, or one for each")
+        count, of_first = len(getattr(settings, name) or []), name in ("start_at", "delays")
+        if count > settings.num_workers or (not of_first and count not in (0, 1, settings.num_workers)):
+            how = "at most one for each" if of_first else "one for all, or one for each"
+            raise UserError(f"--{name} has {count} for {settings.num_workers} workers: give {how}")
+    if settings.clock_only and settings.non_iid:
+        raise UserError("--non_iid is about samples, and --clock_only trains no model: leave one out")
+    if settings.parameters and flags.present(values, "model"):
+        raise UserError("--parameters takes the place of a model: leave out --model")
     if "calibrate" in flags.present(values, "calibrate") and not settings.calibrate:
         raise UserError("--calibrate is empty: expected the folder of a real run")
     if settings.calibrate and (given := flags.present(values, "step_ms", "step_cv", "call_ms")):
@@ -187,10 +195,22 @@ def costs_of(settings):
         read=settings.read_ms / 1000,
         apply=settings.apply_ms / 1000,
         start=np.array([*starts, *[0.0] * (n - len(starts))]),
-        away=[_away(text, n) for text in settings.away],
+        away=_all_away(settings, [0.0] * n if not starts else [*starts, *[0.0] * (n - len(starts))]),
         warm_start=getattr(settings, "warm_start_steps", 0),
         num_ps=settings.num_ps,
     )
+
+
+def _all_away(settings, starts):
+    """Returns what --away says, as `common.virtual_time.Costs` has it."""
+    found = sorted(_away(text, settings.num_workers) for text in settings.away)
+    for worker, since, _ in found:
+        if since < starts[worker]:
+            raise UserError(f"--away: worker {worker} is away from {since:g} s on, but begins only at {starts[worker]:g} s")
+    for (worker, _, until), (other, since, _) in itertools.pairwise(found):
+        if worker == other and since <= until:
+            raise UserError(f"--away: worker {worker} is away from {since:g} s on, but has not come back from before")
+    return found
 
 
 def _away(text, num_workers):
@@ -267,31 +287,36 @@ class Run:
 
     def _calibrate(self, runs):
         """Finds the costs of steps and messages in what real runs have `Measured`, and how well they fit."""
-        trainings = [action.local_steps for action in self.actions if action.local_steps]
-        windows, local_steps = len(trainings), sum(trainings)
         clocks = [self._clock_of(run) for run in runs]
-        most_bytes = max(max(action.up, action.down) for action in self.actions) if self.settings.latency_given else None
-        found = calibrate.fit(runs, clocks, windows, local_steps, most_bytes)
+        found = calibrate.fit(clocks, self.settings.latency_given)
+        windows = sum(action.local_steps > 0 for action in self.actions)
         updates, n = sum(action.writes for action in self.actions), self.settings.num_workers
         at_once = n if self.waiting.quorum is None else 1
         rounds = self._training.rounds_of_call(self.settings, self.model, windows, updates, at_once, self.last)
         self.costs = found.costs(dataclasses.replace(self.costs, rounds_per_call=rounds))
-        fits = [calibrate.report(*pair, found, local_steps) for pair in zip(runs, clocks, strict=True)]
+        fits = [calibrate.report(clock, found) for clock in clocks]
         known = {name: None if value == math.inf else value for name, value in found._asdict().items()}
         self.calibration = {**known, "rounds_per_call": rounds, "runs": fits}
 
     def _clock_of(self, run):
-        """Returns a function of what was found that returns the `VirtualTime` of the workers of a real run."""
+        """Returns the `calibrate.Clock` of a real run: of its workers, its delays, and the flags that its scheme had."""
         n, made = run.result["num_workers"], {name: run.result[name] for name in ("delays", "rounds_per_call")}
         own = {name: math.inf if value == "inf" else value for name, value in run.result["flags_of_scheme"].items()}
-        settings = self.settings.but(num_workers=n, start_at=None, away=[], clock_only=True, **made, **own)
+        nothing: dict[str, Any] = {
+            "start_at": None,
+            "away": [],
+            "warm_start_steps": 0,
+            "machine_cv": 0.0,
+        }  # of what is only to be simulated
+        settings = self.settings.but(num_workers=n, clock_only=True, **nothing, **made, **own)
         actions, waiting = self.actions, self.waiting
         if n != self.settings.num_workers or any(getattr(self.settings, name) != value for name, value in own.items()):
             engine = self._engine(settings)
             actions, waiting = engine.actions, engine.waiting
             engine.close()
         costs = costs_of(settings)
-        return lambda found: VirtualTime(actions, n, found.costs(costs), waiting, self.settings.seed)
+        begin = lambda found: VirtualTime(actions, n, found.costs(costs), waiting, self.settings.seed)  # noqa: E731
+        return calibrate.Clock(run, actions, begin)
 
     def _gradients(self):
         return self.waiting.quorum or 1
@@ -307,12 +332,14 @@ class Run:
             self.actions, settings.num_workers, self.costs, self.waiting, settings.seed, self._trace_until()
         )
         self.schedule = self.clock.run(self.last, settings.seconds or math.inf)
-        if stuck := self.clock.stuck():
-            away = sorted({worker for worker, _, until in self.costs.away if until == math.inf})
-            raise TrainingFailed(
-                f"after {self.clock.now:.3f} virtual seconds and {self.clock.updates:,} updates all workers that are left, "
-                f"{len(stuck):,}, wait for worker {', '.join(map(str, away))}, which does not come back"
-            )
+        if self.clock.has_ended() and self.clock.updates < self.last:
+            stuck, when = self.clock.stuck(), f"after {self.clock.now:.3f} virtual seconds and {self.clock.updates:,} updates"
+            away = ", ".join(map(str, sorted({worker for worker, _, until in self.costs.away if until == math.inf})))
+            if stuck:
+                raise TrainingFailed(
+                    f"{when} all workers that are left, {len(stuck):,}, wait for worker {away}, which does not come back"
+                )
+            raise TrainingFailed(f"{when} no worker goes on: --away takes worker {away} away for good")
         if not self.clock.updates:
             raise TrainingFailed(f"there was no update within --seconds={settings.seconds:g}: a round takes longer")
 
@@ -444,8 +471,10 @@ class Run:
             self.result |= {k: v if math.isfinite(v) else None for k, v in last.items() if k.startswith("test_")}
 
     def shares(self):
-        """Returns which shares of the workers' time local steps take, and waiting for messages and others: {part: share}."""
-        train = float(self.schedule.seconds.sum()) / (self.settings.num_workers * self.clock.now)
+        """Returns the shares of the workers' time that go into local steps, and into messages and waiting: {part: share}."""
+        now, starts = self.clock.now, np.broadcast_to(self.costs.start, [self.settings.num_workers])
+        there = np.sum(np.maximum(now - starts, 0.0)) - sum(min(b, now) - min(a, now) for _, a, b in self.costs.away)
+        train = float(self.schedule.seconds.sum()) / float(there)
         return {"train": train, "wire and waiting": 1 - train}
 
 

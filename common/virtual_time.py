@@ -229,12 +229,16 @@ class VirtualTime:
         self._up_free, self._down_free = [0.0] * n, [0.0] * n
         self._nic_in = self._nic_out = self._ps_free = 0.0
         self._applied = [0.0] * n  # when the newest push of each worker is applied
+        # Of each push that is under way while its worker goes on: what the worker has done by itself since then, as (step, end,
+        # seconds). The push is made of what was there before, so it comes first in the schedule.
+        self._since: list[list[list[tuple[int, float, float]]]] = [[] for _ in range(n)]
         self._known, self._own = [0] * n, [0] * n
         self._turns = Turns(n, self.waiting)
         self._parked: dict[int, tuple[int, float]] = {}  # worker: step at which it waits, and since when
         self._held: list[int] = []  # workers that a warm start holds back
         self._out = _Out()
-        for worker, at in enumerate(per(costs.start)):
+        self._start = per(costs.start)
+        for worker, at in enumerate(self._start):
             if worker and costs.warm_start:
                 self._held.append(worker)
             else:
@@ -267,6 +271,10 @@ class VirtualTime:
                     self._at_ps(worker, time, step, what == "served")
         return self._out.take(self.now)
 
+    def has_ended(self):
+        """Whether nothing more can happen: all workers are gone, or wait for one that is."""
+        return not self._heap
+
     def stuck(self):
         """Returns the workers that wait for others, if nothing more can happen."""
         return [] if self._heap else sorted(self._parked)
@@ -280,9 +288,7 @@ class VirtualTime:
         actions = self.actions
         while True:
             if k == len(actions):
-                k, now, goes_on = self._end_of_round(worker, now)
-                if not goes_on:
-                    return
+                return self._end_round(worker, now)
             action = actions[k]
             if not self._is_at_ps[k]:
                 took = 0.0
@@ -291,7 +297,10 @@ class VirtualTime:
                     end = now + self._delay[worker] + action.local_steps * of_step
                     self._note(worker, "train", now, end)
                     now, took = end, end - now
-                self._out.add(k, worker, now, -1, -1, took)
+                if self._since[worker]:
+                    self._since[worker][-1].append((k, now, took))
+                else:
+                    self._out.add(k, worker, now, -1, -1, took)
                 k += 1
                 continue
             # A message goes up: the gradient, or only the request.
@@ -307,24 +316,24 @@ class VirtualTime:
                 return self._push(arrives, worker, "arrive", k)
             # The worker does not wait until its push has arrived.
             self._push(arrives, worker, "arrive", k + len(actions))
+            self._since[worker].append([])
             k += 1
 
-    def _end_of_round(self, worker, now):
-        """Returns the step to go on with, when, and whether to: the end of a call waits for what is under way."""
+    def _end_round(self, worker, now):
+        """The worker begins another round; the end of a call waits for what is under way."""
         now += self._round[worker]
         self._rounds[worker] += 1
-        if self._rounds[worker] < self.costs.rounds_per_call:
-            return 0, now, True
-        self._rounds[worker] = 0
-        self._push(max(now, self._applied[worker] + self._latency[worker]) + self.costs.call, worker, "here", 0)
-        return 0, now, False
+        if self._rounds[worker] >= self.costs.rounds_per_call:
+            self._rounds[worker] = 0
+            now = max(now, self._applied[worker] + self._latency[worker]) + self.costs.call
+        self._push(now, worker, "here", 0)
 
     def _arrive(self, worker, now, k):
         """A message has arrived at the ps, which receives one after the other."""
         alone = k >= len(self.actions)  # the worker is not waiting for it
         action = self.actions[k - len(self.actions) if alone else k]
-        now = max(now, self._applied[worker])
-        at = now
+        came = now
+        now = at = max(now, self._applied[worker])
         if action.up and self._nic:
             # What came first went on while the rest was on the link. The card is busy only for its own time.
             began = max(now - action.up * self._up[worker], self._nic_in)
@@ -335,10 +344,10 @@ class VirtualTime:
         if action.writes:
             self._applied[worker] = at
         k = k - len(self.actions) if alone else k
-        if at > now:
+        if at > came:
             self._push(at, worker, "served alone" if alone else "served", k)
         else:
-            self._at_ps(worker, now, k, not alone)
+            self._at_ps(worker, at, k, not alone)
 
     def _served(self, action, now):
         """Returns when the ps has done what a step asks for, which it began at `now` or when it was free."""
@@ -367,6 +376,8 @@ class VirtualTime:
             if action.ticks and self._turns.tick(worker):
                 self._release(now)
             if not goes_on:
+                for done, end, took in self._since[worker].pop(0):
+                    out.add(done, worker, max(end, now), -1, -1, took)
                 return
             if action.reads:
                 self._known[worker], self._own[worker] = self.updates, 0
@@ -405,7 +416,7 @@ class VirtualTime:
             self._own[worker] += 1
             if self._held and self.updates >= self.costs.warm_start:
                 for other in self._held:
-                    self._push(now, other, "here", 0)
+                    self._push(max(now, self._start[other]), other, "here", 0)
                 self._held = []
             return
         before = self.updates
@@ -425,15 +436,26 @@ class VirtualTime:
 
     def _die(self, worker, now):
         self._out.forget(worker, now)
+        for done, end, took in (each for since in self._since[worker] for each in since):
+            if end <= now:
+                self._out.add(done, worker, now, -1, -1, took)
+        self._since[worker] = []
+        self.spans = [span for span in self.spans if span.worker != worker or span.start < now]
+        self.spans = [span._replace(end=min(span.end, now)) if span.worker == worker else span for span in self.spans]
         self._lives[worker] += 1
         self._parked.pop(worker, None)
+        if worker in self._held:
+            self._held.remove(worker)
 
     def _come_back(self, worker, now):
         self._out.add(RESTART, worker, now, -1, -1)
         self._turns.pass_by(worker)
         self._rounds[worker] = 0
         self._up_free[worker] = self._down_free[worker] = self._applied[worker] = now
-        self._push(now, worker, "here", 0)
+        if worker and self.updates < self.costs.warm_start:
+            self._held.append(worker)
+        else:
+            self._push(now, worker, "here", 0)
 
     def _factor(self, steps):
         """Returns the mean of so many gamma-distributed numbers of mean 1, itself gamma-distributed."""

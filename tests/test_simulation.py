@@ -18,6 +18,7 @@ from runs import ROOT
 
 from common import data, models, tf
 from common.batches import Batches
+from common.flags import TrainingFailed
 from common.replay import Replay
 from common.simulation import Engine, Shards, messages_of, shards_of
 from common.virtual_time import RESTART
@@ -305,7 +306,8 @@ def real_run(tmp_path_factory, program):
         folder = tmp_path_factory.mktemp("real")
         (folder / "metrics").mkdir()
         known = {"delays": list(delays), "rounds_per_call": rounds_per_call, "simulated": False, "restarts": 0}
-        known["flags_of_scheme"] = {"staleness": staleness} if (staleness := flags.get("staleness")) is not None else {}
+        own: dict = {"Semi-Synchronous-SGD": {"staleness": 10}, "DOWNPOUR": {"n_fetch": None}}.get(scheme, {})
+        known["flags_of_scheme"] = {name: flags.get(name, default) for name, default in own.items()}
         (folder / "result.json").write_text(json.dumps(run.result | known))
         (folder / "model.json").write_text(json.dumps({"variables": run.model.description}))
         for worker in range(2):
@@ -393,6 +395,48 @@ def test_what_is_said_where_nothing_more_is_found(program):
     assert len(program.calibrated(found | {"latency": None, "bandwidth": 5e6})) == 2
 
 
+@pytest.mark.parametrize(
+    "more", [{"n_fetch": 10}, {"warm_start_steps": 1000}, {"machine_cv": 0.8}, {"start_at": [0, 5]}], ids=str
+)
+def test_what_is_simulated_does_not_change_what_a_run_is_fitted_with(program, real_run, more):
+    """The real run pulled every window; it had no warm start, and its machines were equal."""
+    folder = real_run("DOWNPOUR", window=5)
+    found = program.simulate("DOWNPOUR", window=5, calibrate=[folder], num_workers=2, clock_only=True, steps=2000, **more)
+    assert 1000 * found.calibration["step"] == pytest.approx(STEP_MS, rel=0.03)
+    assert 1000 * found.calibration["latency"] == pytest.approx(15.0, rel=0.1)
+
+
+@pytest.mark.parametrize("scheme, more", [("AEASGD", {}), ("AEAMSGD", {}), ("DOWNPOUR", {"window": 2, "n_fetch": 4})])
+def test_with_one_worker_latency_changes_nothing_but_the_time(program, scheme, more):
+    """A push is made of what was there when it was sent, also if it arrives when its worker has long trained on."""
+    near, far = (program.simulate(scheme, num_workers=1, steps=20, latency_ms=ms, **more) for ms in (0, 1000))
+    assert far.result["virtual_seconds"] > near.result["virtual_seconds"] + 1
+    assert far.final[0].tobytes() == near.final[0].tobytes()
+
+
+@pytest.mark.parametrize(
+    "scheme, given, line",
+    [
+        ("HogWild", {"away": ["1:0.1:0.3", "1:0.2:0.5"]}, "--away: worker 1 is away from 0.2 s on, but has not come back from"),
+        ("HogWild", {"away": ["1:0.1:0.2"], "start_at": [0, 1]}, "worker 1 is away from 0.1 s on, but begins only at 1 s"),
+        ("HogWild", {"delays": [1, 2, 3]}, "--delays has 3 for 2 workers: give at most one for each"),
+        ("HogWild", {"clock_only": True, "non_iid": 0.1}, "--non_iid is about samples, and --clock_only trains no model"),
+        ("HogWild", {"clock_only": True, "parameters": 1e6, "model": "cnn"}, "--parameters takes the place of a model: leave"),
+        ("Synchronous-SGD", {"warm_start_steps": 5}, "--warm_start_steps means nothing to simulate.py"),
+    ],
+    ids=str,
+)
+def test_flags_of_the_cluster_that_contradict_each_other(program, user_error, scheme, given, line):
+    with user_error(line):
+        program.simulate(scheme, num_workers=2, steps=10, **given)
+
+
+def test_a_run_that_no_worker_is_left_for(program):
+    """There are no more updates, and without --seconds nothing else ends the run."""
+    with pytest.raises(TrainingFailed, match=r"after 0\.000 virtual seconds and 0 updates no worker goes on: --away takes"):
+        program.simulate("HogWild", num_workers=1, away=["0:0.001"], clock_only=True)
+
+
 def test_a_run_is_fitted_with_the_flags_that_its_scheme_had(program, real_run):
     """Its workers waited for each other at each step; those to be simulated do not wait at all."""
     folder = real_run("Semi-Synchronous-SGD", staleness=0)
@@ -432,7 +476,10 @@ def test_what_cannot_be_calibrated_is_one_line(program, real_run, user_error, sc
     "change, line",
     [
         ({"simulated": True}, "it is a simulated run; expected a real one"),
-        ({"delays": None}, "its result.json or its metrics are damaged"),
+        ({"delays": [None]}, "its result.json or its metrics are damaged"),
+        ({"flags_of_scheme": None}, "its result.json has no `flags_of_scheme`: it is of an older version"),
+        ({"flags_of_scheme": []}, "its result.json or its metrics are damaged"),
+        ({"flags_of_scheme": {"nosuch": 1}}, "its scheme had a flag --nosuch, which it has no more"),
         ({"restarts": 1}, "tasks were started again, or it was resumed"),
         ({"parts": {"all-reduce": 0.5}}, "its workers average by an all-reduce"),
         ({"num_workers": 3}, "there are no metrics of worker 2"),

@@ -136,9 +136,45 @@ def test_times_never_go_back_and_rounds_are_in_order():
     assert np.all(np.diff(schedule.times) >= 0)
     for worker in range(9):
         steps = schedule.steps[schedule.workers == worker]
-        # A push is on its way while the worker trains: the next round's training may come before it.
-        trains, reads, writes = (np.flatnonzero(steps == k) for k in range(3))
-        assert all(trains[: len(reads)] < reads) and all(reads[: len(writes)] < writes)
+        assert np.array_equal(steps, np.arange(len(steps)) % 3)
+
+
+def test_what_a_worker_does_while_its_push_is_under_way_comes_after_it():
+    """The push is made of what was there before. Several may be under way, and the worker goes on at its own speed."""
+    for actions in ELASTIC, [Action(local_steps=10), PUSH]:
+        schedule = VirtualTime(actions, 2, Costs(step=STEP, latency=0.5)).run(updates=20)
+        assert np.all(np.diff(schedule.times) >= 0)
+        for worker in range(2):
+            steps = schedule.steps[schedule.workers == worker]
+            assert np.array_equal(steps, np.arange(len(steps)) % len(actions))
+    pushes = schedule.times[(schedule.workers == 0) & (schedule.steps == 1)]
+    assert np.allclose(pushes, 0.5 + 10 * STEP * np.arange(1, 11))
+
+
+def test_a_message_that_another_one_of_its_worker_holds_up_is_served_in_its_turn():
+    """Not before the one that the ps are still busy with: its worker has no third hand."""
+    actions = [Action(local_steps=1), Action(writes=True, up=8)]
+    time = VirtualTime(actions, 1, Costs(step=0.01, apply=0.05))
+    schedule = time.run(updates=4)
+    pushes = schedule.times[schedule.steps == 1]
+    assert np.allclose(pushes, 0.01 + 0.05 * np.arange(1, 5)) and np.all(np.diff(schedule.times) >= 0)
+
+
+@pytest.mark.parametrize("away", [[(1, 0.1, 0.2)], [(1, 0.1, math.inf)], [(1, 0.1, 0.9)]], ids=str)
+def test_a_worker_that_dies_during_the_warm_start_lives_once(away):
+    time = VirtualTime(ALONE, 3, Costs(step=STEP, away=away, warm_start=50))
+    schedule = time.run(until=2.0)
+    own = schedule.times[(schedule.workers == 1) & (schedule.steps == 0)]
+    warm = schedule.times[np.flatnonzero(schedule.updated == 50)[0]]
+    since = max(warm, away[0][2])
+    assert len(own) == pytest.approx(max(0.0, 2.0 - since) / STEP, abs=1.5)
+    assert np.all(own >= since)
+
+
+def test_a_late_worker_is_not_called_by_the_warm_start():
+    time = VirtualTime(ALONE, 2, Costs(step=STEP, start=np.array([0, 1.0]), warm_start=5))
+    schedule = time.run(until=2.0)
+    assert schedule.times[schedule.workers == 1][0] >= 1.0
 
 
 def test_a_worker_that_dies_and_comes_back():
@@ -164,7 +200,7 @@ def test_those_that_wait_for_a_dead_worker_are_named():
 
 
 def test_a_warm_start_and_a_worker_that_joins_late():
-    costs = Costs(step=STEP, warm_start=5, start=[0, 0, 1.0])
+    costs = Costs(step=STEP, warm_start=5)
     schedule = VirtualTime(ALONE, 3, costs).run(until=0.3)
     updates = schedule.workers[schedule.steps == 2].tolist()
     assert updates[:5] == [0] * 5 and set(updates) == {0, 1, 2}
