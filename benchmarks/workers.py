@@ -1,12 +1,13 @@
-"""How many workers does each scheme bear, and which learning rate helps? `bash benchmarks/workers.sh`.
+"""How many workers can each scheme use before it breaks, and which learning rate helps? `bash benchmarks/workers.sh`.
 
-Every scheme trains the digits for the same virtual time with 1 to 1,000 virtual workers (`Simulation/`): once with the learning
-rate of its folder, and with the best of rates that are half a power of ten apart. Writes `workers.json` and `workers.png`
-beside this file.
+Every scheme trains the digits for the same virtual time with 1 to 1,000 virtual workers (`Simulation/`): with the learning rate
+of its folder, and with the best rate that a search in steps of half a power of ten finds. Writes `workers.json` and
+`workers.png` beside this file. If schemes are named, only these run anew; the figures of the others stay.
 """
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import sys
@@ -24,7 +25,8 @@ WORKERS = [1, 3, 10, 30, 100, 300, 1000]
 IN_TABLE = [1, 10, 100, 1000]
 # A local step of 10 ms, machines and steps that differ by a fifth, a ping of 2 ms, a ps with a card of 10 Gbit/s.
 CLUSTER = {"step_ms": 10, "machine_cv": 0.2, "step_cv": 0.2, "latency_ms": 1, "ps_mbit": 10_000}
-BETTER = 0.01  # accuracy by which another rate has to be better to count as such
+BETTER = 0.01  # how much more accuracy another rate must reach to count as better
+LEARNS = 0.3  # accuracy of a run that has learned something; guessing gives 0.1
 
 
 def of_rate(rate, num_workers):
@@ -33,11 +35,12 @@ def of_rate(rate, num_workers):
 
 
 def of_rates(rate, num_workers):
-    """A rate for each worker, every other one a tenth of `rate`; divided, so that an update is as large with any number."""
-    return {"learning_rates": [2 * rate / num_workers * (1, 0.1)[i % 2] for i in range(num_workers)]}
+    """A rate for each worker, every other one a tenth of the others; their sum is 1.1 times `rate`, as of the folder's two."""
+    shares = [(1, 0.1)[i % 2] for i in range(num_workers)]
+    return {"learning_rates": [1.1 * rate * share / sum(shares) for share in shares]}
 
 
-SCHEMES = {  # folder: the learning rate that its script has, and the flag that it makes
+SCHEMES = {  # folder: the default learning rate of its script, and the function that turns a rate into flags
     "HogWild": (0.1, of_rate),
     "Dynamic-SGD": (0.1, of_rate),
     "DC-ASGD": (0.1, of_rate),
@@ -63,9 +66,9 @@ def main():
     options = parser.parse_args()
     names = options.schemes or list(SCHEMES)
     if unknown := [name for name in names if name not in SCHEMES]:
-        parser.error(f"there is no {unknown[0]}: choose of {', '.join(SCHEMES)}")
-    if options.seconds <= 0 or options.most < 1:
-        parser.error("--seconds must be greater than 0, and --most at least 1")
+        parser.error(f"there is no scheme {unknown[0]}: choose from {', '.join(SCHEMES)}")
+    if not 0 < options.seconds < math.inf or options.most < 1:
+        parser.error("--seconds must be a number greater than 0, and --most at least 1")
     workers = [n for n in WORKERS if n <= options.most]
     report: dict[str, Any] = {
         "command": "bash benchmarks/workers.sh",
@@ -74,6 +77,11 @@ def main():
         "workers": workers,
         "schemes": {},
     }
+    if options.schemes and (HERE / "workers.json").exists():
+        before = json.loads((HERE / "workers.json").read_text())
+        if any(before[name] != report[name] for name in ("cluster", "seconds", "workers")):
+            parser.error("workers.json is of another cluster, other numbers of workers or other --seconds: name no scheme")
+        report["schemes"] = before["schemes"]
     # A process for each scheme: TensorFlow keeps what it has compiled.
     with multiprocessing.get_context("spawn").Pool(maxtasksperchild=1) as pool:
         for name, found in pool.imap_unordered(of_scheme, [(name, workers, options.seconds) for name in names], chunksize=1):
@@ -88,7 +96,8 @@ def main():
 def of_scheme(what):
     """Returns the name and [{learning rate: accuracy}] for each number of workers; None for a loss that is not finite.
 
-    The rates are those of a climb from the best one of fewer workers, in steps of half a power of ten, and the folder's.
+    It tries the folder's rate, and climbs from the best rate of fewer workers, in steps of half a power of ten. Where that one
+    learns nothing, it first goes down until one does.
 
     Args:
       what: (name of the scheme, numbers of workers, virtual seconds).
@@ -105,6 +114,7 @@ def of_scheme(what):
             return accuracies[step] or 0.0
 
         value(0)
+        best = next((lower for lower in range(best, best - 9, -1) if value(lower) > LEARNS), best)
         for direction in (-1, 1):
             while value(best + direction) > value(best):
                 best += direction
@@ -115,7 +125,11 @@ def of_scheme(what):
 
 
 def accuracy(name, num_workers, seconds, flags):
-    """Returns the test accuracy after so many virtual seconds; None if the loss was not finite."""
+    """Returns the test accuracy after so many virtual seconds; None if the loss was not finite.
+
+    Raises:
+      TrainingFailed: if there was no update.
+    """
     import simulate
 
     from common.flags import TrainingFailed
@@ -124,8 +138,10 @@ def accuracy(name, num_workers, seconds, flags):
         run = simulate.simulate(
             name, num_workers=num_workers, seconds=seconds, epochs=1e6, evaluation_secs=seconds, **CLUSTER, **flags
         )
-    except TrainingFailed:
-        return None
+    except TrainingFailed as error:
+        if "the loss is" in str(error):
+            return None
+        raise
     return run.result["test_accuracy"]
 
 

@@ -306,7 +306,8 @@ def real_run(tmp_path_factory, program):
         folder = tmp_path_factory.mktemp("real")
         (folder / "metrics").mkdir()
         known = {"delays": list(delays), "rounds_per_call": rounds_per_call, "simulated": False, "restarts": 0}
-        own: dict = {"Semi-Synchronous-SGD": {"staleness": 10}, "DOWNPOUR": {"n_fetch": None}}.get(scheme, {})
+        of_schemes: dict[str, dict] = {"Semi-Synchronous-SGD": {"staleness": 10}, "DOWNPOUR": {"n_fetch": None}}
+        own = of_schemes.get(scheme, {})
         known["flags_of_scheme"] = {name: flags.get(name, default) for name, default in own.items()}
         (folder / "result.json").write_text(json.dumps(run.result | known))
         (folder / "model.json").write_text(json.dumps({"variables": run.model.description}))
