@@ -1,4 +1,4 @@
-"""DOWNPOUR SGD: Adagrad on both sides, fetch and push each at its own interval (Dean et al. 2012, NIPS, appendix 7.1)."""
+"""DOWNPOUR SGD: Adagrad on both sides, pull and push each at its own interval (Dean et al. 2012, NIPS, appendix 7.1)."""
 
 import math
 
@@ -37,5 +37,5 @@ def downpour(center, local, hp):
 
 if __name__ == "__main__":
     define_alias("n_push", "window")
-    define_integer("n_fetch", None, "local steps between fetches of the global parameters (default: --n_push)", least=1)
+    define_integer("n_fetch", None, "local steps between pulls of the global parameters (default: --n_push)", least=1)
     main(downpour, epochs=60, batch_size=32, learning_rate=0.1, window=5)

@@ -28,7 +28,7 @@ def train(task, settings):
       tf.errors.OpError: when the ps dies.
     """
     check(task, settings)
-    # Imported only now: the launcher reads this file too, and is to do without tensorflow.
+    # Imported only now: the launcher reads this file too, and does not need tensorflow.
     from common.metrics import EvaluationHook, MetricsLog
     from common.training import Interruption, build_model, last_step, updates_before, write_result
 

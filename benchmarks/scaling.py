@@ -4,7 +4,7 @@ Samples per second are those of whole runs, in turn, medians of the rounds. Pull
 parameters are timed one by one, with one ps and one worker and nothing else running; in turn with them, as many bytes through
 a plain TCP connection on the loopback interface.
 
-To the rounds a cost model is fitted:
+A cost model is fitted to the rounds:
 
     time of a round = latency + bytes / bandwidth + window × compute
 

@@ -38,7 +38,7 @@ class Position:
         os.pwrite(self._descriptor, self.value.to_bytes(8, sys.byteorder), self._place)
 
     def start(self):
-        """Returns the value, a tensor (int64) that is that of the moment when it is computed."""
+        """Returns the current value as a tensor (int64), read when the tensor is computed."""
         value = tf.numpy_function(lambda: np.int64(self.value), [], tf.int64)
         value.set_shape([])
         return value

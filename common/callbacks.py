@@ -60,7 +60,7 @@ class Callback:
         self._thread.start()
 
     def __call__(self, step, values):
-        """Lets the function be called, when it has returned from the calls before. Called from any thread."""
+        """Queues a call of the function; it runs after the earlier calls have returned. May be called from any thread."""
         self._calls.put((step, values))
         if self._calls.qsize() > BEHIND and not self._is_behind:
             self._is_behind = True

@@ -63,7 +63,7 @@ def checkpoints_in(folder):
 
 
 def _is_ours(path, folder):
-    """Whether this is a checkpoint of this folder, with a name that no pattern hides in, and no link to another place."""
+    """Whether this is a checkpoint of this folder, in regular files (no links), whose name contains no glob pattern."""
     place, name = os.path.split(os.path.abspath(path))
     if place != os.path.abspath(folder) or not re.fullmatch(r"[\w.-]+", name):
         return False
@@ -202,9 +202,9 @@ class Keeper(tf.train.SessionRunHook):
     chief's folder saves after `OTHERS_AFTER` of the time. A claim on the ps of the global step decides which one.
 
     A checkpoint is read under the lock of `GlobalParameters`: it holds all of an update that takes this lock, or nothing of
-    it. Of another update that is on its way it may hold one ps's part without the next one's. Its name has the step that it
-    holds. It also holds `samples` and `seconds`: how many samples these parameters were trained with, and for how long, in
-    all runs together that it comes from.
+    it. If an update without this lock is in progress, the checkpoint may contain its part on one ps but not on the next. The
+    name of a checkpoint has the step that it holds. It also holds `samples` and `seconds`: how many samples these parameters
+    were trained with, and for how long, in all runs together that it comes from.
 
     Args:
       center: the `common.center.GlobalParameters`.
@@ -341,7 +341,7 @@ class Keeper(tf.train.SessionRunHook):
         session.run(self._pause, {self._paused: seconds})
 
     def lose(self, session):
-        """The chief's: from now until `begin_run` the values on the ps are not parameters to begin with."""
+        """Called by the chief: from now until `begin_run`, the values on the ps are not valid initial parameters."""
         session.run(self._is_lost)
 
     def _say_place(self, session):

@@ -23,7 +23,8 @@ def logical_devices(count):
     A GPU each, if there are that many; if there are fewer, each is split into logical GPUs; without any the CPU is. They are
     there for all that this process does, eagerly or in a session: one without a configuration of its own gets this one.
 
-    Memory of a whole GPU is taken as it is needed ("memory growth"). Of a logical GPU TensorFlow wants to know a limit instead.
+    Memory of a whole GPU is taken as it is needed ("memory growth"). For a logical GPU, TensorFlow requires a
+    memory limit instead.
 
     To be called before anything is computed, as the devices are made once.
 

@@ -12,7 +12,7 @@ from common.words import meanwhile, tell, workers_away
 
 
 class Gate:
-    """The place where the other workers wait until the chief lets them begin; on a ps, and no part of a checkpoint.
+    """The place where the other workers wait until the chief lets them begin. It is on a ps and not saved in checkpoints.
 
     Attributes:
       variable: a boolean, initialized when they may begin: whether there is something to do.

@@ -288,7 +288,7 @@ class Tables:
                 import pyarrow
                 import pyarrow.csv as csv
 
-                # A file says of no number what type it is: samples are float32, labels what they are in the first file.
+                # A CSV file does not state the types of its numbers: samples become float32, labels the type of the first file.
                 types = {name: pyarrow.float32() for name in columns}
                 label = self._known["label"]
                 if label in types:

@@ -1,7 +1,7 @@
 """Several workers of a scheme in one process, whose steps run when one says so: for notebooks and tests.
 
-The operations are those that worker processes run; only the order is the caller's choice, not the machine's. So it can
-be repeated, and shows what would need more cores than a laptop has.
+The operations are those that worker processes run; only the order is the caller's choice, not the machine's. So a
+run can be repeated exactly, and can show more workers than a laptop has cores.
 """
 
 import heapq

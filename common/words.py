@@ -74,7 +74,7 @@ def nobody():
 
 
 class _Wait:
-    """Says for whom this task waits, when it has waited for `WAIT_SECONDS`, and when that is over.
+    """Reports for which tasks this task waits, once it has waited for `WAIT_SECONDS`, and reports when the wait is over.
 
     Attributes:
       said: what it has said last: the number of what the task did, for whom it waits, since when; None if that is over.
@@ -205,7 +205,7 @@ def work_is_done():
 
 
 def say_last(text):
-    """Tells the launcher that has started this task, if one has, what the task ends with."""
+    """Sends this task's last message to the launcher that started it, if there is one."""
     say(LAST + text)
 
 
