@@ -36,6 +36,13 @@ def build(learning_rate=0.1):
     return Model(x, y, loss, step, train)
 
 
+@contextlib.contextmanager
+def graph_of(task):
+    """The graph of a worker, with the variables on the ps."""
+    with tf.Graph().as_default(), tf.device(task.device_fn()):
+        yield build()
+
+
 def files(name):
     """Prints what is in a folder. Event files, whose names hold time and machine, are one line."""
     names = {"events.out.tfevents..." if "tfevents" in path.name else path.name for path in Path(name).iterdir()}

@@ -45,8 +45,12 @@ def curve(run_dir):
 
 
 def draw(figure, run_dir):
-    """Draws the same into a figure of Matplotlib; returns whether there is anything to draw."""
-    lines = read_metrics(run_dir)
+    """Draws the same into a figure of Matplotlib; returns whether there is anything to draw.
+
+    Of a line that says no speed, see `common.metrics.MetricsHook.flush`, the training loss is left out, too: it is the mean of
+    a few batches, where the others are means of many.
+    """
+    lines = _without_rest(read_metrics(run_dir))
     if not lines:
         return False
     began = lines[0]["time"]
@@ -57,13 +61,13 @@ def draw(figure, run_dir):
     measured = [found for found in measured if not found[1].endswith("_loss")] or measured
     evaluations = [(name, key) for name, key, _ in measured]
     panels = [("training loss", "loss"), *evaluations, ("samples per second", "samples_per_second")]
-    figure.set_size_inches(4 * len(panels), 3.5)
+    workers = sorted({line["worker"] for line in lines}, key=lambda worker: (isinstance(worker, str), worker))
     for axes, (title, key) in zip(figure.subplots(1, len(panels), sharex=True), panels, strict=True):
-        for worker in sorted({line["worker"] for line in lines}, key=str):
+        for number, worker in enumerate(workers):
             points = [(n["time"] - began, n[key]) for n in lines if n["worker"] == worker and n.get(key) is not None]
             if points:
                 name = worker if isinstance(worker, str) else f"worker {worker}"
-                axes.plot(*zip(*points, strict=True), marker=".", label=name)
+                axes.plot(*zip(*points, strict=True), marker=".", color=f"C{number}", label=name)
         axes.set(title=title, xlabel="seconds")
         axes.grid(alpha=0.3)
         values = [n[key] for n in lines if n.get(key) is not None]
@@ -74,9 +78,23 @@ def draw(figure, run_dir):
                 axes.yaxis.set_minor_formatter("{x:g}")
         elif key == "samples_per_second":
             axes.set_ylim(bottom=0)
-        if values and (title, key) not in evaluations:
-            axes.legend()
+    # One legend, above the panels, where it covers no curve; a worker has the same color in each panel.
+    named = {name: line for axes in figure.axes for line, name in zip(*axes.get_legend_handles_labels(), strict=True)}
+    columns = 2 * len(panels)
+    figure.set_size_inches(4 * len(panels), 3.5 + 0.25 * -(-len(named) // columns))
+    figure.legend(named.values(), named.keys(), loc="outside upper center", ncols=columns)
     return True
+
+
+def _without_rest(lines):
+    """Returns lines of metrics, without the training loss of those that say no speed, unless a worker has no others."""
+    measured = {line["worker"] for line in lines if line.get("samples_per_second") is not None}
+    return [
+        {name: value for name, value in line.items() if name != "loss"}
+        if line["worker"] in measured and line.get("samples_per_second") is None
+        else line
+        for line in lines
+    ]
 
 
 def squared_error_contours(axes, x, y, slopes, intercepts, levels=12):
