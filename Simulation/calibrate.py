@@ -72,7 +72,7 @@ def read(path):
     """Returns what a run in a folder has `Measured`.
 
     Raises:
-      UserError: if there is no run, it is none of a scheme with real workers, or it has measured too little.
+      UserError: if there is no run, if it is not a real run of a scheme, or if it measured too little.
     """
 
     def error(text):

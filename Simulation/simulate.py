@@ -26,7 +26,7 @@ from common import fit, flags, main, notebook, plots, progress, run_dir
 from common.flags import TrainingFailed, UserError, define_number, define_numbers
 from common.virtual_time import Costs, VirtualTime
 
-# Flags that are about processes, checkpoints and files, which there are none of here.
+# Flags for processes, checkpoints and files, which a simulation does not have.
 WITHOUT = (
     *("launch", "gpus", "isolation", "require_isolation", "job_name", "task_index", "ps_hosts", "worker_hosts", "check"),
     *("resume", "checkpoint_secs", "max_restarts", "hang_secs", "start_secs", "callback", "validation", "patience"),

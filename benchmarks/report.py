@@ -16,6 +16,7 @@ import run
 import scaling
 import startup
 import time_to_accuracy
+import workers
 
 HERE = Path(__file__).resolve().parent
 MACHINES = HERE.parent / "Multiple-Machines"
@@ -31,6 +32,7 @@ TABLES: dict[str, tuple[Any, Any]] = {  # name: file, and what makes a table of 
     "time to accuracy": ("time_to_accuracy.json", time_to_accuracy.table),
     "startup": ("startup.json", startup.table),
     "predictions": ("predictions.json", predictions.table),
+    "workers": ("workers.json", workers.table),
     "slow links": (MACHINES / "slow_links.json", slow_links.table),
 }
 

@@ -184,7 +184,7 @@ def panels(figure, report):
     """Draws the same into a figure of Matplotlib."""
     names, workers = list(report["schemes"]), report["workers"]
     rows = -(-len(names) // 4)
-    grid = figure.subplots(rows, 4, sharex=True, sharey=True, squeeze=False).flat
+    grid = list(figure.subplots(rows, 4, sharex=True, sharey=True, squeeze=False).flat)
     for axes, name in zip(grid, names, strict=False):
         pairs = [chosen(name, found) for found in report["schemes"][name]]
         usual = [own or 0.0 for own, _ in pairs]
@@ -195,12 +195,15 @@ def panels(figure, report):
                 axes.annotate(rate, (n, value), (0, 5), textcoords="offset points", ha="center", fontsize=8)
         title = name.replace("SGD-different", "SGD\ndifferent").replace("-learning-rates", " learning rates")
         axes.set_title(f"{title}, η = {SCHEMES[name][0]:g}", fontsize=10)
-        axes.set(xscale="log", ylim=(-0.03, 1.1))
+        axes.set(xscale="log", xlim=(0.5, 2 * workers[-1]), ylim=(-0.03, 1.12))
+        axes.xaxis.set_major_formatter("{x:,g}")
+        axes.minorticks_off()
         axes.grid(alpha=0.3)
-    for axes in list(grid)[len(names) :]:
+    for axes in grid[len(names) :]:
         axes.set_visible(False)
-    first = figure.axes[0]
-    first.legend(loc="lower left", fontsize=8)
+    for axes in grid[max(0, len(names) - 4) : len(names)]:  # the lowest of each column
+        axes.tick_params(labelbottom=True)
+    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper right", ncols=2)
     figure.supxlabel("workers")
     figure.supylabel(f"test accuracy after {report['seconds']:g} virtual second{'s' * (report['seconds'] != 1)}")
 

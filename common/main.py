@@ -134,7 +134,7 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
     launcher = os.environ.get("LAUNCHER_PID")
     if launcher:
         isolation.die_with_parent(int(launcher))
-    of_scheme = sorted(flags.own_names(absl_flags.FLAGS))  # so far only the script has defined some
+    of_scheme = sorted(flags.own_names(absl_flags.FLAGS))  # at this point only the script has defined flags
     values = flags.define(defaults)
     if train or pace != "own":  # workers that wait for each other begin together
         without = (*without, "warm_start_steps")

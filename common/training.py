@@ -559,7 +559,7 @@ REPORT = ("index", "first_time", "first_step", "stop_time", "samples", "updates"
 
 
 def _as_json(values):
-    """Returns values of flags by their names; as text what JSON cannot hold, such as an infinite number."""
+    """Returns flags' values by name; what JSON cannot hold, such as infinity, becomes text."""
     kept = {}
     for name, value in values.items():
         plain = value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))

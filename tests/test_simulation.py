@@ -1,4 +1,4 @@
-"""common/simulation.py: one graph of one worker, against a graph for each worker, against NumPy, and as a program."""
+"""common/simulation.py, a graph of one worker: many steps a call against one step a call, against NumPy, and as a program."""
 
 import json
 import math
