@@ -91,13 +91,16 @@ def read(path):
         raise error(f"{what}: it is of an older version, or of a script with a main loop of its own")
     if "all-reduce" in (result.get("parts") or {}):
         raise error("its workers average by an all-reduce, which cannot be simulated")
+    damaged = error("its result.json or its metrics are damaged")
+    if not isinstance(result["flags_of_scheme"], dict):
+        raise damaged
     lines = read_metrics(path)
     if result.get("restarts") or sum("parameters" in line for line in lines) > 1:
         raise error("tasks were started again, or it was resumed; expected a run that went through")
     try:
         return _measured(str(path), result, lines, error)
     except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
-        raise error("its result.json or its metrics are damaged") from None
+        raise damaged from None
 
 
 def _measured(path, result, lines, error):
@@ -124,7 +127,7 @@ def _measured(path, result, lines, error):
         if not seconds:
             raise error(f"worker {i} has timed no round, or is too short: let it train for longer")
         rates.append(samples / seconds)
-    delays, _ = [float(delay) / 1000 for delay in result["delays"]], result["flags_of_scheme"].items()
+    delays = [float(delay) / 1000 for delay in result["delays"]]
     return Measured(path, result, timed, [*delays, *[0.0] * (len(rates) - len(delays))], rates, staleness)
 
 

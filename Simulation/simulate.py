@@ -180,12 +180,12 @@ def costs_of(settings):
         return numbers[0] * scale if len(numbers) == 1 else np.array([*numbers, *[0.0] * (n - len(numbers))]) * scale
 
     down = per_worker(settings.mbit, MBIT, math.inf)
-    delays, starts = settings.delays or [], settings.start_at or []
+    delays, starts = ([*(given or []), *[0.0] * (n - len(given or []))] for given in (settings.delays, settings.start_at))
     return Costs(
         step=settings.step_ms / 1000,
         machine_cv=settings.machine_cv,
         step_cv=settings.step_cv,
-        delay=np.array([*delays, *[0.0] * (n - len(delays))]) / 1000,
+        delay=np.array(delays) / 1000,
         call=settings.call_ms / 1000,
         rounds_per_call=settings.rounds_per_call or Costs.rounds_per_call,
         latency=per_worker(settings.latency_ms, 1e-3),
@@ -194,8 +194,8 @@ def costs_of(settings):
         ps_bandwidth=settings.ps_mbit * MBIT if settings.ps_mbit else math.inf,
         read=settings.read_ms / 1000,
         apply=settings.apply_ms / 1000,
-        start=np.array([*starts, *[0.0] * (n - len(starts))]),
-        away=_all_away(settings, [0.0] * n if not starts else [*starts, *[0.0] * (n - len(starts))]),
+        start=np.array(starts),
+        away=_all_away(settings, starts),
         warm_start=getattr(settings, "warm_start_steps", 0),
         num_ps=settings.num_ps,
     )

@@ -29,32 +29,33 @@ BETTER = 0.01  # how much more accuracy another rate must reach to count as bett
 LEARNS = 0.3  # accuracy of a run that has learned something; guessing gives 0.1
 
 
-def of_rate(rate, num_workers):
-    """The flag of most schemes."""
-    return {"learning_rate": rate}
+SCHEMES = {  # folder: the default learning rate of its script
+    "HogWild": 0.1,
+    "Dynamic-SGD": 0.1,
+    "DC-ASGD": 0.1,
+    "Semi-Synchronous-SGD": 0.1,
+    "Synchronous-SGD": 0.2,
+    "Synchronous-SGD-different-learning-rates": 0.1,
+    "DOWNPOUR-Easy": 0.1,
+    "DOWNPOUR": 0.1,
+    "AGN": 0.1,
+    "AEASGD": 0.1,
+    "AEAMSGD": 0.001,
+    "SAGN": 0.005,
+    "DiLoCo": 0.7,
+}
 
 
-def of_rates(rate, num_workers):
-    """A rate for each worker, every other one a tenth of the others; their sum is 1.1 times `rate`, as of the folder's two."""
+def flags_of(name, rate, num_workers):
+    """Returns the flags that give a scheme a learning rate.
+
+    Where each worker has its own, every other one has a tenth of the others', and their sum is 1.1 times `rate`, as of the
+    folder's two.
+    """
+    if name != "Synchronous-SGD-different-learning-rates":
+        return {"learning_rate": rate}
     shares = [(1, 0.1)[i % 2] for i in range(num_workers)]
     return {"learning_rates": [1.1 * rate * share / sum(shares) for share in shares]}
-
-
-SCHEMES = {  # folder: the default learning rate of its script, and the function that turns a rate into flags
-    "HogWild": (0.1, of_rate),
-    "Dynamic-SGD": (0.1, of_rate),
-    "DC-ASGD": (0.1, of_rate),
-    "Semi-Synchronous-SGD": (0.1, of_rate),
-    "Synchronous-SGD": (0.2, of_rate),
-    "Synchronous-SGD-different-learning-rates": (0.1, of_rates),
-    "DOWNPOUR-Easy": (0.1, of_rate),
-    "DOWNPOUR": (0.1, of_rate),
-    "AGN": (0.1, of_rate),
-    "AEASGD": (0.1, of_rate),
-    "AEAMSGD": (0.001, of_rate),
-    "SAGN": (0.005, of_rate),
-    "DiLoCo": (0.7, of_rate),
-}
 
 
 def main():
@@ -103,14 +104,14 @@ def of_scheme(what):
       what: (name of the scheme, numbers of workers, virtual seconds).
     """
     name, workers, seconds = what
-    usual, flags_of = SCHEMES[name]
+    usual = SCHEMES[name]
     found, best = [], 0
     for n in workers:
         accuracies: dict[int, float | None] = {}
 
         def value(step, n=n, accuracies=accuracies):
             if step not in accuracies:
-                accuracies[step] = accuracy(name, n, seconds, flags_of(usual * 10 ** (step / 2), n))
+                accuracies[step] = accuracy(name, n, seconds, flags_of(name, usual * 10 ** (step / 2), n))
             return accuracies[step] or 0.0
 
         value(0)
@@ -147,7 +148,7 @@ def accuracy(name, num_workers, seconds, flags):
 
 def chosen(name, accuracies):
     """Returns the accuracy at the rate of the folder, and (rate, accuracy) of the best one: the same if none is better."""
-    usual = f"{SCHEMES[name][0]:.2g}"
+    usual = f"{SCHEMES[name]:.2g}"
     known = {rate: value or 0.0 for rate, value in accuracies.items()}
     best = max(known, key=known.__getitem__)
     if known[usual] >= known[best] - BETTER:
@@ -165,8 +166,8 @@ def table(report):
         for n in columns:
             usual, (rate, best) = chosen(name, found[report["workers"].index(n)])
             own = "not finite" if usual is None else f"{usual:.3f}"
-            cells.append(own if rate == f"{SCHEMES[name][0]:.2g}" else f"{own}; {best:.3f} with {rate}")
-        lines.append(f"| {name} | {SCHEMES[name][0]:g} | {' | '.join(cells)} |")
+            cells.append(own if rate == f"{SCHEMES[name]:.2g}" else f"{own}; {best:.3f} with {rate}")
+        lines.append(f"| {name} | {SCHEMES[name]:g} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -194,7 +195,7 @@ def panels(figure, report):
             if value != own:
                 axes.annotate(rate, (n, value), (0, 5), textcoords="offset points", ha="center", fontsize=8)
         title = name.replace("SGD-different", "SGD\ndifferent").replace("-learning-rates", " learning rates")
-        axes.set_title(f"{title}, η = {SCHEMES[name][0]:g}", fontsize=10)
+        axes.set_title(f"{title}, η = {SCHEMES[name]:g}", fontsize=10)
         axes.set(xscale="log", xlim=(0.5, 2 * workers[-1]), ylim=(-0.03, 1.12))
         axes.xaxis.set_major_formatter("{x:,g}")
         axes.minorticks_off()

@@ -115,7 +115,8 @@ def train(scheme, task, settings):
     if outcome.evaluated:
         optimizers = ", ".join(sorted(center.optimizers.names | local.optimizers.names))
         more = {"samples": outcome.samples, "parameters": model.size, "optimizer": optimizers, "minimizes": model.minimizes}
-        more |= {"delays": settings.delays or [], "rounds_per_call": rounds, "flags_of_scheme": _as_json(settings.of_scheme)}
+        own = {name: _as_json(value) for name, value in settings.of_scheme.items()}
+        more |= {"delays": settings.delays or [], "rounds_per_call": rounds, "flags_of_scheme": own}
         write_result(settings, task, outcome.reports, *outcome.evaluated, gradients_per_update=gradients, **more)
     return outcome.status
 
@@ -558,14 +559,13 @@ def updates_before(samples, settings, gradients_per_update=1):
 REPORT = ("index", "first_time", "first_step", "stop_time", "samples", "updates", "staleness_sum", "staleness_max", "dropped")
 
 
-def _as_json(values):
-    """Returns flags' values by name; what JSON cannot hold, such as infinity, becomes text."""
-    kept = {}
-    for name, value in values.items():
-        plain = value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
-        numbers = isinstance(value, list) and all(isinstance(each, (int, str)) or math.isfinite(each) for each in value)
-        kept[name] = value if plain or numbers else str(value)
-    return kept
+def _as_json(value):
+    """Returns a flag's value; as text what JSON cannot hold, such as infinity."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return str(value)
+    return value
 
 
 def write_result(settings, task, reports, global_step, evaluated, *, samples=None, gradients_per_update=1, **more):

@@ -234,7 +234,7 @@ def test_two_devices_learn_the_digits(run_dir, script, multiple_gpus, user_error
     assert result["global_steps"] == (675 if script == MIRRORED else 1349)
     assert result["samples"] == result["global_steps"] * 64 and result["batch_size"] == 32
     # Only the first call, which prepares the graph, does not count.
-    assert 0.9 * result["samples"] < result["samples_per_second"] * result["train_seconds"] < result["samples"] + 0.5
+    assert 0.9 * result["samples"] < round(result["samples_per_second"] * result["train_seconds"]) <= result["samples"]
     assert accuracy_of_saved_model(run_dir, data.load("digits")) == pytest.approx(result["test_accuracy"])
     assert (run_dir / "curve.png").stat().st_size > 0
     settings = types.SimpleNamespace(resume=True, run_dir=str(run_dir))

@@ -432,6 +432,16 @@ def test_flags_of_the_cluster_that_contradict_each_other(program, user_error, sc
         program.simulate(scheme, num_workers=2, steps=10, **given)
 
 
+def test_rates_of_the_benchmark_are_those_of_the_folders(program, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import workers
+
+    for name, rate in workers.SCHEMES.items():
+        _, settings = program.parse([name, "--num_workers=2"])
+        given = workers.flags_of(name, rate, 2)
+        assert {flag: pytest.approx(getattr(settings, flag)) for flag in given} == given
+
+
 def test_a_run_that_no_worker_is_left_for(program):
     """There are no more updates, and without --seconds nothing else ends the run."""
     with pytest.raises(TrainingFailed, match=r"after 0\.000 virtual seconds and 0 updates no worker goes on: --away takes"):
