@@ -313,10 +313,9 @@ def present(values, *names):
 
 
 def own_names(values):
-    """Names of flags that are ours, not absl's own."""
-    theirs = {
-        flag.name for module, group in values.flags_by_module_dict().items() for flag in group if module.startswith("absl")
-    }
+    """Names of flags that are ours, not those of absl or TensorFlow, whose modules define some when they are imported."""
+    modules = values.flags_by_module_dict()
+    theirs = {flag.name for name in modules if name.partition(".")[0] in ("absl", "tensorflow") for flag in modules[name]}
     return {name for name in values if values[name].name not in theirs}  # a flag may have a short name, too, as -v
 
 

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from absl import flags as absl_flags
 from absl.testing import flagsaver
 
 from common import flags
@@ -205,6 +206,14 @@ def test_absls_own_flags_are_unknown(parse, user_error, argument):
 
     with user_error(f"unknown flag --{argument.lstrip('-').partition('=')[0]} (--help lists all)"):
         parse("--window=2", argument)
+
+
+def test_flags_that_tensorflow_defines_are_not_ours():
+    """They are there once it has been imported: no setting, no flag of a scheme, and unknown on the command line."""
+    values = absl_flags.FlagValues()
+    absl_flags.DEFINE_bool("hbm_oom_exit", True, "theirs", values, module_name="tensorflow.python.tpu.client.client")
+    flags.define_integer("window", 1, "ours", flag_values=values)
+    assert flags.own_names(values) == {"window"}
 
 
 def test_a_flagfile_is_not_read(parse, user_error, tmp_path):
