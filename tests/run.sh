@@ -19,8 +19,8 @@ status=0
 
 shopt -s nullglob
 what=(--ignore=tests/test_slurm.py tests */*.ipynb)
-# Two at a time: much of a test is waiting for processes to start. What is in one file stays together and in its order.
-parallel=(-n 2 --dist loadfile)
+# Three at a time: much of a test is waiting for processes to start or to be missed. What is in one file stays together and in its order.
+parallel=(-n 3 --dist loadfile)
 if [[ ${1:-} == --fast ]]; then
     shift
     what=(--ignore=tests/test_slurm.py tests -m "not cluster")
