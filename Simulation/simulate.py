@@ -586,7 +586,7 @@ def _as_text(line):
 
 def _summary(run, where):
     result = run.result
-    where = where.relative_to(Path.cwd()) if where.is_relative_to(Path.cwd()) else where
+    where = progress.as_typed(where)
     least, most = min(result["samples_per_worker"]), max(result["samples_per_worker"])
     print(f"{result['global_steps']:,} updates, {result['samples']:,} samples ({least:,} to {most:,} of each worker)")
     print(
