@@ -101,7 +101,7 @@ def define_own():
     text = "WORKER:FROM:UNTIL in seconds, as 3:10:25: it dies, and begins anew; 3:10: it never comes back"
     absl_flags.DEFINE_list("away", [], text)
     define_number("non_iid", None, "α of a Dirichlet distribution: the smaller, the more the workers' classes differ", above=0)
-    absl_flags.DEFINE_bool("clock_only", False, "no model is trained: virtual time alone, of speed, staleness, waiting")
+    absl_flags.DEFINE_bool("clock_only", False, "train no model: only compute the schedule (speed, staleness, waiting)")
     define_number("parameters", None, "with --clock_only: size of the model, as 25e6 (default: that of --model)", least=1)
     text = "folders of real runs of the scheme, from which --step_ms, --step_cv and --latency_ms, or --mbit, are found"
     absl_flags.DEFINE_list("calibrate", [], text)
@@ -156,7 +156,7 @@ def parse(arguments):
     if "calibrate" in flags.present(values, "calibrate") and not settings.calibrate:
         raise UserError("--calibrate is empty: expected the folder of a real run")
     if settings.calibrate and (given := flags.present(values, "step_ms", "step_cv", "call_ms")):
-        raise UserError(f"--calibrate finds what a step and a message take: leave out --{given[0]}")
+        raise UserError(f"--calibrate measures the time of steps and messages: leave out --{given[0]}")
     if settings.calibrate and settings.latency_given and (given := flags.present(values, "mbit", "mbit_up")):
         raise UserError(
             f"--calibrate finds the speed of links if --latency_ms is given: leave out --{given[0]}, or --latency_ms"
@@ -164,7 +164,7 @@ def parse(arguments):
     if settings.calibrate and settings.parameters:
         raise UserError("--calibrate needs the model of the real runs: leave out --parameters")
     if settings.parameters and not settings.clock_only:
-        raise UserError("--parameters is for --clock_only: a model that is trained has the size that it has")
+        raise UserError("--parameters works only with --clock_only: a model that is trained has its own size")
     if folder.check:
         folder.check(settings)
     return folder, settings
@@ -202,7 +202,7 @@ def costs_of(settings):
 
 
 def _all_away(settings, starts):
-    """Returns what --away says, as `common.virtual_time.Costs` has it."""
+    """Returns the absences of --away, as `common.virtual_time.Costs` has it."""
     found = sorted(_away(text, settings.num_workers) for text in settings.away)
     for worker, since, _ in found:
         if since < starts[worker]:
@@ -246,7 +246,7 @@ class Run:
         self.settings, self.lines, self.final, self._folder, self._training = settings, [], None, folder, training
         self._dataset = dataset = data.load(settings.data, settings.seed)
         small = settings.clock_only and settings.parameters
-        # If only steps count, and bytes in proportion, any model will do.
+        # Only the steps and the number of bytes count here, so any model will do.
         self._shown = data.load("linear") if small else dataset
         self.model = models.build("linear" if small else settings.model, self._shown, settings.seed, settings.loss)
         measured = [calibrate.read(path) for path in settings.calibrate]
@@ -524,12 +524,12 @@ def write(run, where):
     say(f"{settings.scheme}: {settings.num_workers:,} virtual workers, {settings.num_ps} ps")
     say(f"minimizes {run.model.minimizes}, by {', '.join(on).replace('GradientDescent', 'SGD') or 'the steps of the scheme'}")
     up, down = (sum(getattr(action, name) for action in run.actions) for name in ("up", "down"))
-    say(f"a round sends {up:,} bytes to the ps and gets {down:,}")
+    say(f"a round sends {up:,} bytes to the ps and receives {down:,}")
     for line in calibrated(run.calibration):
         say(line)
     run.tell_time()
     took = time.time() - settings.began
-    say(f"{run.clock.updates:,} updates in {run.clock.now:.4g} virtual seconds, known after {took:.1f} s")
+    say(f"{run.clock.updates:,} updates in {run.clock.now:.4g} virtual seconds, scheduled in {took:.1f} s")
     (where / "metrics").mkdir(exist_ok=True)
     with open(run_dir.open_own(where / "metrics" / "virtual.jsonl", os.O_WRONLY | os.O_TRUNC), "w") as file:
 
@@ -562,7 +562,10 @@ def calibrated(calibration):
     found += [f"--mbit={bandwidth / MBIT:.4g}"] if bandwidth is not None else []
     lines = [f"calibrated: {' '.join(found)} --rounds_per_call={calibration['rounds_per_call']}"]
     if not latency and bandwidth is None:
-        lines.append("with messages that cost nothing more the clock is slower than the runs were: look at the flags of links")
+        lines.append(
+            "even with no extra time per message the simulation is slower than the real runs: check --mbit, --ps_mbit, "
+            "--read_ms and --apply_ms"
+        )
     for run in calibration["runs"]:
         stale = ""
         if run["staleness_distance"] is not None:
@@ -594,9 +597,11 @@ def _summary(run, where):
         f"{result['wall_seconds']:.1f} s in all"
     )
     measured = "".join(f"{name} {result[key]:{form}}, " for name, key, form in progress.measures([result]))
-    dropped = f", {result['gradients_dropped']:,} gradients came too late" if result["gradients_dropped"] else ""
+    late = result["gradients_dropped"]
+    dropped = f", {late:,} gradients were dropped because they came too late" if late else ""
     print(f"{measured}staleness {result['staleness_mean']:.2f} on average, {result['staleness_max']:,} at most{dropped}")
-    print(f"workers train for {result['parts']['train']:.0%} of their time, and wait for messages and others for the rest")
+    share = f"{result['parts']['train']:.0%}"
+    print(f"workers spend {share} of their time on local steps; the rest is messages and waiting for other workers")
     for name in ("curve.png", "timeline.png", "trace.json", "model.keras"):
         if (where / name).exists():
             print(where / name)

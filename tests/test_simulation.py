@@ -391,7 +391,7 @@ def test_what_is_said_where_nothing_more_is_found(program):
     found = {"step": 0.004, "step_cv": 0.3, "rounds_per_call": 5, "runs": [one]}
     for links in {"latency": None, "bandwidth": None}, {"latency": 0.0, "bandwidth": None}:
         flags, warning, fits = program.calibrated(found | links)
-        assert flags.startswith("calibrated: --step_ms=4 --step_cv=0.3 ") and "the clock is slower than the runs" in warning
+        assert flags.startswith("calibrated: --step_ms=4 --step_cv=0.3 ") and "slower than the real runs" in warning
         assert fits == "one, 1 worker: 2.0 rounds/s measured, 1.5 simulated"
     assert len(program.calibrated(found | {"latency": None, "bandwidth": 5e6})) == 2
 
@@ -469,7 +469,7 @@ def test_several_runs_are_fitted_together(program, real_run):
     [
         ("HogWild", {"calibrate": ["/nowhere"]}, "--calibrate=/nowhere: expected the folder of a run that has come to its end"),
         ("HogWild", {"calibrate": []}, "--calibrate is empty: expected the folder of a real run"),
-        ("HogWild", {"step_ms": 3}, "--calibrate finds what a step and a message take: leave out --step_ms"),
+        ("HogWild", {"step_ms": 3}, "--calibrate measures the time of steps and messages: leave out --step_ms"),
         ("HogWild", {"latency_ms": 3, "mbit": 10}, "finds the speed of links if --latency_ms is given: leave out --mbit"),
         ("Dynamic-SGD", {}, "it is a run of HogWild, not Dynamic-SGD"),
         ("HogWild", {"batch_size": 16}, "it was made with --batch_size=32, not 16"),
@@ -509,5 +509,5 @@ def test_a_run_that_timed_no_round(program, real_run, user_error):
     folder = real_run()
     path = folder / "metrics" / "worker-1.jsonl"
     path.write_text(path.read_text().replace('"timed_rounds"', '"others"'))
-    with user_error("worker 1 has timed no round, or is too short: let it train for longer"):
+    with user_error("worker 1 has timed no round, or its run is too short: train for longer"):
         program.simulate("HogWild", calibrate=[folder], clock_only=True, steps=10)
