@@ -530,6 +530,8 @@ def write(run, where):
     run.tell_time()
     took = time.time() - settings.began
     say(f"{run.clock.updates:,} updates in {run.clock.now:.4g} virtual seconds, scheduled in {took:.1f} s")
+    if line := too_few(run):
+        say(line)
     (where / "metrics").mkdir(exist_ok=True)
     with open(run_dir.open_own(where / "metrics" / "virtual.jsonl", os.O_WRONLY | os.O_TRUNC), "w") as file:
 
@@ -550,6 +552,17 @@ def write(run, where):
     draw_timeline(run, where / "timeline.png")
     _summary(run, where)
     return 0
+
+
+def too_few(run):
+    """Returns a line if there are so few updates that some workers have not pushed once; None if there are enough."""
+    n, updates = run.settings.num_workers, run.clock.updates
+    pushes = [k for k, action in enumerate(run.actions) if action.writes]
+    idle = n - len(np.unique(run.schedule.workers[np.isin(run.schedule.steps, pushes)]))
+    if updates >= n or not idle:
+        return None
+    made = f"{updates:,} update{'s' * (updates > 1)} for {n:,} workers"
+    return f"{made}: {idle:,} of them do not push once; train for longer, or with fewer workers"
 
 
 def calibrated(calibration):

@@ -442,6 +442,18 @@ def test_rates_of_the_benchmark_are_those_of_the_folders(program, monkeypatch):
         assert {flag: pytest.approx(getattr(settings, flag)) for flag in given} == given
 
 
+def test_too_few_updates_for_so_many_workers(program):
+    """A line says that some workers push nothing. If an update is made of all workers' gradients, one is enough."""
+
+    def line(scheme, **flags):
+        return program.too_few(program.simulate(scheme, num_workers=20, clock_only=True, step_cv=0.3, **flags))
+
+    advice = "of them do not push once; train for longer, or with fewer workers"
+    assert line("HogWild", steps=12) == f"12 updates for 20 workers: 8 {advice}"
+    assert line("HogWild", steps=1) == f"1 update for 20 workers: 19 {advice}"
+    assert line("HogWild", steps=200) is None and line("Synchronous-SGD", steps=1) is None
+
+
 def test_a_run_that_no_worker_is_left_for(program):
     """There are no more updates, and without --seconds nothing else ends the run."""
     with pytest.raises(TrainingFailed, match=r"after 0\.000 virtual seconds and 0 updates no worker goes on: --away takes"):
