@@ -620,16 +620,48 @@ def _summary(run, where):
             print(where / name)
 
 
+LANES = {"train": "worker", "wait": "worker", "push": "push", "pull": "pull"}  # where each part of a round is drawn
+
+
+def in_rows(spans):
+    """Returns pairs of a `Span` and the row of its lane in which it is drawn: 0, or the next one that is free.
+
+    Several pushes of a worker may be under way at the same time. In one row they would hide each other, and Chrome's format
+    wants spans of a row to nest.
+    """
+    ends: dict[tuple, list] = {}  # by worker and lane, when the last span of each row ends
+    found = []
+    for span in sorted(spans, key=lambda span: span.start):
+        rows = ends.setdefault((span.worker, LANES[span.part]), [])
+        row = next((k for k, end in enumerate(rows) if end <= span.start), len(rows))
+        rows[row : row + 1] = [span.end]
+        found.append((span, row))
+    return found
+
+
 def write_trace(spans, path):
     """Writes what the workers do first as a trace that opens in Perfetto (https://ui.perfetto.dev), in Chrome's format."""
-    rows = {"train": 0, "wait": 0, "push": 1, "pull": 2}
-    events = [
-        {"name": part, "ph": "X", "ts": 1e6 * start, "dur": 1e6 * (end - start), "pid": worker, "tid": rows[part]}
-        for worker, part, start, end in spans
-    ]
+    drawn = in_rows(spans)
+    lanes = list(dict.fromkeys(LANES.values()))
+    used = sorted({(span.worker, lanes.index(LANES[span.part]), row) for span, row in drawn})
+    threads = {each: k for k, each in enumerate(used)}
     names = [
         {"name": "process_name", "ph": "M", "pid": worker, "args": {"name": f"worker {worker}"}}
         for worker in sorted({span.worker for span in spans})
+    ]
+    for (worker, lane, row), k in threads.items():
+        name = lanes[lane] + f" {row + 1}" * (row > 0)
+        names.append({"name": "thread_name", "ph": "M", "pid": worker, "tid": k, "args": {"name": name}})
+    events = [
+        {
+            "name": span.part,
+            "ph": "X",
+            "ts": 1e6 * span.start,
+            "dur": 1e6 * (span.end - span.start),
+            "pid": span.worker,
+            "tid": threads[span.worker, lanes.index(LANES[span.part]), row],
+        }
+        for span, row in drawn
     ]
     run_dir.write_json(path, {"traceEvents": names + events})
 
@@ -650,12 +682,17 @@ def timeline(axes, run, most=12):
 
     count = min(most, run.settings.num_workers)
     heights = {"train": (-0.35, 0.4), "wait": (-0.35, 0.4), "push": (0.07, 0.14), "pull": (0.22, 0.14)}
-    until = max((span.end for span in run.clock.spans if span.worker < count), default=1.0)
+    drawn = in_rows(span for span in run.clock.spans if span.worker < count)
+    until = max((span.end for span, _ in drawn), default=1.0)
     for part, (low, height) in heights.items():
         for worker in range(count):
-            bars = [(s.start, s.end - s.start) for s in run.clock.spans if s.worker == worker and s.part == part]
-            name = part if worker == 0 else None
-            axes.broken_barh(bars, (worker + low, height), color=COLORS[part], ec="white", lw=0.3, label=name)
+            own = [(span, row) for span, row in drawn if (span.worker, span.part) == (worker, part)]
+            rows = 1 + max((row for _, row in own), default=0)  # which share the height
+            for k in range(rows):
+                bars = [(span.start, span.end - span.start) for span, row in own if row == k]
+                name = part if (worker, k) == (0, 0) else None
+                place = worker + low + k * height / rows, height / rows
+                axes.broken_barh(bars, place, color=COLORS[part], ec="white", lw=0.3, label=name)
     axes.set(xlim=(0, until), ylim=(count - 0.4, -0.6), yticks=range(count), xlabel="virtual seconds")
     axes.set_yticklabels([f"worker {i}" for i in range(count)])
     axes.legend(ncol=4, loc="lower left", bbox_to_anchor=(0, 1), frameon=False)

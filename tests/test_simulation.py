@@ -21,7 +21,7 @@ from common.batches import Batches
 from common.flags import TrainingFailed
 from common.replay import Replay
 from common.simulation import Engine, Shards, messages_of, shards_of
-from common.virtual_time import RESTART
+from common.virtual_time import RESTART, Span
 
 WORKERS, BATCH = 3, 4
 SCHEMES: dict[str, Any] = {**test_schemes.SCHEMES, **test_synchronous_schemes.TOGETHER}
@@ -256,6 +256,31 @@ def test_program(tmp_path):
     assert {event["name"] for event in trace if event["ph"] == "X"} >= {"train", "pull", "push"}
     for name in ("curve.png", "timeline.png", "model.keras", "metrics/virtual.jsonl"):
         assert (tmp_path / "run" / name).stat().st_size > 0
+
+
+def test_spans_of_a_row_of_the_trace_do_not_overlap(tmp_path, program):
+    """Where a message takes half a second, several pushes of a worker are under way at once: each in a row of its own."""
+    intervals = {"window": 2, "n_fetch": 20}
+    run = program.simulate("DOWNPOUR", num_workers=2, clock_only=True, steps=60, latency_ms=500, trace_secs=10, **intervals)
+    program.write_trace(run.clock.spans, tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert len(spans) == len(run.clock.spans) > 50
+    for worker in range(2):
+        names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == worker}
+        assert list(names.values())[:3] == ["worker", "push", "push 2"] and list(names.values())[-1] == "pull"
+        for tid, name in names.items():
+            own = sorted((e["ts"], e["ts"] + e["dur"]) for e in spans if (e["pid"], e["tid"]) == (worker, tid))
+            assert own and all(one[1] <= other[0] + 1e-3 for one, other in zip(own, own[1:]))
+            parts = {e["name"] for e in spans if (e["pid"], e["tid"]) == (worker, tid)}
+            assert parts <= ({"train", "wait"} if name == "worker" else {name.split()[0]})
+
+
+def test_overlapping_spans_get_rows_of_their_own(program):
+    spans = [Span(0, "push", 0.0, 3.0), Span(0, "push", 1.0, 4.0), Span(0, "push", 3.0, 5.0), Span(1, "push", 2.0, 6.0)]
+    spans += [Span(0, "train", 0.0, 9.0), Span(0, "wait", 9.0, 10.0)]
+    rows = dict(program.in_rows(reversed(spans)))
+    assert [rows[span] for span in spans] == [0, 1, 0, 0, 0, 0]
 
 
 def test_clock_alone(tmp_path):
