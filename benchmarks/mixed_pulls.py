@@ -37,8 +37,8 @@ def main():
     with tf.Graph().as_default():
         center = GlobalParameters(np.zeros(model.size, np.float32), task.num_ps, task.device_fn())
         with tf.device(task.device):
-            shard = data.shard(digits, task.shard_index, task.num_workers)
-            local = LocalParameters(center, model, Batches(*shard, 32, seed=task.shard_index), f"worker_{task.shard_index}")
+            x, y = data.shard(digits, task.shard_index, task.num_workers)
+            local = LocalParameters(center, model, Batches(x, y, 32, seed=task.shard_index), f"worker_{task.shard_index}")
             rounds = build_rounds(counting, center, local, types.SimpleNamespace(learning_rate=0.1))
             ends = tf.gather(local.vector("pulled"), [0, center.size - 1])  # of the first piece, and of the last
         with tf.device("/job:ps/task:0"):  # all begin together

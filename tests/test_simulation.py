@@ -159,7 +159,8 @@ def first_arrivals():
 
 def hogwild_loop(center, draw, updates):
     """x̃ ← x̃ − η Σ g along a window of SGD from the pulled x; no worker waits."""
-    x, pulled, stale, heap = [center] * WORKERS, [0] * WORKERS, [], first_arrivals()
+    x, pulled, heap = [center] * WORKERS, [0] * WORKERS, first_arrivals()
+    stale: list[int] = []
     while len(stale) < updates:
         now, i = heapq.heappop(heap)
         walk, total = x[i], 0
@@ -175,7 +176,8 @@ def hogwild_loop(center, draw, updates):
 
 def downpour_loop(center, draw, updates):
     """The same with Adagrad: of each worker along its window, and on the ps with the sum of the window's g."""
-    x, pulled, stale, heap = [center] * WORKERS, [0] * WORKERS, [], first_arrivals()
+    x, pulled, heap = [center] * WORKERS, [0] * WORKERS, first_arrivals()
+    stale: list[int] = []
     own, slots = [np.full(len(center), 0.1)] * WORKERS, np.full(len(center), 0.1)
     while len(stale) < updates:
         now, i = heapq.heappop(heap)
