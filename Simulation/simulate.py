@@ -620,7 +620,7 @@ def _summary(run, where):
             print(where / name)
 
 
-LANES = {"train": "worker", "wait": "worker", "push": "push", "pull": "pull"}  # where each part of a round is drawn
+LANES = {"train": "train", "wait": "train", "push": "push", "pull": "pull"}  # where each part of a round is drawn
 
 
 def in_rows(spans):

@@ -388,12 +388,12 @@ def test_spans_of_a_row_of_the_trace_do_not_overlap(tmp_path, program):
     assert len(spans) == len(run.clock.spans) > 50
     for worker in range(2):
         names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == worker}
-        assert list(names.values())[:3] == ["worker", "push", "push 2"] and list(names.values())[-1] == "pull"
+        assert list(names.values())[:3] == ["train", "push", "push 2"] and list(names.values())[-1] == "pull"
         for tid, name in names.items():
             own = sorted((e["ts"], e["ts"] + e["dur"]) for e in spans if (e["pid"], e["tid"]) == (worker, tid))
             assert own and all(one[1] <= other[0] + 1e-3 for one, other in zip(own, own[1:]))
             parts = {e["name"] for e in spans if (e["pid"], e["tid"]) == (worker, tid)}
-            assert parts <= ({"train", "wait"} if name == "worker" else {name.split()[0]})
+            assert parts <= ({"train", "wait"} if name == "train" else {name.split()[0]})
 
 
 def test_overlapping_spans_get_rows_of_their_own(program):
