@@ -125,7 +125,7 @@ def _measured(path, result, lines, error):
                 made = per_gradient * (sum(counts.values()) + line.get("gradients_dropped", 0))
                 samples, seconds = samples + made, seconds + made / rate
         if not seconds:
-            raise error(f"worker {i} has timed no round, or is too short: let it train for longer")
+            raise error(f"worker {i} has timed no round, or its run is too short: train for longer")
         rates.append(samples / seconds)
     delays = [float(delay) / 1000 for delay in result["delays"]]
     return Measured(path, result, timed, [*delays, *[0.0] * (len(rates) - len(delays))], rates, staleness)
@@ -227,13 +227,13 @@ def fit(clocks, is_latency_known=False):
     most_bytes = max(clock.most_bytes for clock in clocks)
 
     def found(seconds):
-        """Returns the `Fit` in which the largest message takes so long, by its latency, or by its bytes."""
+        """Returns the `Fit` in which the largest message takes so many seconds, because of latency or of bandwidth."""
         if not is_latency_known:
             return Fit(step, cv, latency=seconds)
         return Fit(step, cv, bandwidth=most_bytes / seconds if seconds else math.inf)
 
     def is_too_fast(seconds):
-        """Whether the simulated runs are faster than the real ones, in their geometric mean."""
+        """Whether the simulated runs are faster than the real ones, by geometric mean."""
         logarithms = 0.0
         for clock in clocks:
             simulated = clock.simulate(found(seconds)).rounds_per_second

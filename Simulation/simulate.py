@@ -101,7 +101,7 @@ def define_own():
     text = "WORKER:FROM:UNTIL in seconds, as 3:10:25: it dies, and begins anew; 3:10: it never comes back"
     absl_flags.DEFINE_list("away", [], text)
     define_number("non_iid", None, "α of a Dirichlet distribution: the smaller, the more the workers' classes differ", above=0)
-    absl_flags.DEFINE_bool("clock_only", False, "no model is trained: virtual time alone, of speed, staleness, waiting")
+    absl_flags.DEFINE_bool("clock_only", False, "train no model: only compute the schedule (speed, staleness, waiting)")
     define_number("parameters", None, "with --clock_only: size of the model, as 25e6 (default: that of --model)", least=1)
     text = "folders of real runs of the scheme, from which --step_ms, --step_cv and --latency_ms, or --mbit, are found"
     absl_flags.DEFINE_list("calibrate", [], text)
@@ -156,7 +156,7 @@ def parse(arguments):
     if "calibrate" in flags.present(values, "calibrate") and not settings.calibrate:
         raise UserError("--calibrate is empty: expected the folder of a real run")
     if settings.calibrate and (given := flags.present(values, "step_ms", "step_cv", "call_ms")):
-        raise UserError(f"--calibrate finds what a step and a message take: leave out --{given[0]}")
+        raise UserError(f"--calibrate measures the time of steps and messages: leave out --{given[0]}")
     if settings.calibrate and settings.latency_given and (given := flags.present(values, "mbit", "mbit_up")):
         raise UserError(
             f"--calibrate finds the speed of links if --latency_ms is given: leave out --{given[0]}, or --latency_ms"
@@ -164,7 +164,7 @@ def parse(arguments):
     if settings.calibrate and settings.parameters:
         raise UserError("--calibrate needs the model of the real runs: leave out --parameters")
     if settings.parameters and not settings.clock_only:
-        raise UserError("--parameters is for --clock_only: a model that is trained has the size that it has")
+        raise UserError("--parameters works only with --clock_only: a model that is trained has its own size")
     if folder.check:
         folder.check(settings)
     return folder, settings
@@ -202,7 +202,7 @@ def costs_of(settings):
 
 
 def _all_away(settings, starts):
-    """Returns what --away says, as `common.virtual_time.Costs` has it."""
+    """Returns the absences of --away, as `common.virtual_time.Costs` has it."""
     found = sorted(_away(text, settings.num_workers) for text in settings.away)
     for worker, since, _ in found:
         if since < starts[worker]:
@@ -246,7 +246,7 @@ class Run:
         self.settings, self.lines, self.final, self._folder, self._training = settings, [], None, folder, training
         self._dataset = dataset = data.load(settings.data, settings.seed)
         small = settings.clock_only and settings.parameters
-        # If only steps count, and bytes in proportion, any model will do.
+        # Only the steps and the number of bytes count here, so any model will do.
         self._shown = data.load("linear") if small else dataset
         self.model = models.build("linear" if small else settings.model, self._shown, settings.seed, settings.loss)
         measured = [calibrate.read(path) for path in settings.calibrate]
@@ -524,12 +524,14 @@ def write(run, where):
     say(f"{settings.scheme}: {settings.num_workers:,} virtual workers, {settings.num_ps} ps")
     say(f"minimizes {run.model.minimizes}, by {', '.join(on).replace('GradientDescent', 'SGD') or 'the steps of the scheme'}")
     up, down = (sum(getattr(action, name) for action in run.actions) for name in ("up", "down"))
-    say(f"a round sends {up:,} bytes to the ps and gets {down:,}")
+    say(f"a round sends {up:,} bytes to the ps and receives {down:,}")
     for line in calibrated(run.calibration):
         say(line)
     run.tell_time()
     took = time.time() - settings.began
-    say(f"{run.clock.updates:,} updates in {run.clock.now:.4g} virtual seconds, known after {took:.1f} s")
+    say(f"{run.clock.updates:,} updates in {run.clock.now:.4g} virtual seconds, scheduled in {took:.1f} s")
+    if line := too_few(run):
+        say(line)
     (where / "metrics").mkdir(exist_ok=True)
     with open(run_dir.open_own(where / "metrics" / "virtual.jsonl", os.O_WRONLY | os.O_TRUNC), "w") as file:
 
@@ -552,6 +554,17 @@ def write(run, where):
     return 0
 
 
+def too_few(run):
+    """Returns a line if there are so few updates that some workers have not pushed once; None if there are enough."""
+    n, updates = run.settings.num_workers, run.clock.updates
+    pushes = [k for k, action in enumerate(run.actions) if action.writes]
+    idle = n - len(np.unique(run.schedule.workers[np.isin(run.schedule.steps, pushes)]))
+    if updates >= n or not idle:
+        return None
+    made = f"{updates:,} update{'s' * (updates > 1)} for {n:,} workers"
+    return f"{made}: {idle:,} of them do not push once; train for longer, or with fewer workers"
+
+
 def calibrated(calibration):
     """Returns lines that say what was found, and how well it fits; none if there was no calibration."""
     if not calibration:
@@ -562,7 +575,10 @@ def calibrated(calibration):
     found += [f"--mbit={bandwidth / MBIT:.4g}"] if bandwidth is not None else []
     lines = [f"calibrated: {' '.join(found)} --rounds_per_call={calibration['rounds_per_call']}"]
     if not latency and bandwidth is None:
-        lines.append("with messages that cost nothing more the clock is slower than the runs were: look at the flags of links")
+        lines.append(
+            "even with no extra time per message the simulation is slower than the real runs: check --mbit, --ps_mbit, "
+            "--read_ms and --apply_ms"
+        )
     for run in calibration["runs"]:
         stale = ""
         if run["staleness_distance"] is not None:
@@ -586,7 +602,7 @@ def _as_text(line):
 
 def _summary(run, where):
     result = run.result
-    where = where.relative_to(Path.cwd()) if where.is_relative_to(Path.cwd()) else where
+    where = progress.as_typed(where)
     least, most = min(result["samples_per_worker"]), max(result["samples_per_worker"])
     print(f"{result['global_steps']:,} updates, {result['samples']:,} samples ({least:,} to {most:,} of each worker)")
     print(
@@ -594,24 +610,58 @@ def _summary(run, where):
         f"{result['wall_seconds']:.1f} s in all"
     )
     measured = "".join(f"{name} {result[key]:{form}}, " for name, key, form in progress.measures([result]))
-    dropped = f", {result['gradients_dropped']:,} gradients came too late" if result["gradients_dropped"] else ""
+    late = result["gradients_dropped"]
+    dropped = f", {late:,} gradients were dropped because they came too late" if late else ""
     print(f"{measured}staleness {result['staleness_mean']:.2f} on average, {result['staleness_max']:,} at most{dropped}")
-    print(f"workers train for {result['parts']['train']:.0%} of their time, and wait for messages and others for the rest")
+    share = f"{result['parts']['train']:.0%}"
+    print(f"workers spend {share} of their time on local steps; the rest is messages and waiting for other workers")
     for name in ("curve.png", "timeline.png", "trace.json", "model.keras"):
         if (where / name).exists():
             print(where / name)
 
 
+LANES = {"train": "train", "wait": "train", "push": "push", "pull": "pull"}  # where each part of a round is drawn
+
+
+def in_rows(spans):
+    """Returns pairs of a `Span` and the row of its lane in which it is drawn: 0, or the next one that is free.
+
+    Several pushes of a worker may be under way at the same time. In one row they would hide each other, and Chrome's format
+    wants spans of a row to nest.
+    """
+    ends: dict[tuple, list] = {}  # by worker and lane, when the last span of each row ends
+    found = []
+    for span in sorted(spans, key=lambda span: span.start):
+        rows = ends.setdefault((span.worker, LANES[span.part]), [])
+        row = next((k for k, end in enumerate(rows) if end <= span.start), len(rows))
+        rows[row : row + 1] = [span.end]
+        found.append((span, row))
+    return found
+
+
 def write_trace(spans, path):
     """Writes what the workers do first as a trace that opens in Perfetto (https://ui.perfetto.dev), in Chrome's format."""
-    rows = {"train": 0, "wait": 0, "push": 1, "pull": 2}
-    events = [
-        {"name": part, "ph": "X", "ts": 1e6 * start, "dur": 1e6 * (end - start), "pid": worker, "tid": rows[part]}
-        for worker, part, start, end in spans
-    ]
+    drawn = in_rows(spans)
+    lanes = list(dict.fromkeys(LANES.values()))
+    used = sorted({(span.worker, lanes.index(LANES[span.part]), row) for span, row in drawn})
+    threads = {each: k for k, each in enumerate(used)}
     names = [
         {"name": "process_name", "ph": "M", "pid": worker, "args": {"name": f"worker {worker}"}}
         for worker in sorted({span.worker for span in spans})
+    ]
+    for (worker, lane, row), k in threads.items():
+        name = lanes[lane] + f" {row + 1}" * (row > 0)
+        names.append({"name": "thread_name", "ph": "M", "pid": worker, "tid": k, "args": {"name": name}})
+    events = [
+        {
+            "name": span.part,
+            "ph": "X",
+            "ts": 1e6 * span.start,
+            "dur": 1e6 * (span.end - span.start),
+            "pid": span.worker,
+            "tid": threads[span.worker, lanes.index(LANES[span.part]), row],
+        }
+        for span, row in drawn
     ]
     run_dir.write_json(path, {"traceEvents": names + events})
 
@@ -632,12 +682,17 @@ def timeline(axes, run, most=12):
 
     count = min(most, run.settings.num_workers)
     heights = {"train": (-0.35, 0.4), "wait": (-0.35, 0.4), "push": (0.07, 0.14), "pull": (0.22, 0.14)}
-    until = max((span.end for span in run.clock.spans if span.worker < count), default=1.0)
+    drawn = in_rows(span for span in run.clock.spans if span.worker < count)
+    until = max((span.end for span, _ in drawn), default=1.0)
     for part, (low, height) in heights.items():
         for worker in range(count):
-            bars = [(s.start, s.end - s.start) for s in run.clock.spans if s.worker == worker and s.part == part]
-            name = part if worker == 0 else None
-            axes.broken_barh(bars, (worker + low, height), color=COLORS[part], ec="white", lw=0.3, label=name)
+            own = [(span, row) for span, row in drawn if (span.worker, span.part) == (worker, part)]
+            rows = 1 + max((row for _, row in own), default=0)  # which share the height
+            for k in range(rows):
+                bars = [(span.start, span.end - span.start) for span, row in own if row == k]
+                name = part if (worker, k) == (0, 0) else None
+                place = worker + low + k * height / rows, height / rows
+                axes.broken_barh(bars, place, color=COLORS[part], ec="white", lw=0.3, label=name)
     axes.set(xlim=(0, until), ylim=(count - 0.4, -0.6), yticks=range(count), xlabel="virtual seconds")
     axes.set_yticklabels([f"worker {i}" for i in range(count)])
     axes.legend(ncol=4, loc="lower left", bbox_to_anchor=(0, 1), frameon=False)

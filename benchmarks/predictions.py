@@ -59,7 +59,7 @@ def main():
     options = parser.parse_args()
     names = options.schemes or list(SCHEMES)
     if unknown := [name for name in names if name not in SCHEMES]:
-        parser.error(f"there is no {unknown[0]}: choose of {'; '.join(SCHEMES)}")
+        parser.error(f"there is no scheme {unknown[0]}: choose from {'; '.join(SCHEMES)}")
     if options.rounds < 1 or options.seconds <= 0:
         parser.error("--rounds must be at least 1, and --seconds greater than 0")
     if problem := hosts.why_not():

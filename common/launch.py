@@ -77,9 +77,8 @@ def _launch(script, arguments, settings, shared=None):
         ]
         shown = [*range(settings.num_workers), *(["evaluator"] if settings.num_evaluators else [])]
         display = stack.enter_context(progress.Display(settings, shown))
-        display.say(
-            f"{settings.scheme}: --num_ps={settings.num_ps} --num_workers={settings.num_workers} --run_dir={settings.run_dir}"
-        )
+        where = progress.as_typed(Path(settings.run_dir))
+        display.say(f"{settings.scheme}: --num_ps={settings.num_ps} --num_workers={settings.num_workers} --run_dir={where}")
         if server.problem:
             display.say(f"the ports of this run can be reached from outside: {server.problem}")
         if settings.gpus is not None:

@@ -266,14 +266,18 @@ def say(line):
 UNEQUAL = 3  # times as many samples of one worker as of another are worth a line, where no --delays make them differ
 
 
+def as_typed(path):
+    """Returns the path of a folder as a user would type it: from the working directory, if it is in there."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
 def summary(settings, status):
     """Prints what came of a run, from its `result.json`."""
     run_dir = Path(settings.run_dir)
     damaged = read_metrics(run_dir)[1] if status in (0, 130) else 0
     if damaged:
         say(f"{damaged} damaged line{'s' if damaged > 1 else ''} of metrics skipped")
-    if run_dir.is_relative_to(Path.cwd()):
-        run_dir = run_dir.relative_to(Path.cwd())  # as a user would type it
+    run_dir = as_typed(run_dir)
     if status == 130 and any(run_dir.glob("checkpoints/*.index")):
         saved = ", and so is the model" if (run_dir / "model.keras").exists() else ""
         say(f"stopped; a checkpoint is saved{saved}: --resume --run_dir={run_dir} goes on from there")

@@ -1,5 +1,7 @@
 """common/simulation.py, a graph of one worker: many steps a call against one step a call, against NumPy, and as a program."""
 
+import functools
+import heapq
 import json
 import math
 import random
@@ -21,7 +23,7 @@ from common.batches import Batches
 from common.flags import TrainingFailed
 from common.replay import Replay
 from common.simulation import Engine, Shards, messages_of, shards_of
-from common.virtual_time import RESTART
+from common.virtual_time import RESTART, Costs, Span, VirtualTime
 
 WORKERS, BATCH = 3, 4
 SCHEMES: dict[str, Any] = {**test_schemes.SCHEMES, **test_synchronous_schemes.TOGETHER}
@@ -68,8 +70,11 @@ def orders(replay, count, seed=0):
 
 
 @pytest.mark.parametrize(("name", "num_ps"), [*((name, 1) for name in SCHEMES), ("HogWild", 2), ("DiLoCo", 2), ("DC-ASGD", 2)])
-def test_equals_a_graph_for_each_worker(engine, load_scheme, model, regression, name, num_ps):
-    """In any order of steps: x̃, the x of all workers, losses, and the global steps of reads and updates."""
+def test_many_steps_a_call_equal_one_step_a_call(engine, load_scheme, model, regression, name, num_ps):
+    """In any order of steps: x̃, the x of all workers, losses, and the global steps of reads and updates.
+
+    `Replay` runs the same functions, so what they compute is tested against NumPy, below and in test_schemes.py.
+    """
     scheme = SCHEMES[name]
     rule, hp = load_scheme(scheme.folder, scheme.name), hyperparameters(scheme)
 
@@ -91,7 +96,7 @@ def test_equals_a_graph_for_each_worker(engine, load_scheme, model, regression, 
     replay.close()
 
 
-def test_equals_it_to_the_last_bit(engine, hogwild, model, regression):
+def test_they_are_equal_to_the_last_bit(engine, hogwild, model, regression):
     hp = hyperparameters(SCHEMES["HogWild"])
     make_batches = lambda i: batches_of(regression, i, WORKERS, i)  # noqa: E731
     replay = Replay(hogwild, hp, model, make_batches, WORKERS)
@@ -126,6 +131,121 @@ def test_equals_numpy(engine, load_scheme, model, regression, name):
     outcomes = ours.run(*np.array(taken).T)
     assert np.abs(ours.center - problem.center).max() < 1e-5 * np.abs(problem.center).max()
     assert outcomes.updated[outcomes.updated >= 0].tolist() == [version for _, _, version in problem.log]
+
+
+# Three workers whose windows take these seconds, and messages that take LATENCY: event loops in NumPy, from the formulas
+# alone. A worker's push is applied and its next pull is made at one moment; then x̃ comes down, and a window is trained.
+SECONDS, LATENCY, RATE, WINDOW = [0.020, 0.0231, 0.0377], 0.002, 0.05, 2
+
+
+def gradient_of(x, batch):
+    """The gradient of the mean squared error of y = w a + b at x = [w, b]."""
+    a, y = batch
+    residual = a @ x[:-1] + x[-1] - y[:, 0]
+    return 2 * np.append(a.T @ residual, residual.sum()) / len(a)
+
+
+def adagrad(x, slots, g):
+    slots = slots + g**2
+    return x - RATE * g / np.sqrt(slots), slots
+
+
+def first_arrivals():
+    """A heap of (time, worker) of the first pushes."""
+    heap = [(3 * LATENCY + seconds, i) for i, seconds in enumerate(SECONDS)]
+    heapq.heapify(heap)
+    return heap
+
+
+def hogwild_loop(center, draw, updates):
+    """x̃ ← x̃ − η Σ g along a window of SGD from the pulled x; no worker waits."""
+    x, pulled, heap = [center] * WORKERS, [0] * WORKERS, first_arrivals()
+    stale: list[int] = []
+    while len(stale) < updates:
+        now, i = heapq.heappop(heap)
+        walk, total = x[i], 0
+        for _ in range(WINDOW):
+            g = gradient_of(walk, draw(i))
+            walk, total = walk - RATE * g, total + g
+        center = center - RATE * total
+        stale.append(len(stale) - pulled[i])
+        x[i], pulled[i] = center, len(stale)
+        heapq.heappush(heap, (now + 2 * LATENCY + SECONDS[i], i))
+    return center, stale
+
+
+def downpour_loop(center, draw, updates):
+    """The same with Adagrad: of each worker along its window, and on the ps with the sum of the window's g."""
+    x, pulled, heap = [center] * WORKERS, [0] * WORKERS, first_arrivals()
+    stale: list[int] = []
+    own, slots = [np.full(len(center), 0.1)] * WORKERS, np.full(len(center), 0.1)
+    while len(stale) < updates:
+        now, i = heapq.heappop(heap)
+        walk, total = x[i], 0
+        for _ in range(WINDOW):
+            g = gradient_of(walk, draw(i))
+            total = total + g
+            walk, own[i] = adagrad(walk, own[i], g)
+        center, slots = adagrad(center, slots, total)
+        stale.append(len(stale) - pulled[i])
+        x[i], pulled[i] = center, len(stale)
+        heapq.heappush(heap, (now + 2 * LATENCY + SECONDS[i], i))
+    return center, stale
+
+
+def synchronous_loop(center, draw, updates, backup_workers=0):
+    """x̃ ← x̃ − η (1/N) Σ of the first N = 3 − b that come with a gradient at x̃. The others are dropped, and pull at once."""
+    x, pulled, dropped, heap, version, given = [center] * WORKERS, [0] * WORKERS, 0, first_arrivals(), 0, {}
+    while version < updates:
+        now, i = heapq.heappop(heap)
+        walk, total = x[i], 0
+        for _ in range(WINDOW):
+            g = gradient_of(walk, draw(i))
+            walk, total = walk - RATE * g, total + g
+        go_on = [i]
+        if pulled[i] == version:
+            given[i], go_on = total, []
+        else:
+            dropped += 1
+        if len(given) == WORKERS - backup_workers:
+            center, version, go_on, given = center - RATE * np.mean(list(given.values()), axis=0), version + 1, list(given), {}
+        for j in go_on:
+            x[j], pulled[j] = center, version
+            heapq.heappush(heap, (now + 2 * LATENCY + SECONDS[j], j))
+    return center, dropped
+
+
+LOOPS: dict[str, Any] = {
+    "HogWild": hogwild_loop,
+    "DOWNPOUR": downpour_loop,
+    "Synchronous-SGD": synchronous_loop,
+    "one backup worker": functools.partial(synchronous_loop, backup_workers=1),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_three_unequal_workers_equal_an_event_loop_in_numpy(engine, load_scheme, model, regression, name):
+    """Clock and arithmetic together: x̃ after 40 updates, and the staleness of each, or how many gradients were dropped."""
+    scheme, updates = SCHEMES[name], 40
+    ours = engine(load_scheme(scheme.folder, scheme.name), hyperparameters(scheme, WINDOW), model)
+    costs = Costs(step=0.01, delay=np.array(SECONDS) - 0.02, latency=LATENCY)
+    clock = VirtualTime(ours.actions, WORKERS, costs, ours.waiting)
+    schedule = clock.run(updates=updates)
+    ours.run(schedule.steps, schedule.workers)
+    shards = shards_of(regression, WORKERS, BATCH, seed=0)
+
+    def draw(i):
+        own = shards.take(np.array([i]), np.array([BATCH]))[0]
+        return [part[own].astype(float) for part in (regression.x_train, regression.y_train)]
+
+    start = model.initial_parameters.astype(float)
+    center, more = LOOPS[name](start, draw, updates)
+    assert np.abs(center - start).max() > 0.1
+    assert np.abs(ours.center - center).max() < 1e-5 * np.abs(center).max()
+    if "Synchronous" in name or "backup" in name:
+        assert clock.dropped == more and (more > 10) == ("backup" in name)
+    else:
+        assert schedule.staleness().tolist() == more and max(more) > 2
 
 
 def test_samples_come_in_the_order_of_batches(regression):
@@ -256,6 +376,31 @@ def test_program(tmp_path):
     assert {event["name"] for event in trace if event["ph"] == "X"} >= {"train", "pull", "push"}
     for name in ("curve.png", "timeline.png", "model.keras", "metrics/virtual.jsonl"):
         assert (tmp_path / "run" / name).stat().st_size > 0
+
+
+def test_spans_of_a_row_of_the_trace_do_not_overlap(tmp_path, program):
+    """Where a message takes half a second, several pushes of a worker are under way at once: each in a row of its own."""
+    intervals = {"window": 2, "n_fetch": 20}
+    run = program.simulate("DOWNPOUR", num_workers=2, clock_only=True, steps=60, latency_ms=500, trace_secs=10, **intervals)
+    program.write_trace(run.clock.spans, tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert len(spans) == len(run.clock.spans) > 50
+    for worker in range(2):
+        names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == worker}
+        assert list(names.values())[:3] == ["train", "push", "push 2"] and list(names.values())[-1] == "pull"
+        for tid, name in names.items():
+            own = sorted((e["ts"], e["ts"] + e["dur"]) for e in spans if (e["pid"], e["tid"]) == (worker, tid))
+            assert own and all(one[1] <= other[0] + 1e-3 for one, other in zip(own, own[1:]))
+            parts = {e["name"] for e in spans if (e["pid"], e["tid"]) == (worker, tid)}
+            assert parts <= ({"train", "wait"} if name == "train" else {name.split()[0]})
+
+
+def test_overlapping_spans_get_rows_of_their_own(program):
+    spans = [Span(0, "push", 0.0, 3.0), Span(0, "push", 1.0, 4.0), Span(0, "push", 3.0, 5.0), Span(1, "push", 2.0, 6.0)]
+    spans += [Span(0, "train", 0.0, 9.0), Span(0, "wait", 9.0, 10.0)]
+    rows = dict(program.in_rows(reversed(spans)))
+    assert [rows[span] for span in spans] == [0, 1, 0, 0, 0, 0]
 
 
 def test_clock_alone(tmp_path):
@@ -391,7 +536,7 @@ def test_what_is_said_where_nothing_more_is_found(program):
     found = {"step": 0.004, "step_cv": 0.3, "rounds_per_call": 5, "runs": [one]}
     for links in {"latency": None, "bandwidth": None}, {"latency": 0.0, "bandwidth": None}:
         flags, warning, fits = program.calibrated(found | links)
-        assert flags.startswith("calibrated: --step_ms=4 --step_cv=0.3 ") and "the clock is slower than the runs" in warning
+        assert flags.startswith("calibrated: --step_ms=4 --step_cv=0.3 ") and "slower than the real runs" in warning
         assert fits == "one, 1 worker: 2.0 rounds/s measured, 1.5 simulated"
     assert len(program.calibrated(found | {"latency": None, "bandwidth": 5e6})) == 2
 
@@ -442,6 +587,18 @@ def test_rates_of_the_benchmark_are_those_of_the_folders(program, monkeypatch):
         assert {flag: pytest.approx(getattr(settings, flag)) for flag in given} == given
 
 
+def test_too_few_updates_for_so_many_workers(program):
+    """A line says that some workers push nothing. If an update is made of all workers' gradients, one is enough."""
+
+    def line(scheme, **flags):
+        return program.too_few(program.simulate(scheme, num_workers=20, clock_only=True, step_cv=0.3, **flags))
+
+    advice = "of them do not push once; train for longer, or with fewer workers"
+    assert line("HogWild", steps=12) == f"12 updates for 20 workers: 8 {advice}"
+    assert line("HogWild", steps=1) == f"1 update for 20 workers: 19 {advice}"
+    assert line("HogWild", steps=200) is None and line("Synchronous-SGD", steps=1) is None
+
+
 def test_a_run_that_no_worker_is_left_for(program):
     """There are no more updates, and without --seconds nothing else ends the run."""
     with pytest.raises(TrainingFailed, match=r"after 0\.000 virtual seconds and 0 updates no worker goes on: --away takes"):
@@ -469,7 +626,7 @@ def test_several_runs_are_fitted_together(program, real_run):
     [
         ("HogWild", {"calibrate": ["/nowhere"]}, "--calibrate=/nowhere: expected the folder of a run that has come to its end"),
         ("HogWild", {"calibrate": []}, "--calibrate is empty: expected the folder of a real run"),
-        ("HogWild", {"step_ms": 3}, "--calibrate finds what a step and a message take: leave out --step_ms"),
+        ("HogWild", {"step_ms": 3}, "--calibrate measures the time of steps and messages: leave out --step_ms"),
         ("HogWild", {"latency_ms": 3, "mbit": 10}, "finds the speed of links if --latency_ms is given: leave out --mbit"),
         ("Dynamic-SGD", {}, "it is a run of HogWild, not Dynamic-SGD"),
         ("HogWild", {"batch_size": 16}, "it was made with --batch_size=32, not 16"),
@@ -509,5 +666,5 @@ def test_a_run_that_timed_no_round(program, real_run, user_error):
     folder = real_run()
     path = folder / "metrics" / "worker-1.jsonl"
     path.write_text(path.read_text().replace('"timed_rounds"', '"others"'))
-    with user_error("worker 1 has timed no round, or is too short: let it train for longer"):
+    with user_error("worker 1 has timed no round, or its run is too short: train for longer"):
         program.simulate("HogWild", calibrate=[folder], clock_only=True, steps=10)
