@@ -19,7 +19,8 @@ status=0
 
 shopt -s nullglob
 what=(--ignore=tests/test_slurm.py tests */*.ipynb)
-# Three at a time: much of a test is waiting for processes to start or to be missed. What is in one file stays together and in its order.
+# Three at a time: much of a test is waiting for processes to start or to be missed. What is in one file stays together and in
+# its order.
 parallel=(-n 3 --dist loadfile)
 if [[ ${1:-} == --fast ]]; then
     shift
