@@ -206,10 +206,10 @@ class _Timer:
 
     def spent(self, part, make, after):
         """See `spent`. A variable takes the sum, since this may be in a loop."""
-        with tf.control_dependencies(None):
-            name, place = f"seconds_{len(self._within) + len(self._new)}", [tf.GraphKeys.LOCAL_VARIABLES]
-            zero = tf.zeros_initializer()
-            total = tf.get_variable(name, [], tf.float64, zero, trainable=False, collections=place, use_resource=True)
+        zero, place = tf.zeros_initializer(), [tf.GraphKeys.LOCAL_VARIABLES]
+        # A scope of its own for each: workers that are threads of one process have one graph.
+        with tf.control_dependencies(None), tf.variable_scope(None, "seconds"):
+            total = tf.get_variable("total", [], tf.float64, zero, trainable=False, collections=place, use_resource=True)
         self._new.append((part, total))
         with tf.control_dependencies(tf.nest.flatten(after)):
             began = tf.timestamp()

@@ -98,6 +98,15 @@ def test_one_ps_and_two_workers_learn_the_digits(run_dir):
     assert processes(run_dir) == []
 
 
+@pytest.mark.parametrize("flags", [[], ["--locked", "--num_threads=3"]])
+def test_threads_that_share_memory_learn_the_digits(run_dir, flags):
+    finish(start(run_dir, *flags, script=HOGWILD.with_name("hogwild_threads.py")))
+    result = result_of(run_dir)
+    assert result["test_accuracy"] >= 0.95
+    assert updates_in_metrics(run_dir) == result["samples"] / 32 >= 2697
+    assert (run_dir / "model.keras").stat().st_size > 0
+
+
 def test_two_runs_at_once(run_dir, tmp_path):
     other_dir = run_dir / "another"
     one, other = start(run_dir, "--launch", "--epochs=20"), start(other_dir, "--launch", "--epochs=20")
