@@ -133,6 +133,7 @@ def parse(arguments):
     define_own()
     values = flags.define({"num_workers": 100, **folder.defaults})
     settings = flags.parse(values, arguments[1:], "simulate.py", (*WITHOUT, *set(folder.without) - {"window"}))
+    flags.check_compression(settings)
     if "window" in folder.without and flags.present(values, "window"):
         raise UserError(f"--window means nothing to {folder.name}")
     settings = settings.but(
@@ -265,6 +266,7 @@ class Run:
     def _engine(self, settings, scale=1):
         """Returns the `common.simulation.Engine` of so many workers; the bytes of messages are multiplied by `scale`."""
         from common import simulation
+        from common.compression import compression_of
         from common.schedules import schedule_of
 
         n, dataset, scheme = settings.num_workers, self._shown, self._folder.scheme
@@ -272,13 +274,15 @@ class Run:
             shards = simulation.Shards(dataset.train, [np.arange(dataset.num_samples)] * n, settings.batch_size, range(n))
         else:
             shards = simulation.shards_of(dataset, n, settings.batch_size, settings.seed, settings.non_iid)
-        messages = simulation.messages_of(scheme, settings, self.model, shards, settings.num_ps)
+        compression = compression_of(settings)
+        messages = simulation.messages_of(scheme, settings, self.model, shards, settings.num_ps, compression)
         messages = [[round(scale * size) for size in each] for each in messages]
         return simulation.Engine(
             *(scheme, settings, self.model, shards, settings.num_ps),
             schedule=schedule_of(settings),
             last_of=self._last_of,
             clip_norm=settings.clip_norm,
+            compression=compression,
             messages=messages,
         )
 
