@@ -3,6 +3,7 @@
 They are one flat vector: one message per ps and direction, not one per variable, and any elementwise optimizer works on it.
 """
 
+import contextlib
 from typing import Any
 
 from common import tf
@@ -93,12 +94,13 @@ class GlobalParameters:
         # On its ps, as without a device the value would go to the worker and back.
         with tf.device(self.step.device), tf.control_dependencies(None), tf.control_dependencies(before_read(self.step.device)):
             step = self.step.read_value()
-        values = []
+        values, packed = [], packed and self.compression is not None and self.compression.pull != "none"
         for piece in self.pieces:
             before = [*before_read(piece.device), *([step] if piece.device == self.step.device else [])]
-            with tf.control_dependencies(None), tf.control_dependencies(before):
+            place: Any = tf.device(piece.device) if packed else contextlib.nullcontext()
+            with tf.control_dependencies(None), tf.control_dependencies(before), place:
                 values.append(piece.read_value())
-        return joined([part[0] for part in self.packed(values)] if packed else values), step
+        return joined([here for here, _ in self.packed(values)] if packed else values), step
 
     def packed(self, values):
         """Packs pieces of x̃, each on its ps, as `--compress_pull` says; returns pairs: what the worker gets, here and there."""

@@ -1,20 +1,24 @@
 """Messages with fewer bits: what is packed is nearly what is unpacked, nothing is lost, and fewer bytes travel."""
 
-import collections
+import contextlib
 import math
+import time
 import types
 
 import numpy as np
 import pytest
+import runs
 from oracle import RATE, Problem
 
-from common import tf
+from common import isolation, notebook, tf
 from common.center import GlobalParameters
 from common.compression import BIASED, Compression, _uniform, pack
-from common.flags import COMPRESSIONS
+from common.flags import COMPRESSIONS, check_compression
 from common.local import LocalParameters
+from common.plots import read_metrics
 from common.replay import Replay
-from common.steps import build_rounds, build_steps, repeat_rounds
+from common.simulation import messages_of, shards_of
+from common.steps import build_rounds, repeat_rounds
 
 KINDS = COMPRESSIONS[1:]
 SIZES = [1, 5, 8, 100, 255, 256, 257, 1000, 8217]
@@ -301,7 +305,7 @@ def test_rounds_unrolled_or_in_a_loop(model, graph, initialized, known_batches, 
 
 
 class Large:
-    """Stands for a model of so many parameters, whose gradient is its parameters."""
+    """Stands for a model of so many parameters, whose gradient is one of them after the other."""
 
     initial_state: tuple = ()
 
@@ -309,19 +313,174 @@ class Large:
         self.size, self.initial_parameters = size, np.linspace(-1, 1, size, dtype=np.float32)
 
     def loss_and_gradient(self, parameters, state, x, y):
-        return tf.reduce_sum(parameters) + tf.reduce_sum(x), parameters + tf.reduce_sum(x), state
+        return tf.reduce_sum(parameters), parameters + tf.reduce_sum(x), state
 
 
-def traffic(session, fetches):
-    """The bytes of the tensors that travel in one call, {(from, to): bytes}, of those of a kilobyte or more."""
-    options, metadata = tf.RunOptions(trace_level=tf.RunOptions.FULL_TRACE), tf.RunMetadata()
-    session.run(fetches, options=options, run_metadata=metadata)
-    found: collections.Counter = collections.Counter()
-    for device in metadata.step_stats.dev_stats:
-        for node in device.node_stats:
-            if node.node_name == "RecvTensor":
-                size = node.output[0].tensor_description.allocation_description.requested_bytes if node.output else 0
-                found[device.device] += size
-    return found
+UP = {"none": 4, "bf16": 2, "int8": 1 + 4 / 256, "int4": 1 / 2 + 4 / 256, "sign": 1 / 8 + 4 / 256, "topk": 0.08}
 
 
+@pytest.mark.parametrize("folder", ["HogWild", "Dynamic-SGD", "AEASGD", "Synchronous-SGD"])
+@pytest.mark.parametrize("kind", COMPRESSIONS)
+def test_bytes_of_tensors_on_the_wire(graph, initialized, known_batches, batches, load_scheme, servers, folder, kind):
+    """After TensorFlow has optimized the graph and cut it: casts and bits are not moved to the other end."""
+    model, size = Large(51_200), 51_200
+    pull = kind if kind in ("bf16", "int8") else "none"
+    task, server = servers(2)
+    compression = None if kind == "none" else Compression(kind, pull)
+    center = GlobalParameters(model.initial_parameters, 2, task.device_fn(), compression=compression)
+    values = {"window": 1, "learning_rate": RATE, "num_workers": 1, "local_optimizer": "sgd", "local_learning_rate": None}
+    hp = types.SimpleNamespace(**values, beta=0.9, backup_workers=0)
+    with tf.device(task.device):
+        local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
+        rule = load_scheme(folder, folder.lower().replace("-", "_"))
+        rounds = build_rounds(rule, center, local, hp)
+    session = initialized(center, local, target=server.target)
+    sent = notebook.messages(session, rounds)
+    assert all(message.size is not None for message in sent)
+    up, down = (sum(m.size for m in sent if f"/job:{to}" in m.receiver) for to in ("ps", "worker"))
+    assert UP[kind] * size <= up < UP[kind] * size + 100
+    assert UP[pull] * size <= down < UP[pull] * size + 100
+
+
+@pytest.mark.parametrize("num_ps", [1, 2])
+def test_bytes_that_the_simulator_counts(load_scheme, model, regression, num_ps):
+    """Of a push in blocks of 8 values and less, each with a scale; of a pull two for each parameter, and the global step."""
+    shards, compression = shards_of(regression, 2, 4, 0), Compression("int8", "bf16")
+    hp = types.SimpleNamespace(window=1, learning_rate=RATE)
+    found = messages_of(load_scheme("HogWild", "hogwild"), hp, model, shards, num_ps, compression)
+    assert found == [[0, 2 * model.size + 8], [0, 0], [num_ps * (8 + 4), 0]]
+
+
+def pushing(message, at_ps=None):
+    """A scheme that pushes `message(local)`."""
+    sgd = tf.train.GradientDescentOptimizer(1.0)
+
+    def scheme(center, local, hp):
+        yield local.pull(center)
+        yield local.train(1, lambda g: tf.no_op())
+        yield center.push(sgd, message(local), at_ps)
+
+    return scheme
+
+
+def test_a_message_of_several_vectors(replay, model):
+    """Each has an E of its own, and what is no vector of float32 goes as it is."""
+    message = lambda local: (local.gradient, tf.constant(2.0), tf.range(4), 0.5 * local.gradient)  # noqa: E731
+    at_ps = lambda part, _: part[1] * (part[0] + part[3]) + 0.0 * tf.cast(part[2], tf.float32)  # noqa: E731
+    ours, _ = replay(pushing(message, at_ps), Compression("topk", topk=0.25))
+    for worker in [0, 0, 0]:
+        ours.step(worker)
+    local = ours._engine._local
+    gradient, *unsent = (ours._engine.rows(local.vector(name))[0] for name in ("gradient", "unsent_0", "unsent_1"))
+    sent = packed_again("topk", gradient, share=0.25)
+    np.testing.assert_allclose(model.initial_parameters - ours.center, 3 * sent, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(unsent, [gradient - sent, 0.5 * (gradient - sent)], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        lambda local: tf.cast(local.gradient, tf.float64),
+        lambda local: tf.cast(local.gradient > 0, tf.int8),
+        lambda local: tf.IndexedSlices(tf.constant([1.0]), tf.constant([0])),
+        lambda local: (tf.constant(1.0), tf.range(4)),
+    ],
+)
+def test_a_message_without_a_vector_is_refused(replay, user_error, message):
+    with user_error("--compress=sign is for a vector [4] of float32, and this scheme sends a message without one"):
+        replay(pushing(message, lambda part, _: tf.zeros([4])), Compression("sign"))
+
+
+def test_what_x_keeps_has_to_come_from_it(replay, user_error):
+    def scheme(center, local, hp):
+        yield local.pull(center)
+        yield local.train(1, lambda g: tf.no_op())
+        yield center.add(-0.1 * local.gradient)
+
+    with user_error("scheme: with --compress, x keeps what center.add(e) does not send: yield center.add(e) + local.add(-e)"):
+        replay(scheme, Compression("int8"))
+    replay(scheme, Compression(pull="int8"))  # there is nothing to keep
+
+
+def test_a_push_of_nobody_is_refused(graph, model, user_error):
+    center = GlobalParameters(model.initial_parameters, compression=Compression("int8"))
+    with user_error("--compress=int8 needs to know whose message this is: build the steps by `common.steps.build_steps`"):
+        center.push(tf.train.GradientDescentOptimizer(0.1), tf.zeros([4]))
+
+
+def test_all_reduce_is_refused(graph, model, known_batches, batches, user_error):
+    center = GlobalParameters(model.initial_parameters, compression=Compression(pull="bf16"))
+    local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
+    with user_error("--compress and --compress_pull are for messages to and from a ps, which center.ring has none of"):
+        center.ring(local)
+
+
+def test_a_share_of_another_compression(parse, user_error):
+    check_compression(parse("--compress=topk", "--topk=0.1"))
+    with user_error("--topk=0.1 is for --compress=topk: leave it out, or give that"):
+        check_compression(parse("--compress=sign", "--topk=0.1"))
+
+
+def test_a_scheme_of_ones_own_is_refused_before_any_task_starts(tmp_path):
+    """The launcher builds its round first."""
+    script = tmp_path / "own" / "own.py"
+    script.parent.mkdir()
+    script.write_text(OWN_SCHEME)
+    run_dir = tmp_path / "run"
+    printed = runs.run(run_dir, "--compress=int8", "--steps=10", script=script, status=2)
+    assert "own.py: --compress=int8 is for a vector [26122] of float32, and this scheme sends a message without one" in printed
+    assert not run_dir.exists()
+
+
+OWN_SCHEME = """
+from common import tf
+from common.main import main
+
+
+def own(center, local, hp):
+    sgd = tf.train.GradientDescentOptimizer(0.1)
+    yield local.pull(center)
+    yield local.train(1, sgd)
+    yield center.push(sgd, tf.cast(local.gradient, tf.float16), lambda part, _: tf.cast(part, tf.float32))
+
+
+if __name__ == "__main__":
+    main(own, epochs=1, batch_size=32, learning_rate=0.1)
+"""
+
+LARGE_MODEL = """
+import keras
+
+
+def build():
+    return keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(4000, "relu"), keras.layers.Dense(10)])
+"""
+
+
+@pytest.mark.cluster
+@pytest.mark.skipif(bool(isolation.why_no_own_network()), reason="counts the bytes of a network of its own")
+def test_a_quarter_of_the_bytes(tmp_path):
+    """What the kernel counts for an update of a run, both ways, from one line of metrics to another."""
+    (tmp_path / "large.py").write_text(LARGE_MODEL)
+
+    def bytes_of_an_update(name, *flags):
+        run_dir = tmp_path / name
+        often = "--evaluation_secs=1000", "--checkpoint_secs=1000", "--rounds_per_call=5"
+        process = runs.start(run_dir, "--launch", "--steps=400", f"--model={tmp_path}/large.py:build", *often, *flags)
+        counted = []
+        while process.poll() is None:
+            for pid in runs.processes(run_dir, "--job_name=ps")[:1]:
+                with contextlib.suppress(OSError, StopIteration):
+                    lines = open(f"/proc/{pid}/net/dev").read().splitlines()
+                    counted.append((time.time(), int(next(line for line in lines if "lo:" in line).split(":")[1].split()[0])))
+            time.sleep(0.02)
+        runs.finish(process)
+        lines = [line for line in read_metrics(run_dir) if "samples_per_second" in line]
+        times, steps = ([line[name] for line in (lines[0], lines[-1])] for name in ("time", "global_step"))
+        begun, ended = np.interp(times, *np.array(counted).T)
+        return (ended - begun) / (steps[1] - steps[0])
+
+    plain, packed = bytes_of_an_update("plain"), bytes_of_an_update("int8", "--compress=int8", "--compress_pull=int8")
+    size = 64 * 4000 + 4000 + 40_010
+    assert plain == pytest.approx(8 * size, rel=0.1)
+    assert packed / plain == pytest.approx(0.254, rel=0.1)
