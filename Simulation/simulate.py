@@ -243,13 +243,15 @@ class Run:
 
     def __init__(self, folder, settings):
         from common import data, models, training
+        from common.compression import compression_of
 
         self.settings, self.lines, self.final, self._folder, self._training = settings, [], None, folder, training
         self._dataset = dataset = data.load(settings.data, settings.seed)
         small = settings.clock_only and settings.parameters
-        # If only steps count, and bytes in proportion, any model will do.
-        self._shown = data.load("linear") if small else dataset
-        self.model = models.build("linear" if small else settings.model, self._shown, settings.seed, settings.loss)
+        # If only steps count, and bytes in proportion, any model will do; but a compressed message is in blocks.
+        some = ("digits", "mlp") if compression_of(settings) else ("linear", "linear")
+        self._shown = data.load(some[0]) if small else dataset
+        self.model = models.build(some[1] if small else settings.model, self._shown, settings.seed, settings.loss)
         measured = [calibrate.read(path) for path in settings.calibrate]
         for run in measured:
             calibrate.check(run, settings, self.model.description)
@@ -449,6 +451,7 @@ class Run:
             "data": settings.data,
             "batch_size": settings.batch_size,
             "window": settings.window,
+            **{name: getattr(settings, name) for name in calibrate.COMPRESSION},
             "global_steps": int(self.clock.updates),
             "samples": samples,
             "samples_per_worker": self._samples(0, None, settings.num_workers),
