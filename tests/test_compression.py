@@ -196,11 +196,11 @@ def replay(model, batches, known_batches, load_scheme):
 
     def replay(folder, compression, num_ps=1, **hp):
         others = {"window": 2, "learning_rate": RATE, "num_workers": 2, "beta": 0.9, "local_optimizer": "sgd"}
-        hp = types.SimpleNamespace(**{**others, "local_learning_rate": None, **hp})
+        values = types.SimpleNamespace(**{**others, "local_learning_rate": None, **hp})
         rule = load_scheme(folder, folder.lower().replace("-", "_")) if isinstance(folder, str) else folder
         make_batches = lambda i: known_batches(*(b[i] for b in batches), f"batches_{i}")  # noqa: E731
-        made.append(Replay(rule, hp, model, make_batches, num_ps=num_ps, compression=compression))
-        return made[-1], hp
+        made.append(Replay(rule, values, model, make_batches, num_ps=num_ps, compression=compression))
+        return made[-1], values
 
     yield replay
     for each in made:
@@ -471,8 +471,8 @@ def test_a_quarter_of_the_bytes(tmp_path):
         while process.poll() is None:
             for pid in runs.processes(run_dir, "--job_name=ps")[:1]:
                 with contextlib.suppress(OSError, StopIteration):
-                    lines = open(f"/proc/{pid}/net/dev").read().splitlines()
-                    counted.append((time.time(), int(next(line for line in lines if "lo:" in line).split(":")[1].split()[0])))
+                    found = open(f"/proc/{pid}/net/dev").read().splitlines()
+                    counted.append((time.time(), int(next(line for line in found if "lo:" in line).split(":")[1].split()[0])))
             time.sleep(0.02)
         runs.finish(process)
         lines = [line for line in read_metrics(run_dir) if "samples_per_second" in line]
