@@ -21,6 +21,7 @@ FEW = 10  # with fewer local trainings that were timed, --step_cv is 0
 MOST_CV = 10.0  # see --step_cv
 ROUNDS = 300  # of a worker, which the clock simulates to find the latency
 HALVINGS = 20
+COMPRESSION = {"compress": "none", "compress_pull": "none", "topk": None}  # flags, with what runs had that do not say it
 
 
 class Measured(NamedTuple):
@@ -142,8 +143,8 @@ def check(measured, settings, variables):
     Raises:
       UserError: if not.
     """
-    for name in ("scheme", "num_ps", "data", "batch_size", "window"):
-        was, now = measured.result.get(name), getattr(settings, name)
+    for name in ("scheme", "num_ps", "data", "batch_size", "window", *COMPRESSION):
+        was, now = measured.result.get(name, COMPRESSION.get(name)), getattr(settings, name)
         if was != now:
             what = f"it is a run of {was}" if name == "scheme" else f"it was made with --{name}={was}"
             raise UserError(f"--calibrate={measured.path}: {what}, not {now}")

@@ -133,6 +133,7 @@ def parse(arguments):
     define_own()
     values = flags.define({"num_workers": 100, **folder.defaults})
     settings = flags.parse(values, arguments[1:], "simulate.py", (*WITHOUT, *set(folder.without) - {"window"}))
+    flags.check_compression(settings)
     if "window" in folder.without and flags.present(values, "window"):
         raise UserError(f"--window means nothing to {folder.name}")
     settings = settings.but(
@@ -242,13 +243,15 @@ class Run:
 
     def __init__(self, folder, settings):
         from common import data, models, training
+        from common.compression import compression_of
 
         self.settings, self.lines, self.final, self._folder, self._training = settings, [], None, folder, training
         self._dataset = dataset = data.load(settings.data, settings.seed)
         small = settings.clock_only and settings.parameters
-        # Only the steps and the number of bytes count here, so any model will do.
-        self._shown = data.load("linear") if small else dataset
-        self.model = models.build("linear" if small else settings.model, self._shown, settings.seed, settings.loss)
+        # Only the steps and the number of bytes count here, so any model will do; but a compressed message has blocks of many values.
+        some = ("digits", "mlp") if compression_of(settings) else ("linear", "linear")
+        self._shown = data.load(some[0]) if small else dataset
+        self.model = models.build(some[1] if small else settings.model, self._shown, settings.seed, settings.loss)
         measured = [calibrate.read(path) for path in settings.calibrate]
         for run in measured:
             calibrate.check(run, settings, self.model.description)
@@ -265,6 +268,7 @@ class Run:
     def _engine(self, settings, scale=1):
         """Returns the `common.simulation.Engine` of so many workers; the bytes of messages are multiplied by `scale`."""
         from common import simulation
+        from common.compression import compression_of
         from common.schedules import schedule_of
 
         n, dataset, scheme = settings.num_workers, self._shown, self._folder.scheme
@@ -272,13 +276,15 @@ class Run:
             shards = simulation.Shards(dataset.train, [np.arange(dataset.num_samples)] * n, settings.batch_size, range(n))
         else:
             shards = simulation.shards_of(dataset, n, settings.batch_size, settings.seed, settings.non_iid)
-        messages = simulation.messages_of(scheme, settings, self.model, shards, settings.num_ps)
+        compression = compression_of(settings)
+        messages = simulation.messages_of(scheme, settings, self.model, shards, settings.num_ps, compression)
         messages = [[round(scale * size) for size in each] for each in messages]
         return simulation.Engine(
             *(scheme, settings, self.model, shards, settings.num_ps),
             schedule=schedule_of(settings),
             last_of=self._last_of,
             clip_norm=settings.clip_norm,
+            compression=compression,
             messages=messages,
         )
 
@@ -445,6 +451,7 @@ class Run:
             "data": settings.data,
             "batch_size": settings.batch_size,
             "window": settings.window,
+            **{name: getattr(settings, name) for name in calibrate.COMPRESSION},
             "global_steps": int(self.clock.updates),
             "samples": samples,
             "samples_per_worker": self._samples(0, None, settings.num_workers),

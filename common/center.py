@@ -3,15 +3,17 @@
 They are one flat vector: one message per ps and direction, not one per variable, and any elementwise optimizer works on it.
 """
 
+import contextlib
 from typing import Any
 
 from common import tf
+from common.compression import Packing, read_packed
 from common.coordination import Clocks, Lock
 from common.exact import Exact
 from common.flags import UserError
 from common.messages import AtUpdate, arrived, gradient_of, parts_of, tensors_of
 from common.schedules import factor_is
-from common.steps import Optimizers, Step, before_read, before_write, check_pieces
+from common.steps import Optimizers, Step, before_read, before_write, check_pieces, number_of_packed, worker
 from common.together import Pace, Ring, Together
 
 
@@ -24,6 +26,7 @@ class GlobalParameters:
       num_ps: pieces to cut the vector into.
       device_fn: puts piece i on ps task i; None puts all on this process.
       schedule: a `common.schedules.Schedule`, or another function of the global step, of the learning rate; None for none.
+      compression: a `common.compression.Compression` of what workers send and get; None for none.
 
     Attributes:
       size: of the vector.
@@ -35,8 +38,9 @@ class GlobalParameters:
       has_decayed: whether there is an update with it.
     """
 
-    def __init__(self, initial_parameters, num_ps=1, device_fn=None, schedule=None):
+    def __init__(self, initial_parameters, num_ps=1, device_fn=None, schedule=None, compression=None):
         self.schedule, self.decay, self.has_decayed = schedule, None, False
+        self.compression = compression
         self.size = len(initial_parameters)
         feed = tf.placeholder(tf.float32, [self.size], "initial_parameters")
         self._num_pieces = min(num_ps, self.size)
@@ -81,17 +85,58 @@ class GlobalParameters:
                 kept.append(tf.get_variable(f"state_{i}", initializer=feed, trainable=False, use_resource=True))
         return kept
 
-    def read(self):
-        """Returns the present x̃ as one tensor `[size]`, and the global step, read on its ps just before. One message per ps."""
+    def read(self, packed=False):
+        """Returns the present x̃ as one tensor `[size]`, and the global step, read on its ps just before. One message per ps.
+
+        Args:
+          packed: whether it travels as `--compress_pull` says: for a worker's training, not for what is evaluated or saved.
+        """
         # On its ps, as without a device the value would go to the worker and back.
         with tf.device(self.step.device), tf.control_dependencies(None), tf.control_dependencies(before_read(self.step.device)):
             step = self.step.read_value()
-        values = []
+        values, packed = [], packed and self.compression is not None and self.compression.pull != "none"
         for piece in self.pieces:
             before = [*before_read(piece.device), *([step] if piece.device == self.step.device else [])]
-            with tf.control_dependencies(None), tf.control_dependencies(before):
+            place: Any = tf.device(piece.device) if packed else contextlib.nullcontext()
+            with tf.control_dependencies(None), tf.control_dependencies(before), place:
                 values.append(piece.read_value())
-        return joined(values), step
+        return joined([here for here, _ in self.packed(values)] if packed else values), step
+
+    def packed(self, values):
+        """Packs pieces of x̃, each on its ps, as `--compress_pull` says; returns pairs: what the worker gets, here and there."""
+        if self.compression is None or self.compression.pull == "none":
+            return [(value, value) for value in values]
+        found = []
+        for i, (piece, value) in enumerate(zip(self.pieces, values, strict=True)):
+            with tf.device(piece.device), tf.control_dependencies(None):  # what went before on the worker is no concern of it
+                sent = read_packed(self.compression.pull, value, i)
+                there = sent.unpacked()
+            found.append((sent.unpacked(), there))
+        return found
+
+    def parts(self, message, gives=False):
+        """Cuts a message, see `common.messages.parts_of`; packs it as `--compress` says.
+
+        Args:
+          message: see there.
+          gives: whether x changes by what is sent, too, see `common.compression.Packing`.
+
+        Returns:
+          The parts, and operations of the worker which keep what is not sent.
+
+        Raises:
+          UserError: if nothing in it can be packed.
+        """
+        if self.compression is None or self.compression.push == "none":
+            return parts_of(message, self.sizes), []
+        flag = f"--compress={self.compression.push}"
+        if (sender := worker()) is None:
+            raise UserError(f"{flag} needs to know whose message this is: build the steps by `common.steps.build_steps`")
+        packing = Packing(self.compression, self.sizes, sender, number_of_packed, gives)
+        parts = parts_of(message, self.sizes, packing)
+        if not packing.packed:
+            raise UserError(f"{flag} is for a vector [{self.size}] of float32, and this scheme sends a message without one")
+        return parts, packing.operations
 
     def push(self, optimizer, message, at_ps=None):
         """x̃ ← optimizer(x̃, gradient) on the ps; counts one update. One message to each ps.
@@ -110,26 +155,35 @@ class GlobalParameters:
         def apply(i, piece, part):
             return self.apply(optimizer, [(gradient_of(part, at_ps, AtUpdate(self, i)), piece)])
 
-        step = self._update(message, apply)
+        parts, kept = self.parts(message)
+        step = self._update(parts, kept, apply)
         check_pieces(optimizer, self.pieces)
         return step
 
     def add(self, difference):
-        """x̃ ← x̃ + difference on the ps, a tensor `[size]`; counts one update. One message to each ps; indivisible as a push."""
-        return self._update(difference, lambda i, piece, part: piece.assign_add(part, read_value=False))
+        """x̃ ← x̃ + difference on the ps, a tensor `[size]`; counts one update. One message to each ps; indivisible as a push.
 
-    def _update(self, message, apply):
+        With `--compress` x̃ changes by what is sent of it, and x keeps the rest: x ← x + rest. So yield it together with
+        `local.add(-difference)`.
+        """
+        parts, kept = self.parts(difference, gives=True)
+        done = ((worker(), "give"),) if kept else ()
+        return self._update(parts, kept, lambda i, piece, part: piece.assign_add(part, read_value=False), done)
+
+    def _update(self, parts, kept, apply, done=()):
         """Calls `apply(i, piece, part)` for each piece i of x̃ and what has arrived there of a message; counts one update."""
-        parts, applied = parts_of(message, self.sizes), []
+        sent, applied = [tensor.op for part in parts for tensor in tensors_of(part)], []
         with tf.control_dependencies(None):  # what went before on the worker reaches the ps with its part
             for i, (piece, part) in enumerate(zip(self.pieces, parts, strict=True)):
+                if self.compression is not None:
+                    with tf.device(piece.device):
+                        part = arrived(part)
                 # On that ps the learning rate, too, or it would be a message.
                 with tf.device(piece.device), tf.control_dependencies(before_write(piece.device)):
                     is_scheduled = self.schedule is not None and piece.device == self.step.device
                     applied.append((self._scheduled(apply) if is_scheduled else apply)(i, piece, part))
             count, updated = self.count([op for op in applied if op.device == self.step.device])
-        sent = [tensor.op for part in parts for tensor in tensors_of(part)]
-        return Step((*sent, *applied, count), updated=updated)
+        return Step((*sent, *kept, *applied, count), updated=updated, done=done)
 
     def _scheduled(self, apply):
         """Returns `apply` with the learning rates of the global step that the part of a message finds.
@@ -189,7 +243,13 @@ class GlobalParameters:
         return self._only("waits", Together, local, backup_workers, mean)
 
     def ring(self, local):
-        """Returns the `common.together.Ring` of this worker: all workers average what they have among themselves."""
+        """Returns the `common.together.Ring` of this worker: all workers average what they have among themselves.
+
+        Raises:
+          UserError: with `--compress` or `--compress_pull`, since values are added up on their way.
+        """
+        if self.compression is not None:
+            raise UserError("--compress and --compress_pull are for messages to and from a ps, which center.ring has none of")
         return self._only("waits", Ring, local)
 
     def clocks(self, num_workers, staleness=0, quorum=None):

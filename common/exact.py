@@ -6,7 +6,7 @@ from typing import Any
 from common import tf
 from common.batches import local_variable
 from common.flags import UserError
-from common.messages import AtUpdate, arrived, gradient_of, parts_of, tensors_of
+from common.messages import AtUpdate, arrived, gradient_of, tensors_of
 from common.schedules import factor_is
 from common.steps import Step, before_read, check_pieces
 
@@ -46,11 +46,15 @@ class Exact:
                     step = center.step.read_value()
                     done += [step.op if self._step is None else self._step.assign(step, read_value=False)]
                 values = []
-                for i, piece in enumerate(center.pieces):
+                for piece in center.pieces:
                     with tf.device(piece.device):
                         values.append(piece.read_value())
-                        done += [self._pieces[i].assign(values[-1], read_value=False) if self._pieces else values[-1].op]
-        x = tf.concat(values, axis=0) if len(values) > 1 else values[0]
+                packed = center.packed(values)
+                for i, (piece, (_, there)) in enumerate(zip(center.pieces, packed, strict=True)):
+                    with tf.device(piece.device):
+                        done += [self._pieces[i].assign(there, read_value=False) if self._pieces else values[i].op]
+        here = [each for each, _ in packed]
+        x = tf.concat(here, axis=0) if len(here) > 1 else here[0]
         mine = value.assign(x, read_value=False), *self._local.note(step)
         return Step((*mine, *done), pulled=step, done=((self, "pull"),))
 
@@ -68,7 +72,7 @@ class Exact:
         """
         center = self._center
         optimizer = center.optimizers.use(optimizer)
-        parts, here = parts_of(message, center.sizes), []
+        (parts, kept), here = center.parts(message), []
         sent = [tensor.op for part in parts for tensor in tensors_of(part)]
         with tf.control_dependencies(None):  # what went before reaches the ps with its part
             for piece, part in zip(center.pieces, parts, strict=True):
@@ -96,7 +100,7 @@ class Exact:
                 check_pieces(optimizer, center.pieces)
                 count, updated = center.count(read)
                 done.append(count)
-        return Step((*sent, *done), updated=updated, done=((self, "push"),))
+        return Step((*sent, *kept, *done), updated=updated, done=((self, "push"),))
 
     def check_round(self, name, words):
         """Raises a `UserError` if a push comes before its pull."""

@@ -17,11 +17,14 @@ LOCAL_OPTIMIZERS = ("sgd", "momentum", "adagrad", "adam")  # see LocalParameters
 
 # Data and models that come with this project and fit each other: there is no need to check them before a run
 SCHEDULES = ("cosine", "linear")
+COMPRESSIONS = ("none", "bf16", "int8", "int4", "sign", "topk")  # see common.compression.pack
+PULL_COMPRESSIONS = ("none", "bf16", "int8")
 KNOWN = {
     "data": ("digits", "linear"),
     "model": ("linear", "mlp"),
     "learning_rate_schedule": (None, *SCHEDULES),
     "callback": (None,),
+    "compress": ("none",),  # a scheme's messages have to be looked at
 }
 
 
@@ -224,6 +227,11 @@ def define(defaults):
     define_number("clip_norm", None, "largest norm of the gradient of a local step; longer ones are scaled down", above=0)
     # A loop of the graph counts them, in 32 bits.
     define_integer("window", own("window", 1), "local steps from one exchange with the ps to the next", least=1, most=INT32)
+    text = "how a worker writes the vectors that it sends to the ps"
+    flags.DEFINE_enum("compress", own("compress", "none"), COMPRESSIONS, text)
+    define_number("topk", own("topk"), "share of the values that --compress=topk sends (default: 0.01)", above=0, most=1.0)
+    text = "how the ps write the parameters that a worker gets for its training"
+    flags.DEFINE_enum("compress_pull", own("compress_pull", "none"), PULL_COMPRESSIONS, text)
     if "local_optimizer" in defaults:
         flags.DEFINE_enum("local_optimizer", own("local_optimizer"), LOCAL_OPTIMIZERS, "optimizer of a worker's local steps")
         otherwise = "" if own("local_learning_rate") else " (default: --learning_rate)"
@@ -305,6 +313,12 @@ def _refuse_absls_own(values, arguments):
         named = re.match(r"--?([^=]+)", argument)
         if named and (named[1] in theirs or named[1].removeprefix("no") in theirs):
             raise _unknown(values, named[1])
+
+
+def check_compression(settings):
+    """Raises a `UserError` if --topk says something of another compression."""
+    if settings.topk is not None and settings.compress != "topk":
+        raise UserError(f"--topk={settings.topk:g} is for --compress=topk: leave it out, or give that")
 
 
 def present(values, *names):

@@ -56,6 +56,7 @@ class LocalParameters:
                     step = center.step.read_value()
                 self._known_step = local_variable("known_step", step)
         self._vectors: dict[str, Any] = {}
+        self._counters: dict[str, Any] = {}
         self.decay = None
         self.optimizers = Optimizers()
         self.windows = 0
@@ -94,6 +95,13 @@ class LocalParameters:
                 self._vectors[name] = local_variable(name, tf.zeros([self.model.size]))
         return self._vectors[name]
 
+    def counter(self, name):
+        """Returns a whole number of this worker's own, an int64 variable, 0 at first; the same one for the same name."""
+        if name not in self._counters:
+            with tf.control_dependencies(None), tf.variable_scope(self.name):
+                self._counters[name] = local_variable(name, tf.zeros([], tf.int64))
+        return self._counters[name]
+
     @property
     def gradient(self):
         """The sum of the gradients of the last local training, a variable `[size]`."""
@@ -108,17 +116,25 @@ class LocalParameters:
 
     def pull(self, center):
         """x ← x̃. One message from each ps."""
-        value, step = center.read()
+        value, step = center.read(packed=True)
         return Step((self.value.assign(value, read_value=False), *self.note(step)), pulled=step)
 
     def compare(self, center):
         """d ← x − x̃, which is in `difference` afterwards. One message from each ps."""
-        value, step = center.read()
+        value, step = center.read(packed=True)
         return Step((self.vector("difference").assign(self.value - value, read_value=False), *self.note(step)), pulled=step)
 
     def add(self, difference):
         """x ← x + difference, a tensor `[size]`."""
-        return Step((self.value.assign_add(difference, read_value=False),))
+        return Step((self.value.assign_add(difference, read_value=False),), done=((self, "take"),))
+
+    def check_round(self, name, words):
+        """Raises a `UserError` if x keeps what `center.add` does not send, and has not changed by what it does."""
+        if "give" in words and "take" not in words:
+            raise UserError(
+                f"{name}: with --compress, x keeps what center.add(e) does not send: yield center.add(e) + local.add(-e), or "
+                "send by center.push"
+            )
 
     def assign(self, vector, value):
         """vector ← value, a tensor `[size]`, of a vector of this worker's own.

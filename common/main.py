@@ -138,6 +138,8 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
     values = flags.define(defaults)
     if train or pace != "own":  # workers that wait for each other begin together
         without = (*without, "warm_start_steps")
+    if train or pace == "ring":  # whose messages are not those of a scheme and the ps
+        without = (*without, "compress", "compress_pull", "topk")
     if train:
         without = (*without, "start_secs", "clip_norm", "learning_rate_schedule", "warmup_steps", "weight_decay")
         without = (*without, "validation", "patience", "callback")
@@ -145,6 +147,7 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
     if "launch" in without:
         without = (*without, "gpus")
     settings = flags.parse(values, arguments, script.name, without)
+    flags.check_compression(settings)
     settings = settings.but(scheme=script.parent.name, began=time.time(), pace=pace, steps_per_call=1)
     settings = settings.but(optimizer_on=optimizer_on, decay=0 if "weight_decay" in of_scheme else settings.weight_decay)
     settings = settings.but(of_scheme={name: getattr(settings, name) for name in of_scheme})
@@ -202,7 +205,7 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
         from common import training
 
         words.doing(words.BUILDING)
-        training.check(settings, dataset)
+        training.check(settings, dataset, scheme)
         if isinstance(dataset, data.Data) and (shared := os.environ.get("LAUNCHER_DATA")):
             data.share(dataset, int(shared))
         if found := os.environ.get("LAUNCHER_FOUND"):

@@ -1,22 +1,24 @@
 """A scheme's messages, cut into parts for the ps: a vector of any dtype, `tf.IndexedSlices`, a scalar, or a tuple of these."""
 
 from common import tf
+from common.compression import Packed
 from common.flags import UserError
 
 
-def parts_of(message, sizes):
+def parts_of(message, sizes, pack=None):
     """Cuts a message: returns a list with one part of the same form per piece of x̃.
 
     Args:
       message: a tensor `[size]`, of which each piece gets its part; `tf.IndexedSlices` of such a vector, of which each piece
         gets those that lie in it, with indices into it; a scalar, which all get; or a tuple of messages.
       sizes: of the pieces.
+      pack: function that makes the parts of a vector of float32, in place of slices of it.
 
     Raises:
       UserError: if it is something else.
     """
     if isinstance(message, tuple):
-        return list(zip(*(parts_of(each, sizes) for each in message), strict=True))
+        return list(zip(*(parts_of(each, sizes, pack) for each in message), strict=True))
     if isinstance(message, tf.IndexedSlices):
         return _slices(message, sizes)
     try:
@@ -30,6 +32,8 @@ def parts_of(message, sizes):
             f"a message is a vector [{sum(sizes)}], as the parameters are, tf.IndexedSlices of one, a scalar, or a tuple of "
             f"these, not {what or message.shape}"
         )
+    if pack is not None and message.dtype == tf.float32:
+        return pack(message)
     return tf.split(message, sizes) if len(sizes) > 1 else [tf.identity(message)]
 
 
@@ -49,12 +53,17 @@ def _slices(message, sizes):
 
 def tensors_of(part):
     """Returns the tensors that a part of a message is made of, a list."""
-    return tf.nest.flatten(part, expand_composites=True)
+    found = tf.nest.flatten(part, expand_composites=True)
+    return [tensor for each in found for tensor in (each.tensors if isinstance(each, Packed) else [each])]
 
 
 def arrived(part):
-    """Returns a part of a message as it is on the present device."""
-    return tf.nest.map_structure(tf.identity, part, expand_composites=True)
+    """Returns a part of a message as it is on the present device, unpacked."""
+
+    def here(each):
+        return each.unpacked() if isinstance(each, Packed) else tf.identity(each)
+
+    return tf.nest.map_structure(here, part, expand_composites=True)
 
 
 class AtUpdate:

@@ -35,6 +35,7 @@ class Replay:
       num_workers: how many.
       num_ps: pieces of the global parameters.
       schedule: a `common.schedules.Schedule` of the learning rate; None for none.
+      compression: a `common.compression.Compression` of messages; None for none.
 
     Attributes:
       updates: list of `Update`, in their order; of a synchronous scheme, of the gradients that each is made of.
@@ -44,10 +45,11 @@ class Replay:
       graph, session: what it runs in, to look at other variables.
     """
 
-    def __init__(self, scheme, hp, model, make_batches, num_workers=2, num_ps=1, schedule=None):
+    def __init__(self, scheme, hp, model, make_batches, num_workers=2, num_ps=1, schedule=None, compression=None):
         with tf.Graph().as_default():
             self._shards = _Shards([make_batches(i) for i in range(num_workers)])
-        self._engine = engine = Engine(scheme, hp, model, self._shards, num_ps, schedule, optimize=False)
+        options = {"schedule": schedule, "compression": compression, "optimize": False}
+        self._engine = engine = Engine(scheme, hp, model, self._shards, num_ps, **options)
         self.graph, self.steps, self.actions = engine.graph, engine.steps, engine.actions
         self._start()
 

@@ -36,6 +36,7 @@ class Engine:
       last_of: function of the number of gradients per update that returns the global step at which the schedule ends; None if
         the schedule knows.
       clip_norm: see `common.local.LocalParameters`.
+      compression: see `common.center.GlobalParameters`.
       messages: of each step the bytes (up, down), see `messages_of`; None for none.
       optimize: whether TensorFlow optimizes the graph first: a second, which is won back in a thousand steps.
 
@@ -59,13 +60,14 @@ class Engine:
         schedule=None,
         last_of=None,
         clip_norm=None,
+        compression=None,
         messages=None,
         optimize=True,
     ):
         self._model, self._shards, self.graph = model, shards, tf.Graph()
         n = shards.num_workers
         with self.graph.as_default():
-            self._center = center = _Center(model.initial_parameters, num_ps, schedule=schedule)
+            self._center = center = _Center(model.initial_parameters, num_ps, schedule=schedule, compression=compression)
             kinds, workers, starts = (tf.placeholder(tf.int32, [None], name) for name in ("kinds", "workers", "starts"))
             order = tf.placeholder(tf.int32, [None], "order")
             self._schedule = kinds, workers, starts, order
@@ -527,7 +529,7 @@ def _uses(operations, variables):
     return [[v for v in variables if v.ref() in found] for found in (read, written)]
 
 
-def messages_of(scheme, hp, model, shards, num_ps):
+def messages_of(scheme, hp, model, shards, num_ps, compression=None):
     """Returns how many bytes each step of a round sends to the ps, and gets from them: pairs (up, down).
 
     They are read off the graph of a worker in a cluster: its edges from one device to another. Where an edge carries a tensor
@@ -535,7 +537,7 @@ def messages_of(scheme, hp, model, shards, num_ps):
     """
     with tf.Graph().as_default() as graph:
         device_fn = tf.train.replica_device_setter(ps_tasks=num_ps, worker_device=_WORKER)
-        center = _Center(model.initial_parameters, num_ps, device_fn)
+        center = _Center(model.initial_parameters, num_ps, device_fn, compression=compression)
         with tf.device(_WORKER):
             batches = _Batches(shards, tf.placeholder(tf.int32, [None]), {})
             batches.at = tf.constant(0)

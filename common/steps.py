@@ -99,7 +99,9 @@ PARTS = ("input", "pull", "train", "push", "wait", "all-reduce")
 class _Round:
     """The round that is being built: what its next step comes after, which optimizers it has used, which steps are made."""
 
-    def __init__(self, here, there, blocking):
+    def __init__(self, here, there, blocking, local=None):
+        self.local = local  # whose round it is
+        self.num_packed = 0  # vectors that it has packed, see `common.compression`
         self.operations = here + there
         self.here = here
         self.blocking = blocking
@@ -148,6 +150,19 @@ def before_all():
     """Returns all operations that this step comes after, wherever they are."""
     round = _round.get()
     return list(round.operations) if round else []
+
+
+def worker():
+    """Returns the `common.local.LocalParameters` of the worker whose round is being built; None outside of rounds."""
+    round = _round.get()
+    return round.local if round else None
+
+
+def number_of_packed():
+    """Returns how many vectors the present round has packed before this one."""
+    round: Any = _round.get()
+    round.num_packed += 1
+    return round.num_packed - 1
 
 
 def spent(part, make, after=()):
@@ -338,7 +353,7 @@ def build_steps(scheme, center, local, hp):
       UserError: if the round breaks a rule, see `build_rounds`.
     """
     steps, generator = [], scheme(center, local, hp)
-    with _building(_Round([], [], [])) as round:
+    with _building(_Round([], [], [], local)) as round:
         while (step := _next_step(scheme, generator, round)) is not None:
             steps.append(step)
     _check_round(scheme, steps)
@@ -350,7 +365,7 @@ def steps_apart(scheme, center, local, hp):
 
     So each can be in a graph of its own, as a branch of a condition: a step there uses no tensor of the step before.
     """
-    generator, round = scheme(center, local, hp), _Round([], [], [])
+    generator, round = scheme(center, local, hp), _Round([], [], [], local)
 
     def next_step(after):
         round.here, round.operations = list(after), list(after)
@@ -469,11 +484,11 @@ class _Chain:
 
     def add(self, scheme, center, local, hp, rounds):
         """Adds so many rounds."""
-        round = _Round(self.here, self.there, self._blocking)
+        round = _Round(self.here, self.there, self._blocking, local)
         round.timer = self.timer
         for i in range(rounds):
             made = _variables()
-            round.optimizers, steps, generator = {}, [], scheme(center, local, hp)
+            round.optimizers, round.num_packed, steps, generator = {}, 0, [], scheme(center, local, hp)
             while True:
                 with _building(round), tf.control_dependencies(self.here):
                     step = _next_step(scheme, generator, round)

@@ -110,7 +110,7 @@ class Together:
           of_all: function of a piece of the mean (or sum) and an `AtUpdate`; returns what the optimizer gets instead.
         """
         center, clocks, index = self._center, self._clocks, self._local.index
-        parts, gradients = parts_of(message, center.sizes), []
+        (parts, kept), gradients = center.parts(message), []
         found = [AtUpdate(center, i) for i in range(len(center.pieces))]
         sent = [tensor.op for part in parts for tensor in tensors_of(part)]
         with tf.control_dependencies(None):  # what went before reaches the ps with its part
@@ -155,7 +155,7 @@ class Together:
                     counted = center.step.assign_add(tf.cast(is_last, tf.int64), read_value=False)
                 with tf.control_dependencies([counted]):
                     done += [counted, *clocks.change(before, after, index)]
-        operations = tuple([*sent, *done])
+        operations = tuple([*sent, *kept, *done])
         return Step(operations, updated=updated, step_before=step_before, training_ended=ended, done=((self, "push"),))
 
     def wait(self):

@@ -18,6 +18,7 @@ from common.batches import Batches, Position, fed
 from common.callbacks import Callback, Patience
 from common.center import GlobalParameters
 from common.checkpoints import Keeper
+from common.compression import compression_of
 from common.flags import KNOWN, UserError
 from common.hooks import EarlyStoppingHook, Gate, MeetingHook, StartHook, WarmStartHook
 from common.local import LocalParameters
@@ -26,7 +27,7 @@ from common.rows import Rows
 from common.run_dir import write_json
 from common.schedules import check_rates, hyperparameters, schedule_of
 from common.session import Saver, monitored_session
-from common.steps import PARTS, Rounds, build_rounds, repeat_rounds, timed_rounds
+from common.steps import PARTS, Rounds, build_rounds, build_steps, repeat_rounds, timed_rounds
 from common.streams import Stream, StreamedBatches, TestSet
 from common.together import Pace, Ring, Together
 from common.words import BUILDING, LOADING, doing, nobody, tell
@@ -52,8 +53,9 @@ def train(scheme, task, settings):
     model = build_model(settings, samples_of(dataset, settings), index)
     doing("building the graph")
     with tf.Graph().as_default():
-        schedule = schedule_of(settings)
-        center = GlobalParameters(model.initial_parameters, task.num_ps if task else 1, task and task.device_fn(), schedule)
+        schedule, compression = schedule_of(settings), compression_of(settings)
+        about = task.num_ps if task else 1, task and task.device_fn(), schedule, compression
+        center = GlobalParameters(model.initial_parameters, *about)
         with tf.device(task and task.device):
             position = position_of(settings, index, num_workers, dataset.num_samples)
             batches = batches_of(dataset, settings, index, num_workers, position)
@@ -65,7 +67,7 @@ def train(scheme, task, settings):
             )
             last, next_call, rounds = build_calls(scheme, center, local, settings, dataset.num_samples)
             if index == 0:
-                optimizers = ", ".join([optimizers_of(center, local), *map(str, [schedule] if schedule else [])])
+                optimizers = ", ".join([optimizers_of(center, local), *(str(each) for each in (schedule, compression) if each)])
                 tell(what_is_trained(model, dataset, num_workers, optimizers, ":" in settings.data))
             waits = center.waits(local)
             gradients = waits.gradients_per_update if waits else 1
@@ -116,6 +118,7 @@ def train(scheme, task, settings):
         optimizers = ", ".join(sorted(center.optimizers.names | local.optimizers.names))
         more = {"samples": outcome.samples, "parameters": model.size, "optimizer": optimizers, "minimizes": model.minimizes}
         own = {name: _as_json(value) for name, value in settings.of_scheme.items()}
+        more |= {name: getattr(settings, name) for name in ("compress", "compress_pull", "topk")}
         more |= {"delays": settings.delays or [], "rounds_per_call": rounds, "flags_of_scheme": own}
         write_result(settings, task, outcome.reports, *outcome.evaluated, gradients_per_update=gradients, **more)
     return outcome.status
@@ -659,8 +662,11 @@ class Interruption(tf.train.SessionRunHook):
         self._is_training, self._has_ended = False, True
 
 
-def check(settings, dataset):
-    """Raises a `UserError` if this data and the model cannot be trained by this many workers; trains nothing."""
+def check(settings, dataset, scheme=None):
+    """Raises a `UserError` if this data and the model cannot be trained by this many workers; trains nothing.
+
+    With `--compress` also if the scheme sends what cannot be compressed.
+    """
     dataset, _ = split(dataset, settings)
     if settings.callback is not None:
         data.user_function("--callback", settings.callback)
@@ -675,6 +681,12 @@ def check(settings, dataset):
     if settings.model not in KNOWN["model"]:
         with models.named(settings.model):
             _trace(model, dataset)
+    if scheme and (compression := compression_of(settings)):
+        with tf.Graph().as_default():
+            center = GlobalParameters(model.initial_parameters, settings.num_ps or 1, compression=compression)
+            batches = batches_of(dataset, settings, 0, 1, None)
+            local = LocalParameters(center, model, batches, "worker_0", 0, settings.num_workers)
+            build_steps(scheme, center, local, hyperparameters(settings, center, local))
 
 
 def _trace(model, dataset):
