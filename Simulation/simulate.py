@@ -248,7 +248,8 @@ class Run:
         self.settings, self.lines, self.final, self._folder, self._training = settings, [], None, folder, training
         self._dataset = dataset = data.load(settings.data, settings.seed)
         small = settings.clock_only and settings.parameters
-        # Only the steps and the number of bytes count here, so any model will do; but a compressed message has blocks of many values.
+        # Only the steps and the number of bytes count here, so any model will do; but a compressed message has blocks of many
+        # values.
         some = ("digits", "mlp") if compression_of(settings) else ("linear", "linear")
         self._shown = data.load(some[0]) if small else dataset
         self.model = models.build(some[1] if small else settings.model, self._shown, settings.seed, settings.loss)
