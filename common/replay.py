@@ -184,6 +184,7 @@ class _Shards:
             places[key] = begun
             begun += each.num_samples
         self._offsets = [places[_key(each)] for each in batches]
+        self.counts = np.array([each.num_samples for each in batches])
         parts = zip(*(each.arrays for each in apart.values()), strict=True)
         self.samples = tuple(_joined(part) for part in parts)
         self._positions = [0] * self.num_workers

@@ -73,7 +73,11 @@ class Engine:
             batches = _Batches(shards, order, feeds)
             before = set(tf.local_variables())
             batches.at = tf.constant(0)
-            local = LocalParameters(center, model, batches, "worker", tf.constant(0), n, clip_norm=clip_norm)
+            local = LocalParameters(
+                *(center, model, batches, "worker", tf.constant(0), n),
+                clip_norm=clip_norm,
+                samples_of_each=shards.counts.tolist(),
+            )
             self._local = local
             if schedule and last_of:
                 schedule.ask = lambda: last_of(self._waiting().quorum or 1)
@@ -261,6 +265,9 @@ class Shards:
       numbers: of each worker, an array of the numbers of its samples; several may have the same one.
       batch_size: samples per batch.
       seeds: of the order, of each worker.
+
+    Attributes:
+      counts: how many samples each worker has, an array.
     """
 
     def __init__(self, samples, numbers, batch_size, seeds):
