@@ -1,7 +1,7 @@
 """Local SGD: many local steps, then the mean of the parameters (Stich 2018, https://arxiv.org/abs/1805.09767).
 
-Weighed by samples it is federated averaging (McMahan et al. 2016, https://arxiv.org/abs/1602.05629); with a slow momentum SlowMo
-(Wang et al. 2019, https://arxiv.org/abs/1910.00643).
+Weighed by samples it is federated averaging (McMahan et al. 2016, https://arxiv.org/abs/1602.05629); with a slow momentum it is
+SlowMo (Wang et al. 2019, https://arxiv.org/abs/1910.00643).
 """
 
 from absl import flags
@@ -15,7 +15,8 @@ def local_sgd(center, local, hp):
     """x ← x̃;  T local steps x ← x − γ g(x);  x̃ ← Σ_i w_i x^i.
 
     The n workers walk T steps of SGD from the same x̃, and x̃ becomes their mean: w_i = 1/n, or with `hp.weigh_by_samples` the
-    worker's share of all samples. They push the way back, w_i (x̃ − x^i), whose sum is Δ:  x̃ ← x̃ − α Δ. T = 1 is synchronous SGD.
+    worker's share of all samples. They push the way back, w_i (x̃ − x^i), whose sum is Δ:  x̃ ← x̃ − α Δ. T = 1 is synchronous
+    SGD.
 
     With a slow momentum β this step has a memory, u:  u ← β u + Δ/γ;  x̃ ← x̃ − α γ u.
 

@@ -196,7 +196,9 @@ class Engine:
         waits = self._center.waits(self._local)
         if isinstance(waits, Pace):
             return Waiting(staleness=waits.staleness)
-        return Waiting(quorum=waits.gradients_per_update if isinstance(waits, Together) else None)
+        if isinstance(waits, Together):
+            return Waiting(quorum=waits.gradients_per_update)
+        return Waiting(threshold=self._center.threshold(self._local))
 
     @property
     def center(self):

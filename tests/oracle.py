@@ -22,6 +22,7 @@ class Problem:
         self.start = self.center = start.astype(float)
         self.batches, self.hp = batches, hp
         self.version, self.log = 0, []  # number of updates; of each its worker, its staleness and the version after it
+        self.dropped = []  # of each gradient that is thrown away its worker, and the version
         self.own = [0, 0]  # updates by each worker since its pull
         self.slots = np.full(4, 0.1)  # of Adagrad, which begins there in TensorFlow
         self.mean_square = np.zeros(4)

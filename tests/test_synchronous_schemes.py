@@ -27,7 +27,6 @@ class Meeting(Problem):
         super().__init__(start, batches, hp, **more)
         self.given = {}  # by worker, of the present update
         self.clocks = [0] * WORKERS
-        self.dropped = []
         self.m, self.v, self.steps = np.zeros(4), np.zeros(4), 0  # of Adam, or of a momentum
 
     def contribute(self, worker, known, vector, needed, apply):
