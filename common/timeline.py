@@ -59,7 +59,9 @@ def spans(scheme, hp, seconds=(1.0, 1.2, 1.7), message=0.6, until=20.0):
         return Batches(x, y, 32, seed=i, name=f"batches_{i}")
 
     replay = Replay(scheme, hp, models.build("linear", line), make_batches, n)
-    found, waiting, latest = [], {}, [0] * n
+    found: list[Span] = []
+    waiting: dict[int, float] = {}
+    latest = [0] * n  # of each worker, the number of its last span
     heap: list[tuple] = []  # (end of what it does, its begin, worker)
 
     def begin(worker, now):
