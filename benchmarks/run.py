@@ -37,6 +37,7 @@ CONTESTANTS = {
     "HogWild": ("HogWild/hogwild.py", SGD),
     "DC-ASGD": ("DC-ASGD/dc_asgd.py", SGD),
     "Dynamic-SGD, window 10": ("Dynamic-SGD/dynamic_sgd.py --window=10", SGD),
+    "Ringmaster-ASGD": ("Ringmaster-ASGD/ringmaster_asgd.py", SGD),
     "Semi-Synchronous-SGD": ("Semi-Synchronous-SGD/semi_synchronous_sgd.py", SGD),
     "DOWNPOUR-Easy, window 10": ("DOWNPOUR-Easy/downpour_easy.py --window=10", f"Adagrad, {SGD}"),
     "DOWNPOUR, window 10": ("DOWNPOUR/downpour.py --window=10", "Adagrad"),
@@ -52,6 +53,7 @@ CONTESTANTS = {
         "Synchronous-SGD-different-learning-rates/synchronous_sgd_different_learning_rates.py",
         SGD,
     ),
+    "Local-SGD, window 10": ("Local-SGD/local_sgd.py --window=10", SGD),
     "DiLoCo, window 10": ("DiLoCo/diloco.py --window=10", "Adam, Momentum"),
 }
 LIMIT, PLAIN, DDP = "the limit: nothing shared", "plain TensorFlow, asynchronous", "PyTorch DDP"

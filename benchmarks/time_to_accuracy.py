@@ -28,6 +28,7 @@ SCHEMES = {
     "HogWild": "HogWild/hogwild.py",
     "DC-ASGD": "DC-ASGD/dc_asgd.py",
     "Dynamic-SGD": "Dynamic-SGD/dynamic_sgd.py",
+    "Ringmaster-ASGD": "Ringmaster-ASGD/ringmaster_asgd.py",
     "Semi-Synchronous-SGD": "Semi-Synchronous-SGD/semi_synchronous_sgd.py",
     "DOWNPOUR-Easy": "DOWNPOUR-Easy/downpour_easy.py",
     "DOWNPOUR": "DOWNPOUR/downpour.py",
@@ -40,6 +41,7 @@ SCHEMES = {
     "Synchronous-SGD, different learning rates": (
         "Synchronous-SGD-different-learning-rates/synchronous_sgd_different_learning_rates.py"
     ),
+    "Local-SGD": "Local-SGD/local_sgd.py",
     "DiLoCo": "DiLoCo/diloco.py",
 }
 COLUMNS = ("seconds", "samples", "megabytes")

@@ -32,6 +32,7 @@ LEARNS = 0.3  # accuracy of a run that has learned something; guessing gives 0.1
 SCHEMES = {  # folder: the default learning rate of its script
     "HogWild": 0.1,
     "Dynamic-SGD": 0.1,
+    "Ringmaster-ASGD": 0.1,
     "DC-ASGD": 0.1,
     "Semi-Synchronous-SGD": 0.1,
     "Synchronous-SGD": 0.2,
@@ -42,6 +43,7 @@ SCHEMES = {  # folder: the default learning rate of its script
     "AEASGD": 0.1,
     "AEAMSGD": 0.001,
     "SAGN": 0.005,
+    "Local-SGD": 0.2,
     "DiLoCo": 0.7,
 }
 
@@ -63,7 +65,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=1, help="virtual seconds of each run (default: 1)")
     parser.add_argument("--most", type=int, default=WORKERS[-1], help="workers at most (default: 1000)")
-    parser.add_argument("schemes", nargs="*", help="folders (default: all thirteen)")
+    parser.add_argument("schemes", nargs="*", help="folders (default: all)")
     options = parser.parse_args()
     names = options.schemes or list(SCHEMES)
     if unknown := [name for name in names if name not in SCHEMES]:

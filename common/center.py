@@ -225,14 +225,15 @@ class GlobalParameters:
             count = tf.raw_ops.ResourceCountUpTo(resource=self.step.handle, limit=tf.int64.max, T=tf.int64)
             return count.op, count + 1
 
-    def exact(self, local, remember):
+    def exact(self, local, remember, threshold=None):
         """Returns the `common.exact.Exact` of this worker: pull and push as indivisible actions over all ps tasks.
 
         Args:
           local: this worker's `common.local.LocalParameters`.
           remember: what the ps tasks remember of a pull until the push, "step" or "value".
+          threshold: with "step", a push of this staleness or more is thrown away. None throws nothing away.
         """
-        return self._only("exact", Exact, local, remember)
+        return self._only("exact", Exact, local, remember, *([] if threshold is None else [threshold]))
 
     def pace(self, local, staleness):
         """Returns the `common.together.Pace` of this worker: it waits when it is more than `staleness` ticks ahead."""
@@ -259,6 +260,11 @@ class GlobalParameters:
     def waits(self, local):
         """Returns how this worker waits for others, a `Pace`, `Together` or `Ring`; None if it goes at its own pace."""
         return self._partners.get(("waits", local.name), (None,))[-1]
+
+    def threshold(self, local):
+        """Returns from which staleness on a push of this worker is thrown away; None if none is."""
+        exact = self._partners.get(("exact", local.name), (None,))[-1]
+        return exact and exact.threshold
 
     def _only(self, what, kind, local, *arguments):
         """The one of its kind that a worker has; a scheme asks for it in every round again."""

@@ -1,6 +1,7 @@
 """Pull and push as indivisible actions over all ps tasks: the ps know, at the update, what came since this worker's pull."""
 
 import contextlib
+import math
 from typing import Any
 
 from common import tf
@@ -20,11 +21,19 @@ class Exact:
       center: the `common.center.GlobalParameters`.
       local: this worker's `common.local.LocalParameters`.
       remember: "step", the number of updates in it, or "value", x̃ itself.
+      threshold: with "step", a push of this staleness or more is thrown away, on all ps; it is no update. Infinity is allowed.
+        None throws nothing away.
+
+    Attributes:
+      threshold: as above.
     """
 
-    def __init__(self, center, local, remember):
+    def __init__(self, center, local, remember, threshold=None):
         if remember not in ("step", "value"):
             raise UserError(f'remember is "step" or "value", not {remember!r}')
+        if threshold is not None and (remember != "step" or not threshold > 0):
+            raise UserError(f'a threshold of staleness goes with "step" and is more than 0, not {remember!r} and {threshold!r}')
+        self.threshold = threshold
         self._center, self._local, self._step, self._pieces = center, local, None, []
         with tf.control_dependencies(None), tf.variable_scope(local.name):
             if remember == "step":
@@ -58,11 +67,11 @@ class Exact:
         mine = value.assign(x, read_value=False), *self._local.note(step)
         return Step((*mine, *done), pulled=step, done=((self, "pull"),))
 
-    def push(self, optimizer, message, at_ps):
+    def push(self, optimizer, message, at_ps=None):
         """x̃ ← optimizer(x̃, at_ps(part, at_update)) as one indivisible action over all ps tasks; counts one update.
 
         The lock is taken when the message has arrived on all ps, so it never waits for a worker; with several ps it is held for
-        one exchange of small messages between them.
+        one exchange of small messages between them. Under the lock it is decided, for all ps, whether the push is thrown away.
 
         Args:
           optimizer: a `tf.train.Optimizer` that works element by element.
@@ -71,7 +80,6 @@ class Exact:
             at the moment of the update; returns the gradient that the optimizer gets, float32.
         """
         center = self._center
-        optimizer = center.optimizers.use(optimizer)
         (parts, kept), here = center.parts(message), []
         sent = [tensor.op for part in parts for tensor in tensors_of(part)]
         with tf.control_dependencies(None):  # what went before reaches the ps with its part
@@ -79,7 +87,7 @@ class Exact:
                 with tf.device(piece.device):
                     here.append(arrived(part))
             with center.lock.held([tensor.op for part in here for tensor in tensors_of(part)]) as done:
-                staleness, read = None, []  # what depends on the global step before this update
+                late, staleness, read = None, None, []  # what depends on the global step before this update
                 scheduled: Any = contextlib.nullcontext()
                 if center.schedule is not None:
                     with tf.device(center.step.device):
@@ -88,22 +96,62 @@ class Exact:
                 if self._step is not None:
                     with tf.device(center.step.device):
                         # A ps that was restarted may have lost updates which this worker has seen.
-                        staleness = tf.maximum(center.step.read_value() - self._step.read_value(), 0)
-                        staleness = tf.cast(staleness, tf.float32)
+                        late = tf.maximum(center.step.read_value() - self._step.read_value(), 0)
+                        staleness = tf.cast(late, tf.float32)
                     read.append(staleness.op)
+
+                def gradient(i):
+                    with tf.device(center.pieces[i].device):
+                        pulled = self._pieces[i].read_value() if self._pieces else None
+                        return gradient_of(here[i], at_ps, AtUpdate(center, i, pulled, staleness))
+
                 with scheduled:
-                    for i, (piece, part) in enumerate(zip(center.pieces, here, strict=True)):
-                        with tf.device(piece.device):
-                            pulled = self._pieces[i].read_value() if self._pieces else None
-                            gradient = gradient_of(part, at_ps, AtUpdate(center, i, pulled, staleness))
-                            done.append(center.apply(optimizer, [(gradient, piece)]))
-                check_pieces(optimizer, center.pieces)
-                count, updated = center.count(read)
-                done.append(count)
-        return Step((*sent, *kept, *done), updated=updated, done=((self, "push"),))
+                    if self.threshold is not None:
+                        applied, updated, step_before = self._apply_if_fresh(optimizer, gradient, late, read)
+                    else:
+                        optimizer, applied, step_before = center.optimizers.use(optimizer), [], None
+                        for i, piece in enumerate(center.pieces):
+                            with tf.device(piece.device):
+                                applied.append(center.apply(optimizer, [(gradient(i), piece)]))
+                        check_pieces(optimizer, center.pieces)
+                        count, updated = center.count(read)
+                        applied.append(count)
+                done += applied
+        return Step((*sent, *kept, *done), updated=updated, step_before=step_before, done=((self, "push"),))
+
+    def _apply_if_fresh(self, optimizer, gradient, late, read):
+        """Applies the gradients of all pieces, and counts the update, if the push is not too stale.
+
+        Args:
+          optimizer: a `tf.train.Optimizer`.
+          gradient: function of the number of a piece.
+          late: the staleness, an int64 scalar.
+          read: operations that need the global step as it was.
+
+        Returns:
+          Operations, and what `common.steps.Step` has as `updated` and `step_before`.
+        """
+        center = self._center
+        # Slots cannot be made under a condition. This is never run, nor is the optimizer's.
+        pairs = [(gradient(i), piece) for i, piece in enumerate(center.pieces)]
+        optimizer = center.optimizers.use(optimizer, lambda own: own.apply_gradients(pairs))
+
+        def apply():
+            return center.apply(optimizer, [(gradient(i), piece) for i, piece in enumerate(center.pieces)])
+
+        with tf.device(center.step.device):
+            is_fresh = late < math.ceil(min(self.threshold, 2**62))
+            present = center.step.read_value()
+            with tf.control_dependencies([present.op, *read]):
+                applied = tf.cond(is_fresh, apply, tf.no_op).op
+            with tf.control_dependencies([applied]):
+                counted = center.step.assign_add(tf.cast(is_fresh, tf.int64), read_value=False)
+            return [applied, counted], present + tf.cast(is_fresh, tf.int64), present - tf.where(is_fresh, late, 0 * late)
 
     def check_round(self, name, words):
-        """Raises a `UserError` if a push comes before its pull."""
+        """Raises a `UserError` if a push comes before its pull; with a threshold each one needs a pull of its own."""
         words = [word for word in words if word in ("pull", "push")]
         if words[0] != "pull":
             raise UserError(f"{name}: with center.exact, a round begins with its `pull()`; it has {', '.join(words)}")
+        if self.threshold is not None and words != ["pull", "push"] * (len(words) // 2):
+            raise UserError(f"{name}: with a threshold, `pull()` and `push(...)` take turns; it has {', '.join(words)}")

@@ -28,6 +28,7 @@ class LocalParameters:
       delay: seconds that each call of `train` takes longer, to see what a slow worker does.
       clip_norm: the largest norm of the gradient of a step; a longer one is scaled down to it. None lets all be.
       kept: variables, see `GlobalParameters.keep`: where the state of this worker's model begins, in place of the model's own.
+      samples_of_each: how many samples each worker has, a list; None in it if they never end. None: all have equally many.
 
     Attributes:
       value: x, a variable `[size]`.
@@ -37,9 +38,22 @@ class LocalParameters:
       decay: η λ of weight decay in each local step, see `train`; None for none.
     """
 
-    def __init__(self, center, model, batches, name="local", index=0, num_workers=1, delay=0.0, clip_norm=None, kept=()):
+    def __init__(
+        self,
+        center,
+        model,
+        batches,
+        name="local",
+        index=0,
+        num_workers=1,
+        delay=0.0,
+        clip_norm=None,
+        kept=(),
+        samples_of_each=None,
+    ):
         self.model, self.batches, self.name, self._clip_norm = model, batches, name, clip_norm
         self.index, self.num_workers, self.delay = index, num_workers, delay
+        self._samples_of_each = samples_of_each
         self.init_feed_dict = dict(batches.init_feed_dict)
         with tf.variable_scope(name):
             self.value = local_variable("x", center.read()[0])
@@ -106,6 +120,19 @@ class LocalParameters:
     def gradient(self):
         """The sum of the gradients of the last local training, a variable `[size]`."""
         return self.vector("gradient")
+
+    @property
+    def share(self):
+        """This worker's share of the samples of all workers, a number, or a scalar tensor in a simulation.
+
+        Raises:
+          UserError: if the samples never end.
+        """
+        counts = self._samples_of_each or [1] * self.num_workers
+        if None in counts:
+            raise UserError("the training set never ends, so no worker has a known share of it")
+        shares = [count / sum(counts) for count in counts]
+        return tf.gather(tf.constant(shares), self.index) if isinstance(self.index, tf.Tensor) else shares[self.index]
 
     @property
     def difference(self):

@@ -39,8 +39,9 @@ class Replay:
 
     Attributes:
       updates: list of `Update`, in their order; of a synchronous scheme, of the gradients that each is made of.
-      dropped: list of (worker, global step) of the gradients that came too late for their update.
+      dropped: list of (worker, global step) of the gradients that came too late, and were thrown away.
       losses: list of (worker, mean loss of its window), in their order.
+      time: when the last step of `run` ended, 0 at first, in the unit of its durations.
       steps, actions: the `common.steps.Step`s of a round, and the `common.virtual_time.Action`s.
       graph, session: what it runs in, to look at other variables.
     """
@@ -61,9 +62,10 @@ class Replay:
         self._turns, self._is_together = Turns(num_workers, self._engine.waiting), self._engine.waiting.quorum is not None
         self._next, self._known = [0] * num_workers, [0] * num_workers
         self._own = [0] * num_workers  # updates since the pull
+        self._read = [0] * num_workers  # the global step at which each begins its pull
         self._times = [(0.0, i) for i in range(num_workers)]
         self._waiting: list[int] = []
-        self._global_step = 0
+        self._global_step, self.time = 0, 0.0
 
     def restart(self, seed_of=None):
         """Begins anew, as after it was made, in a new session; takes a fraction of the time that another `Replay` does.
@@ -103,9 +105,15 @@ class Replay:
             self._turns.pass_by(worker)
         if action.ticks:
             self._turns.tick(worker)
+        if action.reads:
+            self._read[worker] = self._global_step
         if action.writes:
-            self._global_step += self._turns.give(worker)[1] if self._is_together else 1
+            self._global_step += self._turns.give(worker)[1] if self._is_together else self._is_fresh(worker)
         return at
+
+    def _is_fresh(self, worker):
+        threshold = self._engine.waiting.threshold
+        return threshold is None or self._global_step - self._read[worker] < threshold
 
     def _do(self, steps, workers):
         """Does steps of workers, and notes what comes of them."""
@@ -121,13 +129,13 @@ class Replay:
 
     def _update(self, worker, updated, step_before):
         known = self._known[worker]
-        if not self._is_together:
-            self.updates.append(Update(worker, known, updated, updated - 1 - known - self._own[worker]))
-        elif updated > step_before:
+        if updated == step_before:
+            self.dropped.append((worker, updated))
+        elif self._is_together:
             self.updates.append(Update(worker, known, updated, updated - 1 - known))
         else:
-            self.dropped.append((worker, updated))
-        self._own[worker] += 1
+            self.updates.append(Update(worker, known, updated, updated - 1 - known - self._own[worker]))
+            self._own[worker] += 1
 
     def run(self, updates, duration=lambda worker: 1.0):
         """Lets all workers run at their own pace until there are so many more updates, all in one call of the session.
@@ -138,19 +146,19 @@ class Replay:
         """
         last, steps, workers = self._global_step + updates, [], []
         while self._global_step < last:
-            time, worker = heapq.heappop(self._times)
+            self.time, worker = heapq.heappop(self._times)
             trained = False
             while not trained and not self.has_to_wait(worker):
                 steps.append(self._begin(worker))
                 workers.append(worker)
                 trained = self.actions[steps[-1]].local_steps > 0
             if trained:
-                heapq.heappush(self._times, (time + duration(worker), worker))
+                heapq.heappush(self._times, (self.time + duration(worker), worker))
             else:
                 self._waiting.append(worker)
             for each in [w for w in self._waiting if not self.has_to_wait(w)]:
                 self._waiting.remove(each)
-                heapq.heappush(self._times, (time, each))
+                heapq.heappush(self._times, (self.time, each))
         self._do(steps, workers)
 
     @property
@@ -186,6 +194,7 @@ class _Shards:
             places[key] = begun
             begun += each.num_samples
         self._offsets = [places[_key(each)] for each in batches]
+        self.counts = np.array([each.num_samples for each in batches])
         parts = zip(*(each.arrays for each in apart.values()), strict=True)
         self.samples = tuple(_joined(part) for part in parts)
         self._positions = [0] * self.num_workers

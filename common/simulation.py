@@ -75,7 +75,11 @@ class Engine:
             batches = _Batches(shards, order, feeds)
             before = set(tf.local_variables())
             batches.at = tf.constant(0)
-            local = LocalParameters(center, model, batches, "worker", tf.constant(0), n, clip_norm=clip_norm)
+            local = LocalParameters(
+                *(center, model, batches, "worker", tf.constant(0), n),
+                clip_norm=clip_norm,
+                samples_of_each=shards.counts.tolist(),
+            )
             self._local = local
             if schedule and last_of:
                 schedule.ask = lambda: last_of(self._waiting().quorum or 1)
@@ -194,7 +198,9 @@ class Engine:
         waits = self._center.waits(self._local)
         if isinstance(waits, Pace):
             return Waiting(staleness=waits.staleness)
-        return Waiting(quorum=waits.gradients_per_update if isinstance(waits, Together) else None)
+        if isinstance(waits, Together):
+            return Waiting(quorum=waits.gradients_per_update)
+        return Waiting(threshold=self._center.threshold(self._local))
 
     @property
     def center(self):
@@ -263,6 +269,9 @@ class Shards:
       numbers: of each worker, an array of the numbers of its samples; several may have the same one.
       batch_size: samples per batch.
       seeds: of the order, of each worker.
+
+    Attributes:
+      counts: how many samples each worker has, an array.
     """
 
     def __init__(self, samples, numbers, batch_size, seeds):

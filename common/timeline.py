@@ -11,7 +11,14 @@ from common import data, models
 from common.batches import Batches
 from common.replay import Replay
 
-COLORS = {"pull": "tab:green", "train": "tab:blue", "push": "tab:orange", "pull and push": "tab:purple", "wait": "lightgray"}
+COLORS = {
+    "pull": "tab:green",
+    "train": "tab:blue",
+    "push": "tab:orange",
+    "dropped": "tab:red",
+    "pull and push": "tab:purple",
+    "wait": "lightgray",
+}
 
 
 class Span(NamedTuple):
@@ -52,7 +59,9 @@ def spans(scheme, hp, seconds=(1.0, 1.2, 1.7), message=0.6, until=20.0):
         return Batches(x, y, 32, seed=i, name=f"batches_{i}")
 
     replay = Replay(scheme, hp, models.build("linear", line), make_batches, n)
-    found, waiting = [], {}
+    found: list[Span] = []
+    waiting: dict[int, float] = {}
+    latest = [0] * n  # of each worker, the number of its last span
     heap: list[tuple] = []  # (end of what it does, its begin, worker)
 
     def begin(worker, now):
@@ -65,6 +74,7 @@ def spans(scheme, hp, seconds=(1.0, 1.2, 1.7), message=0.6, until=20.0):
             return
         takes = steps * seconds[worker] if part == "train" else message if part and part != "wait" else 0.0
         if takes:
+            latest[worker] = len(found)
             found.append(Span(worker, part, now, now + takes, steps))
         heapq.heappush(heap, (now + takes, now, worker))
 
@@ -72,7 +82,10 @@ def spans(scheme, hp, seconds=(1.0, 1.2, 1.7), message=0.6, until=20.0):
         begin(worker, 0.0)
     while heap:
         now, _, worker = heapq.heappop(heap)
+        dropped = len(replay.dropped)
         replay.step(worker)
+        if len(replay.dropped) > dropped:  # which is known when the push has arrived
+            found[latest[worker]] = found[latest[worker]]._replace(part="dropped")
         begin(worker, now)
         for each in [w for w in waiting if not replay.has_to_wait(w)]:
             if now > waiting[each]:
@@ -96,7 +109,7 @@ def draw(scheme, hp, seconds=(1.0, 1.2, 1.7), message=0.6, until=20.0):
             axes.plot([start + k * (end - start) / steps] * 2, [worker - 0.36, worker + 0.36], color="white", lw=1)
     shown = [part for part in COLORS if any(span.part == part for span in found)]
     one = all(span.steps == 1 for span in found if span.part == "train")
-    names = {"train": "local step" if one else "local steps", "wait": "waits for others"}
+    names = {"train": "local step" if one else "local steps", "wait": "waits for others", "dropped": "push, thrown away"}
     handles = [plt.Rectangle((0, 0), 1, 1, color=COLORS[part]) for part in shown]
     axes.legend(
         handles,

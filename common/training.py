@@ -64,6 +64,7 @@ def train(scheme, task, settings):
                 *(center, model, batches, f"worker_{index}", index, num_workers, delay_of(settings.delays, index)),
                 clip_norm=settings.clip_norm,
                 kept=kept if index == 0 else (),
+                samples_of_each=samples_of_each(dataset, num_workers),
             )
             last, next_call, rounds = build_calls(scheme, center, local, settings, dataset.num_samples)
             if index == 0:
@@ -462,10 +463,7 @@ def _samples_text(dataset, num_workers, is_own):
     is_stream = isinstance(dataset, Stream)
     if dataset.num_samples is None:
         return f"samples without end, of an unknown number, {dataset.text()}"
-    shares = {s.count for s in dataset.shares} if is_stream else {
-        len(range(i, dataset.num_samples, num_workers)) for i in range(num_workers)
-    }  # fmt: skip
-    share = " or ".join(f"{each:,}" for each in sorted(shares))
+    share = " or ".join(f"{each:,}" for each in sorted(set(samples_of_each(dataset, num_workers))))
     each = f", {share} for each of {num_workers} workers" if num_workers > 1 else ""
     if is_stream:
         return f"{dataset.num_samples:,} samples{each}, {dataset.text()}"
@@ -474,6 +472,13 @@ def _samples_text(dataset, num_workers, is_own):
     kept = f"of which {limits.as_bytes(mapped)} are mapped, not copied" if mapped else "in memory"
     where = f", from arrays of {limits.as_bytes(whole)}{',' * bool(mapped)} {kept}" if is_own else ""
     return f"{dataset.num_samples:,} samples{each}{where}"
+
+
+def samples_of_each(dataset, num_workers):
+    """Returns how many samples each worker has, a list; None in it for samples that never end."""
+    if isinstance(dataset, Stream):
+        return [share.count for share in dataset.shares]
+    return [len(range(i, dataset.num_samples, num_workers)) for i in range(num_workers)]
 
 
 def samples_of(dataset, settings):

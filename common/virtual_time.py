@@ -46,15 +46,17 @@ class Action(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """How the workers of a scheme wait for each other: none of them does, by default.
+    """How the workers of a scheme wait for each other, and what is thrown away: none waits, and nothing is, by default.
 
     Attributes:
       staleness: of `center.pace`, how many ticks a worker may be ahead of the slowest; None without it.
       quorum: of `center.together`, of how many gradients an update is made; None without it.
+      threshold: of `center.exact`, from which staleness on a gradient is thrown away; None without it.
     """
 
     staleness: float | None = None
     quorum: int | None = None
+    threshold: float | None = None
 
 
 @dataclass
@@ -411,6 +413,11 @@ class VirtualTime:
     def _update(self, worker, now, k):
         """A gradient, or a difference, is applied, or counts towards an update of several workers."""
         if self.waiting.quorum is None:
+            stale = self.updates - self._known[worker] - self._own[worker]
+            if self.waiting.threshold is not None and stale >= self.waiting.threshold:
+                self.dropped += 1
+                self._out.add(k, worker, now, self.updates, self.updates)
+                return
             self.updates += 1
             self._out.add(k, worker, now, self._known[worker] + self._own[worker], self.updates)
             self._own[worker] += 1

@@ -14,7 +14,7 @@ RATE = 0.05  # step size of SGD, on worker and ps
 class Problem:
     """A linear regression, y = w x + b with three w; x̃ and what the ps knows. Workers are functions of it, see below.
 
-    Each worker has seven batches of its own; when it has seen them all it begins anew.
+    Each worker has batches of its own, mostly seven; when it has seen them all it begins anew.
     """
 
     def __init__(self, start, batches, hp, schedule=lambda step: 1.0):
@@ -22,6 +22,7 @@ class Problem:
         self.start = self.center = start.astype(float)
         self.batches, self.hp = batches, hp
         self.version, self.log = 0, []  # number of updates; of each its worker, its staleness and the version after it
+        self.dropped = []  # of each gradient that is thrown away its worker, and the version
         self.own = [0, 0]  # updates by each worker since its pull
         self.slots = np.full(4, 0.1)  # of Adagrad, which begins there in TensorFlow
         self.mean_square = np.zeros(4)
@@ -38,7 +39,7 @@ class Problem:
 
     def gradient(self, worker, parameters):
         """The gradient of the mean squared error of this worker's next batch."""
-        x, y = (part[worker, self._used[worker] % 7].astype(float) for part in self.batches)
+        x, y = (part[worker][self._used[worker] % len(part[worker])].astype(float) for part in self.batches)
         self._used[worker] += 1
         residual = x @ parameters[:3, None] + parameters[3] - y
         return 2 * np.append(x.T @ residual, residual.sum()) / len(x)

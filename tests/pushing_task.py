@@ -1,7 +1,8 @@
 """A task of the cluster in test_dynamic_sgd.py: the real update rule, but every gradient is one, so all can be accounted for.
 
-Reads its place from TF_CONFIG. A worker makes CALLS × ROUNDS updates and prints, as JSON: `steps`, of each update the step at
-its pull and the one after it; `seen`, of the last pull of each call the step and x̃; at last `end`, x̃ when all had ended.
+Reads its place from TF_CONFIG. A worker makes CALLS × ROUNDS pushes and prints, as JSON: `steps`, of each push the step at its
+pull and the one after it, or twice the present one if it was thrown away; `seen`, of the last push of each call the first of
+these and the x̃ of its pull; at last `end`, x̃ when all had ended.
 """
 
 import importlib.util
@@ -55,6 +56,7 @@ def main(checkpoints, script):
     scheme = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(scheme)
     hp = types.SimpleNamespace(window=1, learning_rate=1.0, local_optimizer="sgd", local_learning_rate=None)
+    hp.staleness_threshold = 2
     center = GlobalParameters(np.zeros(SIZE, np.float32), task.num_ps, task.device_fn())
     with tf.device(task.device):
         local = Ones(center, f"worker_{task.shard_index}")

@@ -321,7 +321,10 @@ def test_a_stopped_task_is_noticed_and_the_other_goes_on_meanwhile(run_dir):
     assert len(meanwhile) >= 2 and meanwhile[-1] > meanwhile[0]
 
 
-@pytest.mark.parametrize("folder", ["DOWNPOUR-Easy", "DOWNPOUR", "AGN", "Dynamic-SGD", "DC-ASGD", "AEASGD", "AEAMSGD"])
+LEARNERS = ["DOWNPOUR-Easy", "DOWNPOUR", "AGN", "Dynamic-SGD", "Ringmaster-ASGD", "DC-ASGD", "AEASGD", "AEAMSGD"]
+
+
+@pytest.mark.parametrize("folder", LEARNERS)
 def test_every_scheme_learns_the_digits_with_its_defaults(run_dir, folder):
     command = ["bash", str(ROOT / folder / "run.sh"), f"--run_dir={run_dir}"]
     output = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=SECONDS)
@@ -329,8 +332,13 @@ def test_every_scheme_learns_the_digits_with_its_defaults(run_dir, folder):
     result = result_of(run_dir)
     assert result["scheme"] == folder
     assert result["test_accuracy"] >= 0.95
-    assert updates_in_metrics(run_dir) == result["global_steps"] == result["samples"] / 32 / result["window"]
+    gradients = result["samples"] / 32 / result["window"]
+    assert updates_in_metrics(run_dir) == result["global_steps"] == gradients - result["gradients_dropped"]
     assert processes(run_dir) == []
+    if folder == "Ringmaster-ASGD":
+        assert result["staleness_max"] < 10
+    else:
+        assert result["gradients_dropped"] == 0
 
 
 def slots_of(run_dir):

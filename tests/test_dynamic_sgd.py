@@ -1,4 +1,4 @@
-"""Dynamic-SGD counts and scales each push exactly: four workers as processes, on one ps and on two."""
+"""Dynamic-SGD and Ringmaster-ASGD count staleness, and act on it, exactly: four workers as processes, on one ps and on two."""
 
 import contextlib
 import json
@@ -62,3 +62,21 @@ def test_no_update_is_lost_or_counted_twice(num_ps, tmp_path):
         for step, seen in output["seen"]:
             np.testing.assert_allclose(seen, x[step], rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(output["end"], x[-1], rtol=1e-5)
+
+
+@pytest.mark.cluster
+def test_a_stale_push_is_thrown_away_on_all_ps_or_on_none(tmp_path):
+    """Ringmaster-ASGD with R = 2. Every gradient is 1 and so is the learning rate: x̃ is minus the number of updates in it."""
+    workers = outputs(2, CHECKOUT / "Ringmaster-ASGD" / "ringmaster_asgd.py", tmp_path)
+    log = [(after, before) for output in workers for before, after in output["steps"]]
+    assert len(log) == NUM_WORKERS * 200
+    made = sorted((after, before) for after, before in log if after > before)
+    assert [after for after, _ in made] == list(range(1, 1 + len(made)))  # each counted once
+    assert 10 < len(made) < len(log) - 10
+    assert {after - before - 1 for after, before in made} == {0, 1}
+    for output in workers:
+        for (step, seen), (before, after) in zip(output["seen"], output["steps"][4::5], strict=True):
+            assert len(set(seen)) == 1  # a pull sees no half of a push
+            if after > before:
+                assert seen[0] == -step
+        assert output["end"] == [-len(made)] * 5

@@ -261,6 +261,36 @@ def test_exact_push_knows_what_came_since_the_pull(make, initialized, num_ps, re
     assert [v.name for v in tf.global_variables() if "total" in v.name] == [v.name for v in center.slot("total")]
 
 
+@pytest.mark.parametrize("num_ps", [1, 3])
+def test_exact_push_that_is_too_stale_changes_nothing(make, initialized, num_ps):
+    """Neither x̃, nor what an optimizer or the scheme keeps beside it, nor the global step: on no ps, or on all."""
+    center, one, other = make(num_ps, num_workers=2)
+
+    def counted(g, at_update):
+        total = at_update.slot("total")
+        return g + 0 * total.assign_add(g)
+
+    momentum = tf.train.MomentumOptimizer(1.0, 0.5)
+    steps = [(exact.pull(), exact.push(momentum, tf.ones([4]), counted))
+             for exact in (center.exact(local, "step", 1) for local in (one, other))]  # fmt: skip
+    session = initialized(center, one, other)
+    kept = [v for v in tf.global_variables() if v is not center.step]
+    assert len(kept) == 3 * num_ps  # x̃, a momentum, a total
+    for pull, _ in steps:
+        session.run(pull.operations)
+    found = session.run(steps[0][1].fetches())
+    assert (found["step_before"], found["updated"]) == (0, 1)
+    before = session.run(kept)
+    found = session.run(steps[1][1].fetches())
+    assert (found["step_before"], found["updated"], session.run(center.step)) == (1, 1, 1)
+    for was, now in zip(before, session.run(kept), strict=True):
+        np.testing.assert_array_equal(was, now)
+    session.run(steps[1][0].operations)
+    found = session.run(steps[1][1].fetches())
+    assert (found["step_before"], found["updated"]) == (1, 2)
+    close(session.run(center.read()[0]), one.model.initial_parameters - 1 - 1.5)
+
+
 def test_slots_of_the_center_restore_on_another_number_of_ps(initialized, tmp_path):
     path = str(tmp_path / "model.ckpt")
     for num_ps in 2, 3:

@@ -90,6 +90,19 @@ def dynamic_sgd(p, i):
         yield
 
 
+def ringmaster_asgd(p, i):
+    while True:
+        x, pulled = p.pull(i)
+        yield
+        g = sum(p.descend(i, x))
+        yield
+        if p.version - pulled < p.hp.staleness_threshold:
+            p.update(i, pulled, -RATE * p.factor() * g)
+        else:
+            p.dropped.append((i, p.version))
+        yield
+
+
 def dc_asgd(p, i):
     while True:
         x, pulled = p.pull(i)
@@ -154,6 +167,7 @@ SCHEMES = {
     "DOWNPOUR": Scheme("DOWNPOUR", "downpour", downpour, hp={"n_fetch": None}),
     "AGN": Scheme("AGN", "agn", agn),
     "Dynamic-SGD": Scheme("Dynamic-SGD", "dynamic_sgd", dynamic_sgd),
+    "Ringmaster-ASGD": Scheme("Ringmaster-ASGD", "ringmaster_asgd", ringmaster_asgd, hp={"staleness_threshold": 1.0}),
     "DC-ASGD": Scheme("DC-ASGD", "dc_asgd", dc_asgd, hp={"adaptive": False, "lambda0": 0.1}),
     "DC-ASGD, adaptive": Scheme(
         "DC-ASGD", "dc_asgd", dc_asgd, hp={"adaptive": True, "lambda0": 0.5, "mean_square_decay": 0.95}
@@ -198,10 +212,11 @@ ORDERS = [in_turn, at_once, overtaken, shuffled]
 
 
 class Walk(NamedTuple):
-    """The result of twenty rounds: x̃, and of each update its worker, its staleness and the global step after it."""
+    """The result of twenty rounds: x̃; of each update worker, staleness and the global step after it; what was dropped."""
 
     center: np.ndarray
     log: list
+    dropped: list = []
 
 
 @pytest.fixture
@@ -216,7 +231,7 @@ def walk(model, batches, known_batches, load_scheme):
         replay = Replay(load_scheme(scheme.folder, scheme.name), hp, model, make_batches, num_ps=num_ps, schedule=schedule)
         for worker in order:
             replay.step(worker)
-        walked = Walk(replay.center, [(u.worker, u.staleness, u.updated) for u in replay.updates])
+        walked = Walk(replay.center, [(u.worker, u.staleness, u.updated) for u in replay.updates], replay.dropped)
         replay.close()
         return walked
 
@@ -229,7 +244,7 @@ def written_again(scheme, order, start, batches, window=3, **more):
     workers = [scheme.life(problem, i) for i in range(2)]
     for worker in order:
         next(workers[worker])
-    return Walk(problem.center, problem.log)
+    return Walk(problem.center, problem.log, problem.dropped)
 
 
 def close(ours, expected, start):
@@ -246,9 +261,9 @@ def test_exact(model, walk, batches, scheme, order, window, num_ps):
     steps = order(scheme.steps)
     ours = walk(scheme, steps, window, num_ps)
     expected = written_again(scheme, steps, model.initial_parameters, batches, window)
-    assert len(expected.log) == ROUNDS
+    assert len(expected.log) + len(expected.dropped) == ROUNDS
     close(ours, expected, model.initial_parameters)
-    assert ours.log == expected.log
+    assert (ours.log, ours.dropped) == (expected.log, expected.dropped)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
@@ -329,6 +344,22 @@ def test_where_schemes_agree(walk):
     same(center("DC-ASGD", at_once, lambda0=0.0), center("HogWild", at_once))
     same(center("AEAMSGD", at_once, momentum=0.0), center("AEASGD", at_once))
     same(center("DOWNPOUR", at_once, window=1), center("DOWNPOUR-Easy", at_once, window=1))
+
+
+def test_ringmaster_throws_away_what_is_too_stale(model, walk, batches):
+    """Nothing with R = ∞, which is HogWild to the last bit; with R = 2 what is stale by 2."""
+    hogwild, ringmaster = SCHEMES["HogWild"], SCHEMES["Ringmaster-ASGD"]
+    for order in overtaken, shuffled:
+        ours = walk(ringmaster._replace(hp={"staleness_threshold": float("inf")}), order(3), num_ps=2)
+        all = walk(hogwild, order(3), num_ps=2)
+        assert ours.center.tobytes() == all.center.tobytes()
+        assert (ours.log, ours.dropped) == (all.log, [])
+    two = ringmaster._replace(hp={"staleness_threshold": 2.0})
+    ours = walk(two, overtaken(3), num_ps=2)
+    expected = written_again(two, overtaken(3), model.initial_parameters, batches)
+    close(ours, expected, model.initial_parameters)
+    assert (ours.log, ours.dropped) == (expected.log, expected.dropped)
+    assert [worker for worker, _ in ours.dropped] == [0, 1] * 3  # the one that was overtaken
 
 
 @pytest.mark.parametrize("name", ["AEASGD", "AEAMSGD"])

@@ -198,6 +198,18 @@ def exact_push_alone(center, local, hp):
     yield center.exact(local, "step").push(sgd(), local.gradient, lambda g, at_update: g)
 
 
+def two_pushes_after_a_pull(center, local, hp):
+    exact = center.exact(local, "step", 2)
+    yield exact.pull()
+    yield local.train(1, None)
+    yield exact.push(sgd(), local.gradient)
+    yield exact.push(sgd(), local.gradient)
+
+
+def threshold_of_a_value(center, local, hp):
+    yield center.exact(local, "value", 2).pull()
+
+
 def no_pull(center, local, hp):
     yield local.train(1, None)
     yield center.push(sgd(), local.gradient)
@@ -352,6 +364,8 @@ WRONG = {
     push_after_push_together: "push_after_push_together both pushes alone and takes part in updates of several workers",
     two_memories: "with the same arguments everywhere, not both: center.exact(local, 'step') and center.exact(local, 'value')",
     exact_push_alone: "exact_push_alone: with center.exact, a round begins with its `pull()`; it has push",
+    two_pushes_after_a_pull: "with a threshold, `pull()` and `push(...)` take turns; it has pull, push, push",
+    threshold_of_a_value: """a threshold of staleness goes with "step" and is more than 0, not 'value' and 2""",
     together_without_pull: "with center.together, a round reads x̃, then needs a `push(...)` and a `wait()`; it has push, wait",
     forgotten_yield: "forgotten_yield makes a step that reads x̃ and does not yield it: write `yield` before it",
     a_slot_is_no_vector: "local.assign changes a vector that local.vector(name) has returned, not [",

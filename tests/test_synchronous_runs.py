@@ -38,6 +38,7 @@ def updates_of_each(run_dir):
         ("Synchronous-SGD", ["--by=sync_replicas_optimizer"]),
         ("Synchronous-SGD-different-learning-rates", []),
         ("SAGN", []),
+        ("Local-SGD", []),
         ("DiLoCo", []),
         ("Write-Your-Own-Scheme", []),
         ("Semi-Synchronous-SGD", []),

@@ -27,7 +27,6 @@ class Meeting(Problem):
         super().__init__(start, batches, hp, **more)
         self.given = {}  # by worker, of the present update
         self.clocks = [0] * WORKERS
-        self.dropped = []
         self.m, self.v, self.steps = np.zeros(4), np.zeros(4), 0  # of Adam, or of a momentum
 
     def contribute(self, worker, known, vector, needed, apply):
@@ -120,6 +119,8 @@ def diloco(p, i):
 
 def slowmo(p, i):
     known, hp, gamma = 0, p.hp, p.hp.learning_rate
+    counts = [len(own) if getattr(hp, "weigh_by_samples", False) else 1 for own in p.batches[0]]
+    weight = WORKERS * counts[i] / sum(counts)
 
     def slow_step(all):
         p.v = hp.slow_momentum * p.v + (p.center - np.mean(all, axis=0)) / (p.factor() * gamma)
@@ -132,7 +133,7 @@ def slowmo(p, i):
         for _ in range(hp.window):
             x = x - p.factor(i) * gamma * p.gradient(i, x) - p.decayed(x, p.factor(i), "worker")
         yield
-        p.contribute(i, known, x, WORKERS, slow_step)
+        p.contribute(i, known, weight * x, WORKERS, slow_step)
         yield lambda: i not in p.given
         known = p.version
         yield
@@ -167,6 +168,8 @@ class Scheme(NamedTuple):
 ON_WORKER = {"optimizer_on": "worker"}
 DIFFERENT = "Synchronous-SGD-different-learning-rates"
 SSP = Scheme("Semi-Synchronous-SGD", "semi_synchronous_sgd", semi_synchronous, {"staleness": 2, "issync": False})
+MEAN = {"slow_momentum": 0.0, "slow_learning_rate": 1.0, "weigh_by_samples": False, "local_learning_rate": None, **ON_WORKER}
+LOCAL_SGD = Scheme("Local-SGD", "local_sgd", slowmo, MEAN)
 TOGETHER = {
     "Synchronous-SGD": Scheme("Synchronous-SGD", "synchronous_sgd", synchronous, {"backup_workers": 0}),
     "one backup worker": Scheme("Synchronous-SGD", "synchronous_sgd", synchronous, {"backup_workers": 1}),
@@ -174,6 +177,8 @@ TOGETHER = {
         DIFFERENT, DIFFERENT.lower().replace("-", "_"), different_rates, {"learning_rates": [0.05, 0.01], "window": 1}
     ),
     "SAGN": Scheme("SAGN", "sagn", sagn),
+    "Local-SGD": LOCAL_SGD,
+    "slow momentum": LOCAL_SGD._replace(hp={**MEAN, "slow_momentum": 0.7, "weigh_by_samples": True}),
     "DiLoCo": Scheme(
         "DiLoCo", "diloco", diloco, {"momentum": 0.5, "weight_decay": 0.3, "local_learning_rate": 0.1, **ON_WORKER}
     ),
@@ -216,7 +221,7 @@ class Walk(NamedTuple):
 def walk(model, batches, known_batches, load_scheme):
     """A function that takes the steps of a scheme in this order of workers, passing over those that have to wait."""
 
-    def walk(scheme, order, window=3, num_ps=1, schedule=None):
+    def walk(scheme, order, window=3, num_ps=1, schedule=None, batches=batches):
         hp = scheme.hyperparameters(window)
         rule = load_scheme(scheme.folder, scheme.name)
         make_batches = lambda i: known_batches(*(b[i] for b in batches), f"batches_{i}")  # noqa: E731
@@ -289,10 +294,27 @@ def test_where_schemes_agree(walk):
 
     together = center("Synchronous-SGD")
     np.testing.assert_allclose(center(DIFFERENT, learning_rates=[RATE / 2, RATE / 2]), together, rtol=1e-5)
+    one_step, sgd = (walk(TOGETHER[name], [0, 1] * steps * 20, 1) for name, steps in (("Local-SGD", 5), ("Synchronous-SGD", 4)))
+    np.testing.assert_allclose(one_step.center, sgd.center, rtol=1e-5)
+    assert one_step.log == sgd.log and len(sgd.log) == 40
+    of_slowmo = {"slow_momentum": 0.5, "slow_learning_rate": 0.8}
+    np.testing.assert_allclose(center("Local-SGD", **of_slowmo), center("SlowMo", **of_slowmo), rtol=1e-5)
     issync = walk(SSP._replace(hp={"staleness": 7, "issync": True}), at_once(), 1)
     again = walk(TOGETHER["Synchronous-SGD"], at_once(), 1)
     done = min(len(issync.log), len(again.log))
     assert issync.log[:done] == again.log[:done] and done > 60
+
+
+def test_workers_weigh_as_much_as_their_samples(model, walk, batches):
+    """One has three batches, the other seven; weighed alike they lead elsewhere."""
+    unequal = [[part[0][:3], part[1]] for part in batches]
+    alike = walk(LOCAL_SGD, shuffled(), batches=unequal).center
+    for hp in {"weigh_by_samples": True}, {"weigh_by_samples": True, "slow_momentum": 0.5}:
+        scheme = LOCAL_SGD._replace(hp={**MEAN, **hp})
+        ours = walk(scheme, shuffled(), num_ps=2, batches=unequal)
+        expected = written_again(scheme, shuffled(), model.initial_parameters, unequal)
+        assert np.abs(ours.center - expected.center).max() < 1e-5 * np.abs(expected.center).max()
+        assert np.abs(ours.center - alike).max() > 1e-3
 
 
 def test_with_every_gradient_each_worker_contributes_once_to_every_update(walk):

@@ -48,6 +48,20 @@ def test_workers_that_wait_for_each_other():
     assert [part for part, *_ in slow] == ["pull", "train", "push", "pull", "train"] and slow[3] == ("pull", 5, 5.5, 0)
 
 
+def test_a_push_that_is_thrown_away():
+    """That of the slow worker, which others have overtaken; it pulls again, as ever."""
+
+    def fresh(center, local, hp):
+        sgd, exact = tf.train.GradientDescentOptimizer(hp.learning_rate), center.exact(local, "step", 1)
+        yield exact.pull()
+        yield local.train(hp.window, sgd)
+        yield exact.push(sgd, local.gradient)
+
+    fast, slow = (spans_of(fresh, worker) for worker in (0, 1))
+    assert slow[1:4] == [("train", 0.5, 4.5, 2), ("dropped", 4.5, 5, 0), ("pull", 5, 5.5, 0)]
+    assert "dropped" not in {part for part, *_ in fast}
+
+
 @pytest.mark.parametrize("scheme", [asynchronous, synchronous])
 def test_a_worker_does_one_thing_at_a_time(scheme):
     for worker in (0, 1):

@@ -65,6 +65,17 @@ def test_a_barrier_costs_the_mean_of_the_largest_of_n_gamma_times():
     assert time.dropped == 0 and not np.any(schedule.staleness())
 
 
+@pytest.mark.parametrize(("threshold", "made", "dropped"), [(1, 20, 120), (7, 140, 0), (math.inf, 140, 0)])
+def test_gradients_that_are_too_stale_are_thrown_away(threshold, made, dropped):
+    """Seven equal workers push at the same moment, twenty times; the last of them is stale by 6."""
+    time = VirtualTime(ALONE, 7, Costs(step=STEP), Waiting(threshold=threshold))
+    schedule = time.run(until=20.5 * STEP)
+    assert (time.updates, time.dropped) == (made, dropped)
+    assert schedule.staleness().max() < threshold
+    pushes = schedule.pulled >= 0
+    assert np.count_nonzero(schedule.updated[pushes] == schedule.pulled[pushes]) == dropped
+
+
 def test_means_of_gamma_times():
     """Machines and steps apart; a window of ten steps varies less than a step, by the root of ten."""
     time = VirtualTime([Action(local_steps=10), PULL, PUSH], 400, Costs(step=STEP, machine_cv=0.5, step_cv=0.3), seed=1)
