@@ -78,7 +78,7 @@ def table(commands, rounds):
 
 def median(results, key, form):
     """Returns the median of a figure as text; nothing where there is none, as there is no accuracy of a regression."""
-    values = [result[key] for result in results if result[key] is not None]
+    values = [result[key] for result in results if result.get(key) is not None]
     return format(statistics.median(values), form) if values else ""
 
 
