@@ -133,7 +133,6 @@ def parse(arguments):
     define_own()
     values = flags.define({"num_workers": 100, **folder.defaults})
     settings = flags.parse(values, arguments[1:], "simulate.py", (*WITHOUT, *set(folder.without) - {"window"}))
-    flags.check_compression(settings)
     if "window" in folder.without and flags.present(values, "window"):
         raise UserError(f"--window means nothing to {folder.name}")
     settings = settings.but(

@@ -141,12 +141,13 @@ class Exact:
 
         with tf.device(center.step.device):
             is_fresh = late < math.ceil(min(self.threshold, 2**62))
+            made = tf.cast(is_fresh, tf.int64)  # updates
             present = center.step.read_value()
             with tf.control_dependencies([present.op, *read]):
                 applied = tf.cond(is_fresh, apply, tf.no_op).op
             with tf.control_dependencies([applied]):
-                counted = center.step.assign_add(tf.cast(is_fresh, tf.int64), read_value=False)
-            return [applied, counted], present + tf.cast(is_fresh, tf.int64), present - tf.where(is_fresh, late, 0 * late)
+                counted = center.step.assign_add(made, read_value=False)
+            return [applied, counted], present + made, present - made * late
 
     def check_round(self, name, words):
         """Raises a `UserError` if a push comes before its pull; with a threshold each one needs a pull of its own."""

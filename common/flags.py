@@ -277,7 +277,7 @@ def parse(values, arguments, program, without=()):
     """Parses `arguments` and returns all flags as `Settings`; those in `without` keep their defaults and cannot be given.
 
     Raises:
-      UserError: for an unknown flag, a bad value, or an argument that is no flag.
+      UserError: for an unknown flag, a bad value, an argument that is no flag, or a --topk of another compression.
     """
     _refuse_absls_own(values, arguments)
     try:
@@ -294,6 +294,8 @@ def parse(values, arguments, program, without=()):
         raise UserError(f"--{name} means nothing to {program} (--help lists its flags)")
     if rest:
         raise UserError(f"unexpected argument {rest[0]!r}: flags are written --name=value (--help lists all)")
+    if values.topk is not None and values.compress != "topk":
+        raise UserError(f"--topk={values.topk:g} is for --compress=topk: leave it out, or give that")
     return Settings(**{name: values[name].value for name in values if name in own_names(values)})
 
 
@@ -313,12 +315,6 @@ def _refuse_absls_own(values, arguments):
         named = re.match(r"--?([^=]+)", argument)
         if named and (named[1] in theirs or named[1].removeprefix("no") in theirs):
             raise _unknown(values, named[1])
-
-
-def check_compression(settings):
-    """Raises a `UserError` if --topk says something of another compression."""
-    if settings.topk is not None and settings.compress != "topk":
-        raise UserError(f"--topk={settings.topk:g} is for --compress=topk: leave it out, or give that")
 
 
 def present(values, *names):

@@ -147,7 +147,6 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
     if "launch" in without:
         without = (*without, "gpus")
     settings = flags.parse(values, arguments, script.name, without)
-    flags.check_compression(settings)
     settings = settings.but(scheme=script.parent.name, began=time.time(), pace=pace, steps_per_call=1)
     settings = settings.but(optimizer_on=optimizer_on, decay=0 if "weight_decay" in of_scheme else settings.weight_decay)
     settings = settings.but(of_scheme={name: getattr(settings, name) for name in of_scheme})

@@ -413,8 +413,8 @@ class VirtualTime:
     def _update(self, worker, now, k):
         """A gradient, or a difference, is applied, or counts towards an update of several workers."""
         if self.waiting.quorum is None:
-            stale = self.updates - self._known[worker] - self._own[worker]
-            if self.waiting.threshold is not None and stale >= self.waiting.threshold:
+            threshold = self.waiting.threshold
+            if threshold is not None and self.updates - self._known[worker] - self._own[worker] >= threshold:
                 self.dropped += 1
                 self._out.add(k, worker, now, self.updates, self.updates)
                 return

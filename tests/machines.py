@@ -19,7 +19,11 @@ spec.loader.exec_module(hosts)
 def need(*programs):
     """Skips the test, with a line that says why, where hosts or programs cannot be had; where they must be, it fails."""
     missing = [program for program in programs if shutil.which(program) is None]
-    why = f"{', '.join(missing)} missing" if missing else hosts.why_not()
+    skip_for(f"{', '.join(missing)} missing" if missing else hosts.why_not())
+
+
+def skip_for(why):
+    """Skips the test if there is a reason, a line; where nothing may be skipped, it fails."""
     if why and os.environ.get("TESTS_MAY_SKIP") == "no":
         pytest.fail(why)
     if why:
