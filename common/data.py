@@ -178,7 +178,7 @@ def text():
     try:
         from pydoc_data.topics import topics
     except ImportError:
-        raise UserError("--data=text is the help of Python, which this Python lacks: its module pydoc_data is missing") from None
+        raise UserError("--data=text is the help that comes with Python, but this one lacks pydoc_data") from None
     paragraphs = "\n\n".join(topics[name] for name in sorted(topics)).split("\n\n")
     return next_characters("\n\n".join(dict.fromkeys(paragraphs)))
 

@@ -20,7 +20,7 @@ COMPRESSIONS = ("none", "bf16", "int8", "int4", "sign", "topk")  # see common.co
 PULL_COMPRESSIONS = ("none", "bf16", "int8")
 TRANSFORMER = {"layers": 1, "width": 64, "heads": 4}  # of --model=transformer, unless flags say otherwise
 
-# Data that come with this project, and models that fit them: there is no need to check these before a run, if other flags are so
+# Data that come with this project and models that fit them: there is no need to check them before a run, if other flags are so
 FITTING = {"digits": ("linear", "mlp"), "linear": ("linear", "mlp"), "text": ("linear", "transformer")}
 KNOWN = {
     "learning_rate_schedule": (None, *SCHEDULES),
@@ -218,13 +218,12 @@ def define(defaults):
     flags.DEFINE_string("label", None, "column of labels in files (default: the last called label, target, y, or the last)")
     flags.DEFINE_string("parse", None, "FILE.py:FUNCTION that makes (x, y) of a record of a *.tfrecord, a scalar string tensor")
     flags.DEFINE_string("model", own("model", "mlp"), "linear, mlp, cnn, transformer, or FILE.py:FUNCTION")
-    for name, text in (
-        ("layers", "blocks of --model=transformer"),
-        ("width", "length of its vector of a place, a multiple of --heads"),
-        ("heads", "of its attention"),
+    for name, most, text in (
+        ("layers", 1000, "blocks of --model=transformer"),  # each is some 400 operations of the graph
+        ("width", INT32, "of --model=transformer, the length of the vector of a place, a multiple of --heads"),
+        ("heads", INT32, "of the attention of --model=transformer"),
     ):
-        # Each layer is some 400 operations of the graph.
-        define_integer(name, own(name), f"{text} (default: {TRANSFORMER[name]})", least=1, most=1000 if name == "layers" else INT32)
+        define_integer(name, own(name), f"{text} (default: {TRANSFORMER[name]})", least=1, most=most)
     flags.DEFINE_string("loss", None, "of a model that has none, a name of Keras's (default: by the labels)")
     define_integer("batch_size", own("batch_size"), "samples per step and worker", least=1)
     define_number("learning_rate", own("learning_rate"), "step size", above=0)

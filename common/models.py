@@ -19,7 +19,7 @@ from common.rows import chunks
 
 
 def build(spec, data, seed=0, loss=None, **sizes):
-    """Returns the `Model` that `--model=spec` names (linear, mlp, cnn, transformer or FILE.py:FUNCTION), with its initial values.
+    """Returns the `Model` that `--model=spec` names, one of `BUILT_IN` or FILE.py:FUNCTION, with its initial values.
 
     To be called before a graph is entered: the values of Keras variables can only be read eagerly.
 
@@ -114,6 +114,8 @@ def _built_in(spec, data, sizes):
     if _is_sequence(data) and spec in ("linear", "transformer"):
         return _of_sequences(spec, data, sizes)
     if spec == "transformer":
+        if data.is_classification and data.x_train.shape == data.y_train.shape and data.num_classes == 2:
+            raise UserError("--model=transformer: one-hot labels become class numbers by .argmax(axis=-1), one for each place")
         x, y = (f"{part.dtype} of shape {list(part.shape[1:])}" for part in (data.x_train, data.y_train))
         raise UserError(
             "--model=transformer needs sequences of whole numbers, and a class for each of them, as --data=text has: here a "
@@ -189,8 +191,8 @@ def _check_arrays(spec, data):
         )
     if spec != "linear":
         raise UserError(
-            f"--model={spec} gives one class for a sample, but the labels have shape {shape}, one for each place of a sequence: "
-            "choose --model=transformer or --model=linear, or bring a model of your own, --model=FILE.py:FUNCTION"
+            f"--model={spec} gives one class for a sample, but the labels have shape {shape}, one for each place of a "
+            "sequence: choose --model=transformer or --model=linear, or bring a model of your own, --model=FILE.py:FUNCTION"
         )
 
 
@@ -232,7 +234,8 @@ def checked(keras_model, data, loss=None, last_operation=None):
         keras_model._compute_loss(x_test, y_test, keras_model(x_test, **_training(keras_model, False)), *weights_test)
     with _as_user_error("the metrics of the model do not fit the labels"):
         measures = list(keras_model.compute_metrics(x, y, outputs, *weights))
-    return Model(keras_model, measures, own_optimizer)
+    places = max(math.prod(output.shape[1:-1]) for output in tf.nest.flatten(outputs))
+    return Model(keras_model, measures, own_optimizer, places)
 
 
 def _telling_samples(samples):
@@ -422,13 +425,14 @@ class Model:
       keras_model: compiled, and its metrics are built.
       measures: the names that its `compute_metrics` gives.
       own_optimizer: the name of the optimizer that the user compiled it with. No scheme uses it.
+      places: for how many places of a sample it gives an output each, as of a sequence: a parameter is used at all of them.
     """
 
-    def __init__(self, keras_model, measures, own_optimizer=None):
+    def __init__(self, keras_model, measures, own_optimizer=None, places=1):
         from common import objectives
 
         _make_constant(keras_model)
-        self._measures, self._saving = measures, threading.Lock()
+        self._measures, self._saving, self.places = measures, threading.Lock(), places
         self.keras_model, self.minimizes, self.own_optimizer = keras_model, objectives.text(keras_model), own_optimizer
         self.shapes = [tuple(v.shape) for v in keras_model.trainable_variables]
         self.sizes = [int(np.prod(shape, dtype=int)) for shape in self.shapes]

@@ -244,13 +244,14 @@ def rounds_of_call(settings, model, windows, updates, at_once, last, in_ring=Fal
 def rounds_worth_a_call(model, windows, local_steps, in_ring=False):
     """Returns how many rounds of so many windows, or local steps in all, to run in one call, unless the user says.
 
-    A call costs about as much as a round of a small model. A larger model, or many local steps, make that little beside the
-    round, while each further window makes the graph larger and takes time to prepare, most of all a loop of several steps.
+    A call costs about as much as a round of a small model. A larger model, one that is computed at each place of a sequence, or
+    many local steps, make that little beside the round, while each further window makes the graph larger and takes time to
+    prepare, most of all a loop of several steps.
     """
     if in_ring:
         return 50 if model.size < 1_000_000 else 10
     most = 10 if local_steps == windows else 5
-    return max(1, min(most // windows, 400 // local_steps)) if model.size < 1_000_000 else 1
+    return max(1, min(most // windows, 400 // local_steps)) if model.size * model.places < 1_000_000 else 1
 
 
 class Plan(NamedTuple):
@@ -456,7 +457,7 @@ def optimizers_of(center, local):
 
 
 def unit_of(settings, model):
-    """Returns the unit of a run's loss, where it is known: "nats per character" of a cross-entropy on `--data=text`; else None."""
+    """Returns the unit of a run's loss, if it is known: "nats per character" of a cross-entropy on `--data=text`; else None."""
     is_entropy = model.minimizes in ("sparse categorical crossentropy of logits", "sparse categorical crossentropy")
     return "nats per character" if settings.data == "text" and is_entropy else None
 
