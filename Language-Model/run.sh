@@ -25,7 +25,7 @@ case $scheme in
     DOWNPOUR) flags+=(--window=10 --learning_rate=0.05) ;;
     # These were tried with --model=transformer, see there.
     AEAMSGD) flags+=(--window=10 --learning_rate=0.1 --warmup_steps=50) ;;
-    AGN) flags+=(--window=5 --learning_rate=1 --warmup_steps=50) ;;
+    AGN) flags+=(--window=5 --learning_rate=2 --warmup_steps=50) ;;
     DC-ASGD) flags+=(--learning_rate=0.3 --warmup_steps=50) ;;
     DOWNPOUR-Easy) flags+=(--window=5 --learning_rate=0.1 --warmup_steps=50) ;;
     Dynamic-SGD | Synchronous-SGD) flags+=(--learning_rate=1 --warmup_steps=50) ;;
