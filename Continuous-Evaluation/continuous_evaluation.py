@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 from common import models, tf
-from common.flags import UserError
+from common.flags import UserError, sizes
 from common.main import main
 from common.words import BUILDING, LOADING, doing, meanwhile
 
@@ -191,7 +191,7 @@ def evaluate(task, settings):
     doing(LOADING)
     training, validation = split(dataset := streams.load(settings), settings)
     doing(BUILDING)
-    model = models.build(settings.model, samples_of(training, settings), settings.seed, settings.loss)
+    model = models.build(settings.model, samples_of(training, settings), settings.seed, settings.loss, **sizes(settings))
     doing("building the graph")
     run_dir = Path(settings.run_dir)
     evaluator, best = Evaluator(model, validation, dataset), Best(run_dir / "best")

@@ -1,26 +1,16 @@
-"""A language model: a small transformer that learns which character follows, and how a trained one writes.
+"""A language model: a small transformer that learns which character follows, its measure, and how a trained one writes.
 
-Copy it for a problem of your own: `build` is what `--model` names. The data, `--data=text`, come with this project; those of
-your own are a second function, as `--data=language_model.py:load`.
+Copy it for a problem of your own: `build` is what `--model` names. The transformer and the data, `--data=text`, come with this
+project; a model of your own is what `build` returns, and data of your own are a second function, as
+`--data=language_model.py:load`.
 """
 
 import keras
 import numpy as np
 
-from common import data
+from common import data, transformer
 
 LENGTH = 64  # characters in a window
-
-
-@keras.saving.register_keras_serializable("language_model")
-class Places(keras.layers.Layer):
-    """Adds a vector for each place in the window, which is learned: attention alone does not know what comes first."""
-
-    def build(self, shape):
-        self.vectors = self.add_weight(shape=shape[1:], initializer="random_normal")
-
-    def call(self, x):
-        return x + self.vectors
 
 
 @keras.saving.register_keras_serializable("language_model")
@@ -31,26 +21,12 @@ class Perplexity(keras.metrics.SparseCategoricalCrossentropy):
         return keras.ops.exp(super().result())
 
 
-def block(x, heads):
-    """`[n, time, width]` to the same: each character looks back, and then thinks for itself."""
-    layers, width = keras.layers, x.shape[-1]
-    y = layers.LayerNormalization()(x)
-    x = x + layers.MultiHeadAttention(heads, width // heads)(y, y, use_causal_mask=True)
-    y = layers.LayerNormalization()(x)
-    y = layers.Dense(4 * width, activation="relu")(y)
-    return x + layers.Dense(width)(y)
-
-
-def build(width=128, blocks=2, heads=4):
+def build(layers=2, width=128, heads=4):
     """Returns the model, compiled: from places in the alphabet `[n, LENGTH]` to logits of the
     next character `[n, LENGTH, 96]`.
     """
-    layers, size = keras.layers, len(data.ALPHABET)
-    inputs = keras.Input([LENGTH])
-    x = Places()(layers.Embedding(size, width)(inputs))
-    for _ in range(blocks):
-        x = block(x, heads)
-    model = keras.Model(inputs, layers.Dense(size)(layers.LayerNormalization()(x)))
+    size = len(data.ALPHABET)
+    model = transformer.build(LENGTH, size, size, layers, width, heads)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile("adam", loss, metrics=[Perplexity("perplexity", from_logits=True)])
     return model

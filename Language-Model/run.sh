@@ -23,6 +23,15 @@ case $scheme in
     AEASGD) flags+=(--window=10 --local_optimizer=adam --learning_rate=0.005) ;;
     SAGN) flags+=(--window=1 --learning_rate=0.003 --warmup_steps=100) ;;
     DOWNPOUR) flags+=(--window=10 --learning_rate=0.05) ;;
+    # These were tried with --model=transformer, see there.
+    AEAMSGD) flags+=(--window=10 --learning_rate=0.1 --warmup_steps=50) ;;
+    AGN) flags+=(--window=5 --learning_rate=2 --warmup_steps=50) ;;
+    DC-ASGD) flags+=(--learning_rate=0.3 --warmup_steps=50) ;;
+    DOWNPOUR-Easy) flags+=(--window=5 --learning_rate=0.1 --warmup_steps=50) ;;
+    Dynamic-SGD | Synchronous-SGD) flags+=(--learning_rate=1 --warmup_steps=50) ;;
+    HogWild | Ringmaster-ASGD | Semi-Synchronous-SGD) flags+=(--learning_rate=0.5 --warmup_steps=50) ;;
+    Local-SGD) flags+=(--window=10 --learning_rate=1) ;;
+    Synchronous-SGD-different-learning-rates) flags+=(--learning_rates=0.7,0.3 --warmup_steps=50) ;;
 esac
 problem=(--data=text "--model=$here/language_model.py:build" "--run_dir=$run_dir")
 LAUNCHER_PID=$$ bash "$here/../$scheme/run.sh" "${problem[@]}" "${flags[@]}" "${given[@]}" || exit # it ends with this shell

@@ -251,7 +251,8 @@ class Run:
         # values.
         some = ("digits", "mlp") if compression_of(settings) else ("linear", "linear")
         self._shown = data.load(some[0]) if small else dataset
-        self.model = models.build(some[1] if small else settings.model, self._shown, settings.seed, settings.loss)
+        spec, sizes = some[1] if small else settings.model, flags.sizes(settings)
+        self.model = models.build(spec, self._shown, settings.seed, settings.loss, **sizes)
         measured = [calibrate.read(path) for path in settings.calibrate]
         for run in measured:
             calibrate.check(run, settings, self.model.description)

@@ -175,8 +175,10 @@ def text():
     A paragraph that occurs several times is taken once: else a tenth of the test set would also be in the training set. The
     text differs a little between versions of Python.
     """
-    from pydoc_data.topics import topics
-
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise UserError("--data=text is the help that comes with Python, but this one lacks pydoc_data") from None
     paragraphs = "\n\n".join(topics[name] for name in sorted(topics)).split("\n\n")
     return next_characters("\n\n".join(dict.fromkeys(paragraphs)))
 

@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from common import data, plots, progress, streams
-from common.flags import Settings, TrainingFailed, UserError
+from common.flags import Settings, TrainingFailed, UserError, sizes
 from common.rows import Rows
 
 ROOT = Path(__file__).resolve().parent.parent  # of the folders of the schemes
@@ -70,7 +70,7 @@ def train(scheme, model, data, *, run_dir=None, pace="own", verbose=True, **flag
       scheme: the name of a folder of this project, as "DOWNPOUR"; or a scheme, a generator function of (center, local, hp), see
         Write-Your-Own-Scheme.
       model: a `keras.Model`, which is not changed, and whose weights are where training begins; a function that returns one;
-        or "linear", "mlp", "cnn".
+        or "linear", "mlp", "cnn", "transformer".
       data: ((x_train, y_train), (x_test, y_test)), each pair with weights of the samples as a third if they have some; a
         function that returns that, or a pair of `tf.data.Dataset`s; files, as "DIR/*.csv"; or "digits", "linear", "mnist",
         "text". See "Data of your own" in README.md.
@@ -122,7 +122,7 @@ class Run:
         flags = {**self._flags, "num_workers": self.result["num_workers"], "run_dir": self.path}
         dataset, loss = _loaded(self._data, flags), self._flags.get("loss")
         if isinstance(self._model, str):
-            built = models.build(self._model, dataset, loss=loss)
+            built = models.build(self._model, dataset, loss=loss, **sizes(Settings(**self._flags)))
         else:
             built = models.checked(self._model(), dataset, loss)
         with warnings.catch_warnings():

@@ -15,16 +15,18 @@ ABSL_READS = {"flagfile", "undefok"}  # flags that absl reads before all others,
 SECONDS = threading.TIMEOUT_MAX  # the longest wait that 64 bits of nanoseconds can count, 292 years
 LOCAL_OPTIMIZERS = ("sgd", "momentum", "adagrad", "adam")  # see LocalParameters.optimizer
 
-# Data and models that come with this project and fit each other: there is no need to check them before a run
 SCHEDULES = ("cosine", "linear")
 COMPRESSIONS = ("none", "bf16", "int8", "int4", "sign", "topk")  # see common.compression.pack
 PULL_COMPRESSIONS = ("none", "bf16", "int8")
+TRANSFORMER = {"layers": 1, "width": 64, "heads": 4}  # of --model=transformer, unless flags say otherwise
+
+# Data that come with this project and models that fit them: there is no need to check them before a run, if other flags are so
+FITTING = {"digits": ("linear", "mlp"), "linear": ("linear", "mlp"), "text": ("linear", "transformer")}
 KNOWN = {
-    "data": ("digits", "linear"),
-    "model": ("linear", "mlp"),
     "learning_rate_schedule": (None, *SCHEDULES),
     "callback": (None,),
     "compress": ("none",),  # a scheme's messages have to be looked at
+    **dict.fromkeys(TRANSFORMER, (None,)),
 }
 
 
@@ -215,7 +217,13 @@ def define(defaults):
     flags.DEFINE_string("test_data", None, "files for the test (default: every tenth record of --data's)")
     flags.DEFINE_string("label", None, "column of labels in files (default: the last called label, target, y, or the last)")
     flags.DEFINE_string("parse", None, "FILE.py:FUNCTION that makes (x, y) of a record of a *.tfrecord, a scalar string tensor")
-    flags.DEFINE_string("model", own("model", "mlp"), "linear, mlp, cnn, or FILE.py:FUNCTION")
+    flags.DEFINE_string("model", own("model", "mlp"), "linear, mlp, cnn, transformer, or FILE.py:FUNCTION")
+    for name, most, text in (
+        ("layers", 1000, "blocks of --model=transformer"),  # each is some 400 operations of the graph
+        ("width", INT32, "of --model=transformer, the length of the vector of a place, a multiple of --heads"),
+        ("heads", INT32, "of the attention of --model=transformer"),
+    ):
+        define_integer(name, own(name), f"{text} (default: {TRANSFORMER[name]})", least=1, most=most)
     flags.DEFINE_string("loss", None, "of a model that has none, a name of Keras's (default: by the labels)")
     define_integer("batch_size", own("batch_size"), "samples per step and worker", least=1)
     define_number("learning_rate", own("learning_rate"), "step size", above=0)
@@ -277,7 +285,8 @@ def parse(values, arguments, program, without=()):
     """Parses `arguments` and returns all flags as `Settings`; those in `without` keep their defaults and cannot be given.
 
     Raises:
-      UserError: for an unknown flag, a bad value, an argument that is no flag, or a --topk of another compression.
+      UserError: for an unknown flag, a bad value, an argument that is no flag, a --topk of another compression, or sizes that
+        are none of a transformer.
     """
     _refuse_absls_own(values, arguments)
     try:
@@ -297,7 +306,26 @@ def parse(values, arguments, program, without=()):
     # Other programs than a scheme's have neither.
     if "topk" in values and values.topk is not None and values.compress != "topk":
         raise UserError(f"--topk={values.topk:g} is for --compress=topk: leave it out, or give that")
-    return Settings(**{name: values[name].value for name in values if name in own_names(values)})
+    settings = Settings(**{name: values[name].value for name in values if name in own_names(values)})
+    _check_sizes(settings)
+    return settings
+
+
+def sizes(settings):
+    """Returns the sizes of --model=transformer that these settings have: {"layers", "width", "heads": number}."""
+    given = {name: getattr(settings, name, None) for name in TRANSFORMER}
+    return {name: default if given[name] is None else given[name] for name, default in TRANSFORMER.items()}
+
+
+def _check_sizes(settings):
+    for name in TRANSFORMER:
+        if (value := getattr(settings, name, None)) is not None and settings.model != "transformer":
+            raise UserError(f"--{name}={value} is for --model=transformer: leave it out, or give that")
+    if (has := sizes(settings))["width"] % has["heads"]:
+        raise UserError(
+            f"--heads={has['heads']} does not divide --width={has['width']}: each head has an equal part of the width, so "
+            "choose a multiple of the heads"
+        )
 
 
 def _unknown(values, name):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from common import progress, words
 from common.deaths import NOTHING, count_oom_kills, killed_by, last_error, of_memory
-from common.flags import KNOWN, UserError
+from common.flags import FITTING, KNOWN, UserError
 
 CHECK_SECONDS = 5  # after which the user is told that the input is being looked at
 
@@ -35,7 +35,8 @@ def check_input(script, arguments, settings, shared=None):
     """
     is_small = settings.num_workers <= 100 and settings.batch_size * settings.window <= 2**20
     has_flags = settings.loss is not None or settings.warmup_steps > 0
-    if is_small and not has_flags and all(getattr(settings, flag) in names for flag, names in KNOWN.items()):
+    is_known = settings.model in FITTING.get(settings.data, ()) and all(getattr(settings, k) in KNOWN[k] for k in KNOWN)
+    if is_small and is_known and not has_flags:
         return {}, None
     with contextlib.ExitStack() as stack:
         heard, said = os.pipe()

@@ -187,7 +187,7 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
         limits.check_tasks(settings.num_ps, settings.num_workers + settings.num_evaluators)
     if check:
         check(settings)
-    if launches and settings.validation and settings.data in flags.KNOWN["data"]:  # other data is looked at by a process
+    if launches and settings.validation and settings.data in flags.FITTING:  # other data is looked at by a process
         from common import data
 
         data.hold_out(data.load(settings.data, settings.seed), settings.validation, settings.seed)

@@ -29,14 +29,15 @@ class MetricsLog:
       worker: index of this worker, or "evaluator", whose files are called that.
       last_step: global step at which training is to end.
       tags: {value: tag} of those that TensorBoard is to show in one chart with another's; otherwise a value's tag is its name.
+      unit: of the loss, as "nats per character", for those who read the lines; None for none.
 
     Raises:
       UserError: if the file is not one of the run's own, see `common.run_dir.open_own`.
       TrainingFailed: if the folder of the run is gone.
     """
 
-    def __init__(self, run_dir, worker, last_step, tags=None):
-        self.last_step, self._worker, self._tags = last_step, worker, tags or {}
+    def __init__(self, run_dir, worker, last_step, tags=None, unit=None):
+        self.last_step, self._worker, self._tags, self._unit = last_step, worker, tags or {}, unit
         name = worker if worker == "evaluator" else f"worker-{worker}"
         self._path = Path(run_dir, "metrics", f"{name}.jsonl")
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,6 +54,8 @@ class MetricsLog:
         """
         finite = {name: None if isinstance(v, float) and not np.isfinite(v) else v for name, v in values.items()}
         constant = {"worker": self._worker, "last_step": int(self.last_step)}
+        if self._unit and "test_loss" in values:
+            constant["unit"] = self._unit
         line = json.dumps({"time": time.time(), "global_step": int(global_step), **constant, **finite})
         scalars = [
             tf.Summary.Value(tag=self._tags.get(name, name), simple_value=value)

@@ -14,12 +14,12 @@ import numpy as np
 
 from common import limits, tf
 from common.data import arrays_in, call_user_function, mapped, one_line
-from common.flags import UserError, check_backend
+from common.flags import TRANSFORMER, UserError, check_backend
 from common.rows import chunks
 
 
-def build(spec, data, seed=0, loss=None):
-    """Returns the `Model` that `--model=spec` names (linear, mlp, cnn or FILE.py:FUNCTION), with its initial values.
+def build(spec, data, seed=0, loss=None, **sizes):
+    """Returns the `Model` that `--model=spec` names, one of `BUILT_IN` or FILE.py:FUNCTION, with its initial values.
 
     To be called before a graph is entered: the values of Keras variables can only be read eagerly.
 
@@ -28,6 +28,7 @@ def build(spec, data, seed=0, loss=None):
       data: a `common.data.Data`.
       seed: of the initial values, where the model has no seeds of its own.
       loss: `--loss`, a name of Keras's, for a model that has no loss of its own.
+      **sizes: of a transformer, see `common.flags.sizes`; other models have no use for them.
 
     Raises:
       UserError: if there is no such model or it does not fit `data`.
@@ -37,16 +38,7 @@ def build(spec, data, seed=0, loss=None):
     check_backend(keras.backend.backend())
     keras.utils.set_random_seed(seed)
     if spec in BUILT_IN:
-        _check_arrays(spec, data)
-        outputs = data.num_classes if data.is_classification else int(np.prod(data.y_train.shape[1:], dtype=int))
-        shape = data.x_train.shape[1:]
-        if spec == "cnn" and (len(shape) != 3 or min(shape[:2]) < 4):
-            raise UserError(f"--model=cnn needs images of shape [height, width, channels], not samples of shape {list(shape)}")
-        _check_size(spec, data, _count_of[spec](shape, outputs))
-        layers = BUILT_IN[spec](keras.layers, outputs)
-        if not data.is_classification:
-            layers.append(keras.layers.Reshape(data.y_train.shape[1:]))
-        keras_model = keras.Sequential([keras.Input(shape), *layers])
+        keras_model = _built_in(spec, data, {**TRANSFORMER, **sizes})
     elif ":" in spec:
         keras_model = call_user_function("--model", spec)
     else:
@@ -79,7 +71,8 @@ def named(spec):
         raise UserError(said) from error
 
 
-BUILT_IN = {
+BUILT_IN = ("linear", "mlp", "cnn", "transformer")
+_LAYERS = {
     "linear": lambda layers, outputs: [layers.Flatten(), layers.Dense(outputs)],
     "mlp": lambda layers, outputs: [
         layers.Flatten(),
@@ -112,18 +105,74 @@ _count_of = {
 }
 
 
-def _check_size(spec, data, count):
+def _built_in(spec, data, sizes):
+    """Returns the Keras model that is called `spec`, one of `BUILT_IN`, for this data."""
+    import keras
+
+    _check_arrays(spec, data)
+    shape = data.x_train.shape[1:]
+    if _is_sequence(data) and spec in ("linear", "transformer"):
+        return _of_sequences(spec, data, sizes)
+    if spec == "transformer":
+        if data.is_classification and data.x_train.shape == data.y_train.shape and data.num_classes == 2:
+            raise UserError("--model=transformer: one-hot labels become class numbers by .argmax(axis=-1), one for each place")
+        x, y = (f"{part.dtype} of shape {list(part.shape[1:])}" for part in (data.x_train, data.y_train))
+        raise UserError(
+            "--model=transformer needs sequences of whole numbers, and a class for each of them, as --data=text has: here a "
+            f"sample is {x}, its label {y}"
+        )
+    outputs = data.num_classes if data.is_classification else int(np.prod(data.y_train.shape[1:], dtype=int))
+    if spec == "cnn" and (len(shape) != 3 or min(shape[:2]) < 4):
+        raise UserError(f"--model=cnn needs images of shape [height, width, channels], not samples of shape {list(shape)}")
+    classes = f"the labels are classes 0 to {data.num_classes - 1}, and " if data.is_classification else ""
+    renumber = "; number them without gaps, as np.unique(y, return_inverse=True) does" if data.is_classification else ""
+    _check_size(f"{classes}--model={spec}", _count_of[spec](shape, outputs), renumber)
+    layers = _LAYERS[spec](keras.layers, outputs)
+    if not data.is_classification:
+        layers.append(keras.layers.Reshape(data.y_train.shape[1:]))
+    return keras.Sequential([keras.Input(shape), *layers])
+
+
+def _is_sequence(data):
+    """Whether samples are sequences of whole numbers, and each place in them has a class: x and y `[n, length]`."""
+    x, y = data.x_train, data.y_train
+    if not data.is_classification or x.dtype.kind not in "iu" or x.shape != y.shape or len(x.shape) != 2 or x.shape[1] == 1:
+        return False
+    # One-hot labels may have that shape, too.
+    return data.num_classes > 2 or any((chunk.sum(axis=1) != 1).any() for chunk in chunks(y))
+
+
+def _of_sequences(spec, data, sizes):
+    """Returns the Keras model `spec` that gives the logits of each place; the linear one a table of them, a row each number."""
+    import keras
+
+    from common import transformer
+
+    parts = data.x_train, data.x_test
+    least, most = min(int(x.min()) for x in parts), max(int(x.max()) for x in parts)
+    if least < 0:
+        raise UserError(f"--model={spec}: the samples hold the number {least}, expected 0 or more")
+    length, tokens, classes = data.x_train.shape[1], most + 1, data.num_classes
+    is_linear = spec == "linear"
+    count = tokens * classes if is_linear else transformer.size(length, tokens, classes, sizes["layers"], sizes["width"])
+    of = "" if is_linear else "".join(f" --{name}={sizes[name]}" for name in ("layers", "width"))
+    what = f"the samples are numbers 0 to {most}, the labels classes 0 to {classes - 1}, and --model={spec}{of}"
+    _check_size(what, count, "; choose less, and number both without gaps, as np.unique(..., return_inverse=True) does")
+    if is_linear:
+        return keras.Sequential([keras.Input([length], dtype="int32"), keras.layers.Embedding(tokens, classes)])
+    return transformer.build(length, tokens, classes, **sizes)
+
+
+def _check_size(what, count, hint):
     """Raises a `UserError` if memory cannot hold a model of so many parameters, before it is built.
 
     A worker has them four times at least: as Keras made them, as initial values, as x and as the gradient.
     """
     need, has = 4 * 4 * count, limits.memory()
     if need > has:
-        classes = f"the labels are classes 0 to {data.num_classes - 1}, and " if data.is_classification else ""
-        renumber = "; number them without gaps, as np.unique(y, return_inverse=True) does" if data.is_classification else ""
         raise UserError(
-            f"{classes}--model={spec} would have {count:,} parameters, which take at least {limits.as_bytes(need)} of memory, "
-            f"but there are {limits.as_bytes(has)}{renumber}"
+            f"{what} would have {count:,} parameters, which take at least {limits.as_bytes(need)} of memory, "
+            f"but there are {limits.as_bytes(has)}{hint}"
         )
 
 
@@ -132,11 +181,18 @@ def _check_arrays(spec, data):
     for name, part in (("x_train", data.x_train), ("y_train", data.y_train)):
         if isinstance(part, (dict, tuple)):
             raise UserError(f"--model={spec} takes one array of samples and one of labels; {name} is {len(arrays_in(part))}")
-    if data.is_classification and data.y_train.shape[1:] not in ((), (1,)):
-        shape = list(data.y_train.shape[1:])
+    if not data.is_classification or data.y_train.shape[1:] in ((), (1,)) or spec == "transformer":
+        return
+    shape = list(data.y_train.shape[1:])
+    if not _is_sequence(data):
         raise UserError(
             f"--model={spec} gives one class for a sample, but the labels have shape {shape}: one-hot labels become class "
             "numbers by .argmax(axis=-1); for others bring a model of your own, --model=FILE.py:FUNCTION"
+        )
+    if spec != "linear":
+        raise UserError(
+            f"--model={spec} gives one class for a sample, but the labels have shape {shape}, one for each place of a "
+            "sequence: choose --model=transformer or --model=linear, or bring a model of your own, --model=FILE.py:FUNCTION"
         )
 
 
@@ -178,7 +234,8 @@ def checked(keras_model, data, loss=None, last_operation=None):
         keras_model._compute_loss(x_test, y_test, keras_model(x_test, **_training(keras_model, False)), *weights_test)
     with _as_user_error("the metrics of the model do not fit the labels"):
         measures = list(keras_model.compute_metrics(x, y, outputs, *weights))
-    return Model(keras_model, measures, own_optimizer)
+    places = max(math.prod(output.shape[1:-1]) for output in tf.nest.flatten(outputs))
+    return Model(keras_model, measures, own_optimizer, places)
 
 
 def _telling_samples(samples):
@@ -368,13 +425,14 @@ class Model:
       keras_model: compiled, and its metrics are built.
       measures: the names that its `compute_metrics` gives.
       own_optimizer: the name of the optimizer that the user compiled it with. No scheme uses it.
+      places: for how many places of a sample it gives an output each, as of a sequence: a parameter is used at all of them.
     """
 
-    def __init__(self, keras_model, measures, own_optimizer=None):
+    def __init__(self, keras_model, measures, own_optimizer=None, places=1):
         from common import objectives
 
         _make_constant(keras_model)
-        self._measures, self._saving = measures, threading.Lock()
+        self._measures, self._saving, self.places = measures, threading.Lock(), places
         self.keras_model, self.minimizes, self.own_optimizer = keras_model, objectives.text(keras_model), own_optimizer
         self.shapes = [tuple(v.shape) for v in keras_model.trainable_variables]
         self.sizes = [int(np.prod(shape, dtype=int)) for shape in self.shapes]

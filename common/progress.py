@@ -135,6 +135,10 @@ class Progress:
         names = dict.fromkeys(part for each in known for part in each)
         return parts_as_text({part: _mean([each.get(part, 0) for each in known]) for part in names})
 
+    def unit(self):
+        """The unit of the loss, as "nats per character"; empty if nobody has said it."""
+        return next((n["unit"] for n in self.newest.values() if n.get("unit")), "")
+
     def _columns(self):
         speed, loss, staleness = _COLUMNS
         found = measures(self.newest.values()) or [("test loss", "test_loss", ".4f")]
@@ -146,7 +150,8 @@ class Progress:
         parts = [f"step {_steps(n)}"]
         for name, key, form in self._columns():
             if key in n:
-                parts.append(f"{name} {_number(n, key, form)}")
+                text = _number(n, key, form)
+                parts.append(f"{name} {with_unit(text, {'unit': self.unit()}) if key == 'test_loss' else text}")
         return ", ".join([*parts, *filter(None, [self.parts()])])
 
     def table(self):
@@ -155,7 +160,8 @@ class Progress:
 
         table = Table(box=None, pad_edge=False, caption=self.parts() or None, caption_justify="left")
         columns = self._columns()
-        for name in ("", "step", *(name for name, _, _ in columns)):
+        unit = f", {self.unit()}" if self.unit() else ""
+        for name in ("", "step", *(f"{name}{unit if key == 'test_loss' else ''}" for name, key, _ in columns)):
             table.add_column(name, justify="right")
         rows = {_name(i).replace("-", " "): n for i, n in self.newest.items()}
         if len(rows) > 1:
@@ -176,6 +182,7 @@ _KINDS: dict[str, Any] = {
     **{key: _NUMBER for key in ("time", *(key for _, key, _ in _COLUMNS))},
     **{key: int for key in ("global_step", "last_step", "samples")},
     "worker": (int, str),
+    "unit": str,
     "staleness": dict,
     "parts": dict,
     "timed_rounds": list,
@@ -197,6 +204,11 @@ def _number(values, key, form):
 def _name(worker):
     """Of its file, without the suffix."""
     return f"worker-{worker}" if isinstance(worker, int) else worker
+
+
+def with_unit(text, result):
+    """Returns a loss with its unit, as "1.6512 nats per character", if there is both."""
+    return f"{text} {result['unit']}" if text and result.get("unit") else text
 
 
 def parts_as_text(parts):
@@ -310,7 +322,7 @@ def summary(settings, status):
     elif "parts" in result and result["train_seconds"] and "num_towers" not in result:
         say("the parts of a round were not measured: too few rounds")
     say(
-        f"{''.join(measured)}test loss {_number(result, 'test_loss', '.4f') or 'not finite'}; "
+        f"{''.join(measured)}test loss {with_unit(_number(result, 'test_loss', '.4f'), result) or 'not finite'}; "
         f"{staleness}{result['restarts']} restarts"
     )
     names = ["curve.png", "model.keras"]

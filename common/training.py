@@ -19,7 +19,7 @@ from common.callbacks import Callback, Patience
 from common.center import GlobalParameters
 from common.checkpoints import Keeper
 from common.compression import compression_of
-from common.flags import KNOWN, UserError
+from common.flags import FITTING, UserError, sizes
 from common.hooks import EarlyStoppingHook, Gate, MeetingHook, StartHook, WarmStartHook
 from common.local import LocalParameters
 from common.metrics import EvaluationHook, MetricsHook, MetricsLog, measured, shares_of_parts
@@ -51,6 +51,7 @@ def train(scheme, task, settings):
     dataset, held_out = split(streams.load(settings), settings)
     doing(BUILDING)
     model = build_model(settings, samples_of(dataset, settings), index)
+    unit = unit_of(settings, model)
     doing("building the graph")
     with tf.Graph().as_default():
         schedule, compression = schedule_of(settings), compression_of(settings)
@@ -69,7 +70,7 @@ def train(scheme, task, settings):
             last, next_call, rounds = build_calls(scheme, center, local, settings, dataset.num_samples)
             if index == 0:
                 optimizers = ", ".join([optimizers_of(center, local), *(str(each) for each in (schedule, compression) if each)])
-                tell(what_is_trained(model, dataset, num_workers, optimizers, ":" in settings.data))
+                tell(what_is_trained(model, dataset, num_workers, optimizers, ":" in settings.data, unit))
             waits = center.waits(local)
             gradients = waits.gradients_per_update if waits else 1
             copies, final, evaluation = [], None, None
@@ -108,7 +109,7 @@ def train(scheme, task, settings):
                 local_init_op=tf.local_variables_initializer(),
                 local_init_feed_dict=local_init_feed_dict,
             )
-        plan = Plan(last, center.step, next_call, evaluation, final, scaffold, gate, waits, gradients, keeper, position)
+        plan = Plan(last, center.step, next_call, evaluation, final, scaffold, gate, waits, gradients, keeper, position, unit)
         with streams.reading(dataset):
             open_session = functools.partial(monitored_session, keeper=keeper)
             outcome = run_worker(plan, task, settings, server, interruption, open_session)
@@ -118,6 +119,7 @@ def train(scheme, task, settings):
     if outcome.evaluated:
         optimizers = ", ".join(sorted(center.optimizers.names | local.optimizers.names))
         more = {"samples": outcome.samples, "parameters": model.size, "optimizer": optimizers, "minimizes": model.minimizes}
+        more |= {"unit": unit} if unit else {}
         own = {name: _as_json(value) for name, value in settings.of_scheme.items()}
         more |= {name: getattr(settings, name) for name in ("compress", "compress_pull", "topk")}
         more |= {"delays": settings.delays or [], "rounds_per_call": rounds, "flags_of_scheme": own}
@@ -242,13 +244,14 @@ def rounds_of_call(settings, model, windows, updates, at_once, last, in_ring=Fal
 def rounds_worth_a_call(model, windows, local_steps, in_ring=False):
     """Returns how many rounds of so many windows, or local steps in all, to run in one call, unless the user says.
 
-    A call costs about as much as a round of a small model. A larger model, or many local steps, make that little beside the
-    round, while each further window makes the graph larger and takes time to prepare, most of all a loop of several steps.
+    A call costs about as much as a round of a small model. A larger model, one that is computed at each place of a sequence, or
+    many local steps, make that little beside the round, while each further window makes the graph larger and takes time to
+    prepare, most of all a loop of several steps.
     """
     if in_ring:
         return 50 if model.size < 1_000_000 else 10
     most = 10 if local_steps == windows else 5
-    return max(1, min(most // windows, 400 // local_steps)) if model.size < 1_000_000 else 1
+    return max(1, min(most // windows, 400 // local_steps)) if model.size * model.places < 1_000_000 else 1
 
 
 class Plan(NamedTuple):
@@ -265,6 +268,7 @@ class Plan(NamedTuple):
     gradients_per_update: int = 1  # of how many workers
     keeper: Any = None  # a `common.checkpoints.Keeper`, if there is one
     position: Any = None  # a `common.batches.Position`, if the position is kept
+    unit: Any = None  # of the loss, see `unit_of`
 
 
 class Outcome(NamedTuple):
@@ -292,7 +296,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
       An `Outcome`.
     """
     index = task.shard_index if task else 0
-    log = MetricsLog(settings.run_dir, index, plan.last)
+    log = MetricsLog(settings.run_dir, index, plan.last, unit=plan.unit)
     drawn = plan.position.add if plan.position else None
     metrics = MetricsHook(log, settings.batch_size * settings.window, drawn=drawn)
     hooks: list = [interruption, metrics]
@@ -423,7 +427,7 @@ def build_model(settings, dataset, index=0):
       UserError: if there is no such model, it does not fit the data, or its parameters are not those of the checkpoint.
     """
     # Of the initial values only the chief's count; the seed of Dropout is to differ.
-    model = models.build(settings.model, dataset, settings.seed + index, settings.loss)
+    model = models.build(settings.model, dataset, settings.seed + index, settings.loss, **sizes(settings))
     if index == 0:
         _check_model(settings, model)
     return model
@@ -452,11 +456,22 @@ def optimizers_of(center, local):
     return said.replace("GradientDescent", "SGD") or "the scheme's own steps"
 
 
-def what_is_trained(model, dataset, num_workers, optimizers, is_own=False):
-    """Returns what a run minimizes, with what, and with how many samples, as a line; of a user's own data also their size."""
+def unit_of(settings, model):
+    """Returns the unit of a run's loss, if it is known: "nats per character" of a cross-entropy on `--data=text`; else None."""
+    is_entropy = model.minimizes in ("sparse categorical crossentropy of logits", "sparse categorical crossentropy")
+    return "nats per character" if settings.data == "text" and is_entropy else None
+
+
+def what_is_trained(model, dataset, num_workers, optimizers, is_own=False, unit=None):
+    """Returns what a run minimizes, with what, and with how many samples, as a line; of a user's own data also their size.
+
+    Args:
+      unit: of the loss, or None.
+    """
+    measure = f" in {unit}" if unit else ""
     own = model.own_optimizer
     ignored = f" (the model's own {own} is not used)" if own else ""
-    return f"minimizes {model.minimizes}, by {optimizers}{ignored}; {_samples_text(dataset, num_workers, is_own)}"
+    return f"minimizes {model.minimizes}{measure}, by {optimizers}{ignored}; {_samples_text(dataset, num_workers, is_own)}"
 
 
 def _samples_text(dataset, num_workers, is_own):
@@ -678,12 +693,12 @@ def check(settings, dataset, scheme=None):
     if not isinstance(dataset, Stream):
         data.shard(dataset, 0, settings.num_workers if settings.launch else 1)
     num_samples, dataset = dataset.num_samples, samples_of(dataset, settings)
-    model = models.build(settings.model, dataset, settings.seed, settings.loss)
+    model = models.build(settings.model, dataset, settings.seed, settings.loss, **sizes(settings))
     if schedule := schedule_of(settings):
         schedule.ask = lambda: last_step(settings, num_samples)  # at most
         with tf.Graph().as_default():
             schedule(tf.placeholder(tf.int64, []))
-    if settings.model not in KNOWN["model"]:
+    if settings.model not in FITTING.get(settings.data, ()):
         with models.named(settings.model):
             _trace(model, dataset)
     if scheme and (compression := compression_of(settings)):

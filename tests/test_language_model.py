@@ -22,7 +22,7 @@ import language_model  # noqa: E402
 def small():
     """The model, as small as can be."""
     keras.utils.set_random_seed(0)
-    return language_model.build(width=8, blocks=1, heads=2)
+    return language_model.build(layers=1, width=8, heads=2)
 
 
 def test_a_character_changes_nothing_before_it(small):
@@ -86,7 +86,7 @@ def test_it_trains_and_writes(tmp_path):
     file = tmp_path / "tiny.py"
     file.write_text(
         f"import sys\n\nsys.path.append({str(FOLDER)!r})\nimport language_model\n\n\n"
-        "def build():\n    return language_model.build(width=8, blocks=1, heads=2)\n"
+        "def build():\n    return language_model.build(layers=1, width=8, heads=2)\n"
     )
     done = run(
         "--scheme=DOWNPOUR", f"--model={file}:build", "--steps=4", "--warmup_steps=1", "--run_dir", str(tmp_path / "run")

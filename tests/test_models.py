@@ -296,7 +296,7 @@ def test_model_in_place_of_a_function(user_error, images, tmp_path):
 
 @pytest.mark.parametrize("spec", ["mpl", "", "m.py"])
 def test_no_such_model(user_error, spec):
-    with user_error(f"--model must be one of linear, mlp, cnn or FILE.py:FUNCTION, not {spec!r}"):
+    with user_error(f"--model must be one of linear, mlp, cnn, transformer or FILE.py:FUNCTION, not {spec!r}"):
         models.build(spec, classes(9, [3], 4))
 
 

@@ -189,6 +189,16 @@ def test_numbers_of_a_logarithmic_axis_are_plain(write, tmp_path):
     assert {"2", "3", "4"} <= {label.get_text() for label in figure.axes[0].yaxis.get_ticklabels(which="both")}
 
 
+def test_loss_has_its_unit(write, tmp_path):
+    """That on the test set, which the chief has evaluated, in the lines and in the table."""
+    figures = Progress(tmp_path, [0, 1])
+    write(0, a_line(1, test_loss=1.65, test_accuracy=0.5, unit="nats per character"))
+    write(1, a_line(1))
+    figures.poll()
+    assert "loss 2.0000, test accuracy 0.500, test loss 1.6500 nats per character" in figures.line()
+    assert "test loss, nats per character" in " ".join(rendered(figures.table())[0])
+
+
 def test_run_that_goes_on_does_not_show_what_is_past(write, tmp_path):
     write(0, dict(global_step=900, loss=0.1))
     figures = Progress(tmp_path, [0])
