@@ -240,6 +240,7 @@ class VirtualTime:
         self._rounds = [0] * n  # of each worker, in its present call
         self._up_free, self._down_free = [0.0] * n, [0.0] * n
         self._nic_in = self._nic_out = self._ps_free = 0.0
+        self._arrival = [0.0] * n  # of the newest push of each worker
         self._made = 0.0  # when the newest update of several workers was made
         self._applied = [0.0] * n  # when the newest push of each worker is applied
         # Of each push that is under way while its worker goes on: what the worker has done by itself since then, as (step, end,
@@ -319,10 +320,11 @@ class VirtualTime:
             # A message goes up: the gradient, or only the request.
             sent = max(now, self._up_free[worker]) + action.up * self._up[worker]
             self._up_free[worker] = sent
-            arrives = now if action.is_early else sent + self._latency[worker]
+            arrives = max(now, self._arrival[worker]) if action.is_early else sent + self._latency[worker]
             if not action.writes:
                 return self._push(arrives, worker, "arrive", k)
             self._note(worker, "push", now, arrives)
+            self._arrival[worker] = arrives
             is_last = k + 1 == len(actions)
             ends_call = is_last and self._rounds[worker] + 1 >= self.costs.rounds_per_call
             if action.reads or ends_call or self._follows[0 if is_last else k + 1]:
