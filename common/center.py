@@ -83,7 +83,13 @@ class GlobalParameters:
         return slice(before, before + sum(self.sizes[i] for i in self.numbers(p)))
 
     def numbers(self, p):
-        """Returns the numbers of the pieces that fragment p is made of, a range."""
+        """Returns the numbers of the pieces that fragment p is made of, a range.
+
+        Raises:
+          UserError: if there is no such fragment.
+        """
+        if not 0 <= p < self.fragments:
+            raise UserError(f"there is no fragment {p}: the parameters are cut into {self.fragments}, as --fragments says")
         count = len(self.pieces) // self.fragments
         return range(p * count, (p + 1) * count)
 

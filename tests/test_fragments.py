@@ -78,7 +78,7 @@ def test_the_ps_wait_and_read_while_the_worker_trains(place, pull):
         (trained,) = overlapped.operations
         assert trained in before  # the worker writes `known` after that
         reads = [op for op in before if op.type == "ReadVariableOp" and "parameters/" in op.inputs[0].op.name]
-        assert len(reads) == PS and not any(trained in ancestors([op]) for op in reads)
+        assert len(reads) >= PS and not any(trained in ancestors([op]) for op in reads)
         assert any("Dequeue" in op.type for op in ancestors(reads))  # not before the update is made
 
 

@@ -429,23 +429,25 @@ def test_rounds_in_one_call(model, graph, load_scheme, initialized, known_batche
     """As a worker runs them, here the only one: two rounds, two that are timed, two in a loop; on ps tasks or (0) alone."""
     scheme = TOGETHER[name]
     task, server = servers(num_ps) if num_ps else (None, None)
-    center = GlobalParameters(model.initial_parameters, max(1, num_ps), task and task.device_fn())
+    hp = scheme.hyperparameters(2)
+    hp.num_workers = 1
+    if "learning_rates" in scheme.hp:
+        hp.learning_rates = [RATE]
+    pieces = {"num_ps": max(1, num_ps), "fragments": fragments_of(hp)}
+    center = GlobalParameters(model.initial_parameters, device_fn=task and task.device_fn(), **pieces)
     with tf.device(task and task.device):
         local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
-        hp = scheme.hyperparameters(2)
-        hp.num_workers = 1
-        if "learning_rates" in scheme.hp:
-            hp.learning_rates = [RATE]
         rule = load_scheme(scheme.folder, scheme.name)
         timed = timed_rounds(rule, center, local, hp, 2)
         built = [build_rounds(rule, center, local, hp, 2), timed, repeat_rounds(rule, center, local, hp, 1, 2)]
     session = initialized(center, local, target=server.target if server else "")
     session.run(center.waits(local).enter)
     steps = np.concatenate([session.run(rounds).steps for rounds in built])
-    assert steps.tolist() == [[i, i + 1] for i in range(6)]
+    updates = 6 * center.fragments
+    assert steps.tolist() == [[i, i + 1] for i in range(updates)]
     problem = Alone(model.initial_parameters, batches, hp)
     life = scheme.life(problem, 0)
-    while problem.version < 6:
+    while problem.version < updates:
         next(life)
     ours = session.run(center.read()[0])
     assert np.abs(problem.center - model.initial_parameters).max() > 0.01
