@@ -192,3 +192,9 @@ def local_variable(name, initial_value):
     """Returns a variable of this worker's own: initialized in every session anew, in no checkpoint."""
     collections = [tf.GraphKeys.LOCAL_VARIABLES]
     return tf.get_variable(name, initializer=initial_value, trainable=False, collections=collections, use_resource=True)
+
+
+def assign_part(vector, value, part):
+    """Returns the operation that writes a part of a variable `[size]`, a slice, in place."""
+    ends = {"begin": [part.start], "end": [part.stop], "strides": [1]}
+    return tf.raw_ops.ResourceStridedSliceAssign(ref=vector.handle, value=value, **ends)

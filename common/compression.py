@@ -206,7 +206,8 @@ class Packing:
         """Returns the parts of a vector, float32 `[size]`: a `Packed` for each piece."""
         compression, worker, number = self._compression, self._worker, self._next_number()
         self.packed += 1
-        unsent = worker.vector(f"unsent_{number}") if compression.push in BIASED and not self._gives else None
+        has_rest = compression.push in BIASED and not self._gives
+        unsent = worker.vector(f"unsent_{number}", sum(self._sizes)) if has_rest else None
         if unsent is not None:
             vector += unsent.read_value()
         pieces = tf.split(vector, self._sizes) if len(self._sizes) > 1 else [tf.identity(vector)]

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from common import tf
-from common.batches import local_variable
+from common.batches import assign_part, local_variable
 from common.flags import UserError
 from common.schedules import factor_is
 from common.steps import Optimizers, Step, before_local, spent
@@ -36,6 +36,7 @@ class LocalParameters:
       optimizers: the `common.steps.Optimizers` that change x.
       windows: how many calls of `train` there were.
       decay: η λ of weight decay in each local step, see `train`; None for none.
+      copies: the names of the vectors that begin as x does, see `copy`.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class LocalParameters:
                     step = center.step.read_value()
                 self._known_step = local_variable("known_step", step)
         self._vectors: dict[str, Any] = {}
+        self.copies: set[str] = set()
         self._counters: dict[str, Any] = {}
         self.decay = None
         self.optimizers = Optimizers()
@@ -102,11 +104,26 @@ class LocalParameters:
             return contextlib.nullcontext()
         return factor_is(self.factor() if t is None else self._schedule(self._known_step.read_value() + tf.cast(t, tf.int64)))
 
-    def vector(self, name):
-        """Returns a vector `[size]` of this worker's own, a variable, zero at first; the same one for the same name."""
+    def vector(self, name, size=None):
+        """Returns a vector `[size]` of this worker's own, a variable, zero at first; the same one for the same name.
+
+        Its size is that of x, unless one is given.
+        """
+        return self._own_vector(name, lambda: tf.zeros([size or self.model.size]))
+
+    def copy(self, name):
+        """Returns a vector `[size]` of this worker's own that begins as x does, as a copy of x̃; else as `vector`."""
+        self.copies.add(name)
+        return self._own_vector(name, lambda: self.value.initial_value)
+
+    def is_copy(self, variable):
+        """Whether this is x, or begins as x does."""
+        return any(variable is each for each in (self.value, *(self._vectors[name] for name in self.copies)))
+
+    def _own_vector(self, name, initial_value):
         if name not in self._vectors:
             with tf.control_dependencies(None), tf.variable_scope(self.name):
-                self._vectors[name] = local_variable(name, tf.zeros([self.model.size]))
+                self._vectors[name] = local_variable(name, initial_value())
         return self._vectors[name]
 
     def counter(self, name):
@@ -163,14 +180,16 @@ class LocalParameters:
                 "send by center.push"
             )
 
-    def assign(self, vector, value):
-        """vector ← value, a tensor `[size]`, of a vector of this worker's own.
+    def assign(self, vector, value, part=None):
+        """vector ← value, a tensor `[size]`, of a vector of this worker's own, or of a part of it, a slice.
 
         Raises:
           UserError: if it is none.
         """
         if not hasattr(vector, "assign"):
             raise UserError(f"local.assign changes a vector that local.vector(name) has returned, not {vector!r:.60}")
+        if part is not None and (part.start, part.stop) != (0, int(vector.shape[0])):
+            return Step((assign_part(vector, value, part),))
         return Step((vector.assign(value, read_value=False),))
 
     def train(self, window, optimizer, at=None, accumulate=False):

@@ -134,6 +134,16 @@ def before_read(device):
     return [op for op in round.operations if op.device == device or not is_on_ps(op) or op in round.blocking]
 
 
+def before_early_read(device):
+    """As `before_read`, but of what the ps do by themselves: such a read waits for no operation on the worker.
+
+    So what it reads is on its way while the worker trains. It is for a read that follows on the worker's own push: that came
+    after all that the worker had to do before.
+    """
+    round = _round.get()
+    return [op for op in round.operations if op.device == device or op in round.blocking] if round else []
+
+
 def before_write(device):
     """Returns the operations that a write on a device comes after: earlier ones there. The rest comes with the message."""
     round = _round.get()
@@ -588,6 +598,8 @@ def _check_round(scheme, steps):
     knows = False
     for step in steps:
         knows = knows or step.pulled is not None
+        if any(word.startswith("send") for _, word in step.done):
+            continue  # its round of before, or the beginning, has read what it is compared with
         if step.updated is not None and not knows and (step.done or step.step_before is None):  # not what a ring publishes
             raise UserError(
                 f"{name} changes the global parameters before it has read them: a round needs a `yield local.pull(center)`, or "

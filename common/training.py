@@ -16,7 +16,7 @@ import numpy as np
 from common import data, ending, limits, models, plots, signals, streams, tf
 from common.batches import Batches, Position, fed
 from common.callbacks import Callback, Patience
-from common.center import GlobalParameters
+from common.center import GlobalParameters, fragments_of
 from common.checkpoints import Keeper
 from common.compression import compression_of
 from common.flags import FITTING, UserError, sizes
@@ -56,7 +56,7 @@ def train(scheme, task, settings):
     with tf.Graph().as_default():
         schedule, compression = schedule_of(settings), compression_of(settings)
         about = task.num_ps if task else 1, task and task.device_fn(), schedule, compression
-        center = GlobalParameters(model.initial_parameters, *about)
+        center = GlobalParameters(model.initial_parameters, *about, fragments=fragments_of(settings))
         with tf.device(task and task.device):
             position = position_of(settings, index, num_workers, dataset.num_samples)
             batches = batches_of(dataset, settings, index, num_workers, position)
@@ -703,7 +703,8 @@ def check(settings, dataset, scheme=None):
             _trace(model, dataset)
     if scheme and (compression := compression_of(settings)):
         with tf.Graph().as_default():
-            center = GlobalParameters(model.initial_parameters, settings.num_ps or 1, compression=compression)
+            pieces = {"num_ps": settings.num_ps or 1, "fragments": fragments_of(settings)}
+            center = GlobalParameters(model.initial_parameters, **pieces, compression=compression)
             batches = batches_of(dataset, settings, 0, 1, None)
             local = LocalParameters(center, model, batches, "worker_0", 0, settings.num_workers)
             build_steps(scheme, center, local, hyperparameters(settings, center, local))

@@ -12,7 +12,7 @@ import pytest
 from oracle import RATE, Problem, messages
 
 from common import data, models, tf
-from common.center import GlobalParameters
+from common.center import GlobalParameters, fragments_of
 from common.local import LocalParameters
 from common.replay import Replay
 from common.steps import build_rounds, repeat_rounds, timed_rounds
@@ -117,6 +117,43 @@ def diloco(p, i):
         yield
 
 
+def streaming(p, i):
+    own, hp, seen = Meeting(p.start, p.batches, p.hp), p.hp, 0
+    where = np.array_split(np.arange(4), hp.fragments)
+    x, known = p.start.copy(), p.start.copy()
+
+    def train(x, steps):
+        for _ in range(steps):
+            rate = p.factor(i) * hp.local_learning_rate
+            x = x - rate * hp.weight_decay * x + own.adam(p.gradient(i, x), rate)
+        return x
+
+    def nesterov(at):
+        def change(all):
+            delta, change = np.mean(all, axis=0), np.zeros(4)
+            p.v[at] = hp.momentum * p.v[at] + delta
+            change[at] = -RATE * (delta + hp.momentum * p.v[at])
+            return change
+
+        return change
+
+    while True:
+        for at in where:
+            if hp.window > hp.overlap_steps:
+                x = train(x, hp.window - hp.overlap_steps)
+                yield
+            p.contribute(i, seen, known[at] - x[at], WORKERS, nesterov(at))
+            if hp.overlap_steps:
+                yield
+                x = train(x, hp.overlap_steps)
+            yield lambda: i not in p.given
+            known[at], seen = p.pull(i)[0][at], p.version
+            yield
+            x = x.copy()
+            x[at] = hp.mixing * x[at] + (1 - hp.mixing) * known[at]
+            yield
+
+
 def slowmo(p, i):
     known, hp, gamma = 0, p.hp, p.hp.learning_rate
     counts = [len(own) if getattr(hp, "weigh_by_samples", False) else 1 for own in p.batches[0]]
@@ -169,6 +206,10 @@ ON_WORKER = {"optimizer_on": "worker"}
 DIFFERENT = "Synchronous-SGD-different-learning-rates"
 SSP = Scheme("Semi-Synchronous-SGD", "semi_synchronous_sgd", semi_synchronous, {"staleness": 2, "issync": False})
 MEAN = {"slow_momentum": 0.0, "slow_learning_rate": 1.0, "weigh_by_samples": False, "local_learning_rate": None, **ON_WORKER}
+ADAMW = {"momentum": 0.5, "weight_decay": 0.3, "local_learning_rate": 0.1, **ON_WORKER}
+STREAMING = Scheme(
+    "Streaming-DiLoCo", "streaming_diloco", streaming, {**ADAMW, "fragments": 2, "overlap_steps": 1, "mixing": 0.3}
+)
 LOCAL_SGD = Scheme("Local-SGD", "local_sgd", slowmo, MEAN)
 TOGETHER = {
     "Synchronous-SGD": Scheme("Synchronous-SGD", "synchronous_sgd", synchronous, {"backup_workers": 0}),
@@ -179,9 +220,9 @@ TOGETHER = {
     "SAGN": Scheme("SAGN", "sagn", sagn),
     "Local-SGD": LOCAL_SGD,
     "slow momentum": LOCAL_SGD._replace(hp={**MEAN, "slow_momentum": 0.7, "weigh_by_samples": True}),
-    "DiLoCo": Scheme(
-        "DiLoCo", "diloco", diloco, {"momentum": 0.5, "weight_decay": 0.3, "local_learning_rate": 0.1, **ON_WORKER}
-    ),
+    "DiLoCo": Scheme("DiLoCo", "diloco", diloco, ADAMW),
+    "Streaming-DiLoCo": STREAMING,
+    "four fragments": STREAMING._replace(hp={**STREAMING.hp, "fragments": 4, "overlap_steps": 0, "mixing": 0.0}),
     "SlowMo": Scheme("Write-Your-Own-Scheme", "slowmo", slowmo, {"slow_momentum": 0.5, "slow_learning_rate": 0.8}),
     "Semi-Synchronous-SGD": SSP,
     "no bound": SSP._replace(hp={"staleness": float("inf"), "issync": False}),
@@ -268,7 +309,7 @@ def test_exact(model, walk, batches, scheme, order, window, num_ps):
 def test_schedule_and_weight_decay(model, walk, batches, name):
     """A learning rate that falls with the global step: on the ps of its update, on a worker of its last pull."""
     scheme, schedule = TOGETHER[name], lambda step: 1 / (1 + 0.3 * step)
-    if name != "DiLoCo":  # which has AdamW itself
+    if "weight_decay" not in scheme.hp:  # DiLoCo has AdamW itself
         slowmos = {"local_learning_rate": None, **ON_WORKER} if name == "SlowMo" else {}
         scheme = scheme._replace(hp={**scheme.hp, "decay": 0.5, **slowmos})
     window = scheme.hp.get("window", 3)
@@ -299,6 +340,11 @@ def test_where_schemes_agree(walk):
     assert one_step.log == sgd.log and len(sgd.log) == 40
     of_slowmo = {"slow_momentum": 0.5, "slow_learning_rate": 0.8}
     np.testing.assert_allclose(center("Local-SGD", **of_slowmo), center("SlowMo", **of_slowmo), rtol=1e-5)
+    one_by_one, plain = [0] * 4 + [1] * 4, [0] * 5 + [1] * 5
+    as_diloco = STREAMING._replace(hp={**ADAMW, "fragments": 1, "overlap_steps": 0, "mixing": 0.0})
+    ours, diloco = walk(as_diloco, one_by_one * 20, 3), walk(TOGETHER["DiLoCo"], plain * 20, 3)
+    np.testing.assert_allclose(ours.center, diloco.center, rtol=1e-6)
+    assert ours.log == diloco.log and len(diloco.log) >= 38
     issync = walk(SSP._replace(hp={"staleness": 7, "issync": True}), at_once(), 1)
     again = walk(TOGETHER["Synchronous-SGD"], at_once(), 1)
     done = min(len(issync.log), len(again.log))
@@ -383,23 +429,25 @@ def test_rounds_in_one_call(model, graph, load_scheme, initialized, known_batche
     """As a worker runs them, here the only one: two rounds, two that are timed, two in a loop; on ps tasks or (0) alone."""
     scheme = TOGETHER[name]
     task, server = servers(num_ps) if num_ps else (None, None)
-    center = GlobalParameters(model.initial_parameters, max(1, num_ps), task and task.device_fn())
+    hp = scheme.hyperparameters(2)
+    hp.num_workers = 1
+    if "learning_rates" in scheme.hp:
+        hp.learning_rates = [RATE]
+    pieces = {"num_ps": max(1, num_ps), "fragments": fragments_of(hp)}
+    center = GlobalParameters(model.initial_parameters, device_fn=task and task.device_fn(), **pieces)
     with tf.device(task and task.device):
         local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
-        hp = scheme.hyperparameters(2)
-        hp.num_workers = 1
-        if "learning_rates" in scheme.hp:
-            hp.learning_rates = [RATE]
         rule = load_scheme(scheme.folder, scheme.name)
         timed = timed_rounds(rule, center, local, hp, 2)
         built = [build_rounds(rule, center, local, hp, 2), timed, repeat_rounds(rule, center, local, hp, 1, 2)]
     session = initialized(center, local, target=server.target if server else "")
     session.run(center.waits(local).enter)
     steps = np.concatenate([session.run(rounds).steps for rounds in built])
-    assert steps.tolist() == [[i, i + 1] for i in range(6)]
+    updates = 6 * center.fragments
+    assert steps.tolist() == [[i, i + 1] for i in range(updates)]
     problem = Alone(model.initial_parameters, batches, hp)
     life = scheme.life(problem, 0)
-    while problem.version < 6:
+    while problem.version < updates:
         next(life)
     ours = session.run(center.read()[0])
     assert np.abs(problem.center - model.initial_parameters).max() > 0.01
@@ -436,14 +484,14 @@ def test_messages_of_a_round(model, graph, load_scheme, initialized, known_batch
     """One each way; to wait costs no message. Once a call, the steps, and whether it is over."""
     scheme, rounds = TOGETHER[name], 3
     task, server = servers(1)
-    center = GlobalParameters(model.initial_parameters, 1, task.device_fn())
+    hp = scheme.hyperparameters(2)
+    hp.num_workers, hp.learning_rates = 1, [RATE]
+    center = GlobalParameters(model.initial_parameters, 1, task.device_fn(), fragments=fragments_of(hp))
     with tf.device(task.device):
         local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
-        hp = scheme.hyperparameters(2)
-        hp.num_workers, hp.learning_rates = 1, [RATE]
         built = build_rounds(load_scheme(scheme.folder, scheme.name), center, local, hp, rounds)
     session = initialized(center, local, target=server.target)
     session.run(center.waits(local).enter)
-    sent = messages(session, built)
-    assert sent.count(("/job:worker", "/job:ps")) == rounds
-    assert sent.count(("/job:ps", "/job:worker")) == rounds + (1 if scheme.life is semi_synchronous else 2)
+    sent, exchanges = messages(session, built), rounds * center.fragments
+    assert sent.count(("/job:worker", "/job:ps")) == exchanges
+    assert sent.count(("/job:ps", "/job:worker")) == exchanges + (1 if scheme.life is semi_synchronous else 2)
