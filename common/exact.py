@@ -87,7 +87,7 @@ class Exact:
                 with tf.device(piece.device):
                     here.append(arrived(part))
             with center.lock.held([tensor.op for part in here for tensor in tensors_of(part)]) as done:
-                late, staleness, read = None, None, []  # what depends on the global step before this update
+                step, late, staleness, read = None, None, None, []  # what depends on the global step before this update
                 scheduled: Any = contextlib.nullcontext()
                 if center.schedule is not None:
                     with tf.device(center.step.device):
@@ -96,14 +96,15 @@ class Exact:
                 if self._step is not None:
                     with tf.device(center.step.device):
                         # A ps that was restarted may have lost updates which this worker has seen.
-                        late = tf.maximum(center.step.read_value() - self._step.read_value(), 0)
+                        step = center.step.read_value()
+                        late = tf.maximum(step - self._step.read_value(), 0)
                         staleness = tf.cast(late, tf.float32)
                     read.append(staleness.op)
 
                 def gradient(i):
                     with tf.device(center.pieces[i].device):
                         pulled = self._pieces[i].read_value() if self._pieces else None
-                        return gradient_of(here[i], at_ps, AtUpdate(center, i, pulled, staleness))
+                        return gradient_of(here[i], at_ps, AtUpdate(center, i, pulled, staleness, step))
 
                 with scheduled:
                     if self.threshold is not None:
