@@ -43,6 +43,7 @@ SCHEMES = {
     ),
     "Local-SGD": "Local-SGD/local_sgd.py",
     "DiLoCo": "DiLoCo/diloco.py",
+    "Asynchronous-DiLoCo": "Asynchronous-DiLoCo/asynchronous_diloco.py",
 }
 COLUMNS = ("seconds", "samples", "megabytes")
 
