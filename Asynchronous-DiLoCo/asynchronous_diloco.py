@@ -9,9 +9,9 @@ from common.main import main
 def asynchronous_diloco(center, local, hp):
     """x ← x̃;  H local steps x ← AdamW(x, g(x));  Δ = x̃ as pulled − x;  x̃ ← delayed Nesterov(x̃, Δ).
 
-    How far one worker has come is a gradient by itself; nobody waits. Each Δ counts at once, by its N-th part, and the momentum m
-    learns of N of them together:  S ← S + Δ;  at each N-th arrival m ← β m + S/N, S ← 0;  x̃ ← x̃ − ε (Δ/N + a β m) with
-    a = 1 − c N + c at the N-th arrival and a = c at the others. So N arrivals move x̃ by one step of Nesterov with their mean.
+    Nobody waits: how far one worker has come is a gradient by itself. Its N-th part counts at once, and the momentum m learns of
+    N of them together:  S ← S + Δ;  at each N-th arrival m ← β m + S/N, S ← 0;  x̃ ← x̃ − ε (Δ/N + a β m) with a = 1 − c N + c at
+    the N-th arrival and a = c at the others. With c = 0, N arrivals move x̃ by one step of Nesterov with their mean.
 
     H is `hp.window`, AdamW as in DiLoCo, ε `hp.learning_rate`, β `hp.momentum`, N `hp.buffer_size`, by default the number of
     workers, c `hp.momentum_activation`.
@@ -48,7 +48,7 @@ def check(settings):
 if __name__ == "__main__":
     define_integer("buffer_size", None, "N: the momentum acts at each N-th arrival (default: the number of workers)", least=1)
     define_number("momentum_activation", 0, "c: the share of the momentum that acts at each arrival, at most 1/N", least=0)
-    define_number("momentum", 0.9, "β of the outer step", least=0, below=1)
+    define_number("momentum", 0.5, "β of the outer step", least=0, below=1)
     define_number("weight_decay", 0.1, "λ of AdamW", least=0)
     define_number("local_learning_rate", 0.002, "η' of AdamW", above=0)
     main(asynchronous_diloco, optimizer_on="worker", epochs=60, batch_size=32, learning_rate=0.7, window=10, check=check)
