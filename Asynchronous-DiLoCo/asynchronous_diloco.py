@@ -9,9 +9,9 @@ from common.main import main
 def asynchronous_diloco(center, local, hp):
     """x ← x̃;  H local steps x ← AdamW(x, g(x));  Δ = x̃ as pulled − x;  x̃ ← delayed Nesterov(x̃, Δ).
 
-    Nobody waits: how far one worker has come is a gradient by itself. Its N-th part counts at once, and the momentum m learns of
-    N of them together:  S ← S + Δ;  at each N-th arrival m ← β m + S/N, S ← 0;  x̃ ← x̃ − ε (Δ/N + a β m) with a = 1 − c N + c at
-    the N-th arrival and a = c at the others. With c = 0, N arrivals move x̃ by one step of Nesterov with their mean.
+    Nobody waits: how far one worker has come is a gradient by itself. Its N-th part counts at once, and the momentum m learns
+    of N of them together:  S ← S + Δ;  at each N-th arrival m ← β m + S/N, S ← 0;  x̃ ← x̃ − ε (Δ/N + a β m) with a = 1 − c N + c
+    at the N-th arrival and a = c at the others. With c = 0, N arrivals move x̃ by one step of Nesterov with their mean.
 
     H is `hp.window`, AdamW as in DiLoCo, ε `hp.learning_rate`, β `hp.momentum`, N `hp.buffer_size`, by default the number of
     workers, c `hp.momentum_activation`.
