@@ -79,14 +79,20 @@ class Exact:
           at_ps: function of a part of the message that has arrived and a `common.messages.AtUpdate`, which works where x̃ is and
             at the moment of the update; returns the gradient that the optimizer gets, float32.
         """
-        center = self._center
+        center, dynamic = self._center, self._local.dynamic
         (parts, kept), here = center.parts(message), []
         sent = [tensor.op for part in parts for tensor in tensors_of(part)]
+        made = []  # local steps, if they are to be counted
+        if dynamic is not None:
+            steps, begin_anew = dynamic.take()
+            kept = [*kept, begin_anew]
+            with tf.device(center.step.device), tf.control_dependencies(None):
+                made = [tf.identity(steps)]
         with tf.control_dependencies(None):  # what went before reaches the ps with its part
             for piece, part in zip(center.pieces, parts, strict=True):
                 with tf.device(piece.device):
                     here.append(arrived(part))
-            with center.lock.held([tensor.op for part in here for tensor in tensors_of(part)]) as done:
+            with center.lock.held([tensor.op for part in [*here, *made] for tensor in tensors_of(part)]) as done:
                 step, late, staleness, read = None, None, None, []  # what depends on the global step before this update
                 scheduled: Any = contextlib.nullcontext()
                 if center.schedule is not None:
@@ -117,8 +123,12 @@ class Exact:
                         check_pieces(optimizer, center.pieces)
                         count, updated = center.count(read)
                         applied.append(count)
+                    if made:
+                        with tf.device(center.step.device):
+                            applied = [*applied, center.local_steps.assign_add(made[0], read_value=False)]
                 done += applied
-        return Step((*sent, *kept, *done), updated=updated, step_before=step_before, done=((self, "push"),))
+        done_words = ((self, "push"), *([(dynamic, "count")] if made else []))
+        return Step((*sent, *kept, *done), updated=updated, step_before=step_before, done=done_words)
 
     def _apply_if_fresh(self, optimizer, gradient, late, read):
         """Applies the gradients of all pieces, and counts the update, if the push is not too stale.

@@ -36,6 +36,7 @@ class LocalParameters:
       optimizers: the `common.steps.Optimizers` that change x.
       windows: how many calls of `train` there were.
       decay: η λ of weight decay in each local step, see `train`; None for none.
+      dynamic: the `common.dynamic.Dynamic` of this worker, if it has one.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class LocalParameters:
                 self._known_step = local_variable("known_step", step)
         self._vectors: dict[str, Any] = {}
         self._counters: dict[str, Any] = {}
-        self.decay = None
+        self.decay = self.dynamic = None
         self.optimizers = Optimizers()
         self.windows = 0
 
@@ -180,16 +181,21 @@ class LocalParameters:
         With weight decay λ on the worker it is x ← x − η λ x before each step, see `GlobalParameters.apply`.
 
         Args:
-          window: number of steps.
+          window: number of steps; `dynamic.steps` of `center.dynamic` if that is to depend on the worker's speed.
           optimizer: a `tf.train.Optimizer`, whose slots stay on this worker; or a function of g `[size]` that returns the
             operation which changes x.
           at: function of x that gives the point at which the gradient is taken; x itself by default.
           accumulate: adds the g to what is in `gradient`, instead of to zero.
         """
         self.windows += 1
-        slept = [tf.py_func(lambda: time.sleep(self.delay), [], [])] if self.delay else []
+        dynamic: Any = self.dynamic if isinstance(window, tf.Tensor) else None
+        most = dynamic.most if dynamic else window
+        if dynamic:
+            slept = [dynamic.begin(window, self.delay)]
+        else:
+            slept = [tf.py_func(lambda: time.sleep(self.delay), [], [])] if self.delay else []
         with tf.control_dependencies(slept):
-            indices = spent("input", lambda: self.batches.next(window), slept)
+            indices = spent("input", lambda: self.batches.next(window, *([most] if dynamic else [])), slept)
         x, before = self.value, self.gradient.read_value() if accumulate else tf.zeros([self.model.size])
 
         def change(g):
@@ -220,9 +226,10 @@ class LocalParameters:
                 change(before)
                 walk = tf.while_loop(lambda t, *_: t < window, next_step, (0, before, 0.0), parallel_iterations=1)
                 changed, total, loss = walk
-                loss /= window
+                loss /= tf.cast(window, tf.float32) if dynamic else window
         loss = tf.identity(loss)
-        return Step((self.gradient.assign(total, read_value=False), loss.op, changed), (loss,))
+        timed = dynamic.end(window, slept[0], [changed, loss]) if dynamic else []
+        return Step((self.gradient.assign(total, read_value=False), loss.op, changed, *timed), (loss,))
 
     def apply(self, optimizer, g):
         """x ← optimizer(x, g), for a function that `train` gets. The optimizer's slots stay on this worker."""

@@ -185,6 +185,7 @@ class Scheme(NamedTuple):
 DELAYED = {
     "buffer_size": None,
     "momentum_activation": 0.0,
+    "dynamic_steps": False,
     "momentum": 0.9,
     "weight_decay": 0.3,
     "local_learning_rate": 0.3,
