@@ -390,7 +390,7 @@ def build_rounds(scheme, center, local, hp, rounds=1):
     chain = _Chain([], [])
     chain.add(scheme, center, local, hp, rounds)
     ended = _or_nothing(chain.training_ended)
-    counted = _counted(center, local, chain.here, chain.there)
+    counted = _counted(center, local, chain.here, chain.ended_on(center.step.device))
     return Rounds(chain.here + chain.there, chain.loss(), chain.steps(), ended, local_steps=counted)
 
 
@@ -408,7 +408,7 @@ def timed_rounds(scheme, center, local, hp, rounds):
     chain.here = [chain.timer.begin]
     chain.add(scheme, center, local, hp, 1)
     ended, seconds = _or_nothing(chain.training_ended), chain.timer.seconds()
-    counted = _counted(center, local, chain.here, chain.there)
+    counted = _counted(center, local, chain.here, chain.ended_on(center.step.device))
     return Rounds(chain.here + chain.there, chain.loss(), chain.steps(), ended, seconds, counted)
 
 
@@ -458,19 +458,18 @@ def repeat_rounds(scheme, center, local, hp, rounds, times):
     longer = (*shapes, tf.TensorShape([None, 2]))
     t, ended, here, there, loss, steps = tf.while_loop(go_on, body, first, longer, parallel_iterations=1)
     loss, steps = loss / tf.cast(t, tf.float32), tf.identity(steps)
-    counted = _counted(center, local, [here.op], [token.op for token in there])
+    counted = _counted(center, local, [here.op], [there[devices.index(center.step.device)].op])
     with tf.device(center.step.device), tf.control_dependencies([loss, steps, here, *there]):
         return Rounds(tf.no_op(), loss, steps, ended if can_end else (), local_steps=counted)
 
 
 def _counted(center, local, here, there):
-    """Returns what `Rounds` has as `local_steps`, after these operations on the worker, and on the ps."""
+    """Returns what `Rounds` has as `local_steps`, after these operations on the worker, and on the ps of the global step."""
     if local.dynamic is None:
         return ()
     with tf.control_dependencies(None), tf.control_dependencies(here):
         made = local.dynamic.made.read_value()
-    device = center.step.device
-    with tf.control_dependencies(None), tf.device(device), tf.control_dependencies([op for op in there if op.device == device]):
+    with tf.control_dependencies(None), tf.device(center.step.device), tf.control_dependencies(there):
         return made, center.local_steps.read_value()
 
 

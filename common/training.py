@@ -124,8 +124,8 @@ def train(scheme, task, settings):
         own = {name: _as_json(value) for name, value in settings.of_scheme.items()}
         more |= {name: getattr(settings, name) for name in ("compress", "compress_pull", "topk")}
         more |= {"delays": settings.delays or [], "rounds_per_call": rounds, "flags_of_scheme": own}
-        how = {"gradients_per_update": gradients, "is_dynamic": center.local_steps is not None}
-        write_result(settings, task, outcome.reports, *outcome.evaluated, **how, **more)
+        is_dynamic, what = center.local_steps is not None, (settings, task, outcome.reports, *outcome.evaluated)
+        write_result(*what, gradients_per_update=gradients, is_dynamic=is_dynamic, **more)
     return outcome.status
 
 
