@@ -4,6 +4,7 @@ import types
 
 import numpy as np
 import pytest
+from conftest import KnownBatches
 from oracle import RATE, Adam, Problem
 from runs import ROOT, result_of, run
 
@@ -20,24 +21,27 @@ HP = types.SimpleNamespace(
 )
 
 
+class TakesTensors(KnownBatches):
+    """The same for a window that is a tensor."""
+
+    def next(self, window, most=None):
+        return super().next(window)
+
+
 @pytest.fixture
 def rule(load_scheme):
     return load_scheme("Asynchronous-DiLoCo", "asynchronous_diloco")
 
 
 @pytest.fixture
-def parts(model, graph, known_batches, batches, servers):
+def parts(model, graph, batches, servers):
     """A function that makes x̃ on so many ps, and worker 0, whose batches take a tensor; and its server's target."""
-
-    class Batches(known_batches):
-        def next(self, window, most=None):
-            return super().next(window)
 
     def parts(num_ps):
         task, server = servers(num_ps)
         center = GlobalParameters(model.initial_parameters, num_ps, task.device_fn())
         with tf.device(task.device):
-            local = LocalParameters(center, model, Batches(*(b[0] for b in batches)), num_workers=2)
+            local = LocalParameters(center, model, TakesTensors(*(b[0] for b in batches)), num_workers=2)
         return center, local, task.device, server.target
 
     return parts
