@@ -79,11 +79,13 @@ class Exact:
           at_ps: function of a part of the message that has arrived and a `common.messages.AtUpdate`, which works where x̃ is and
             at the moment of the update; returns the gradient that the optimizer gets, float32.
         """
-        center, dynamic = self._center, self._local.dynamic
+        center, dynamic = self._center, getattr(self._local, "dynamic", None)
         (parts, kept), here = center.parts(message), []
         sent = [tensor.op for part in parts for tensor in tensors_of(part)]
         made = []  # local steps, if they are to be counted
         if dynamic is not None:
+            if self.threshold is not None:
+                raise UserError("center.dynamic counts the local steps of each push: no threshold may throw one away")
             steps, begin_anew = dynamic.take()
             kept = [*kept, begin_anew]
             with tf.device(center.step.device), tf.control_dependencies(None):

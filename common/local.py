@@ -72,7 +72,8 @@ class LocalParameters:
                 self._known_step = local_variable("known_step", step)
         self._vectors: dict[str, Any] = {}
         self._counters: dict[str, Any] = {}
-        self.decay = self.dynamic = None
+        self.dynamic: Any = None
+        self.decay = None
         self.optimizers = Optimizers()
         self.windows = 0
 
@@ -188,14 +189,15 @@ class LocalParameters:
           accumulate: adds the g to what is in `gradient`, instead of to zero.
         """
         self.windows += 1
-        dynamic: Any = self.dynamic if isinstance(window, tf.Tensor) else None
-        most = dynamic.most if dynamic else window
+        if isinstance(window, tf.Tensor) != (self.dynamic is not None):
+            raise UserError("the window of local.train is a number; where the scheme has center.dynamic, it is `dynamic.steps`")
+        dynamic = self.dynamic
         if dynamic:
             slept = [dynamic.begin(window, self.delay)]
         else:
             slept = [tf.py_func(lambda: time.sleep(self.delay), [], [])] if self.delay else []
         with tf.control_dependencies(slept):
-            indices = spent("input", lambda: self.batches.next(window, *([most] if dynamic else [])), slept)
+            indices = spent("input", lambda: self.batches.next(window, *([dynamic.most] if dynamic else [])), slept)
         x, before = self.value, self.gradient.read_value() if accumulate else tf.zeros([self.model.size])
 
         def change(g):

@@ -465,7 +465,7 @@ def repeat_rounds(scheme, center, local, hp, rounds, times):
 
 def _counted(center, local, here, there):
     """Returns what `Rounds` has as `local_steps`, after these operations on the worker, and on the ps of the global step."""
-    if local.dynamic is None:
+    if getattr(local, "dynamic", None) is None:  # a worker of several devices has none
         return ()
     with tf.control_dependencies(None), tf.control_dependencies(here):
         made = local.dynamic.made.read_value()

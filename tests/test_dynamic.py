@@ -116,6 +116,10 @@ def test_what_cannot_be(model, rule, parts, known_batches, batches, user_error):
 
     with user_error("pushes_alone: center.dynamic goes with center.exact, whose push counts the local steps"):
         build_steps(pushes_alone, center, local, HP)
+    with user_error("the window of local.train is a number; where the scheme has center.dynamic, it is `dynamic.steps`"):
+        local.train(3, sgd)
+    with user_error("center.dynamic counts the local steps of each push: no threshold may throw one away"):
+        center.exact(local, "step", 2).push(sgd, local.gradient)
     center.schedule = lambda step: 1.0
     with user_error("center.dynamic: nobody knows before how many updates a run has, so the learning rate has no schedule"):
         build_steps(rule, center, LocalParameters(center, model, local.batches, "another"), HP)
