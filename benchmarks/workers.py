@@ -46,6 +46,7 @@ SCHEMES = {  # folder: the default learning rate of its script
     "Local-SGD": 0.2,
     "DiLoCo": 0.7,
     "Streaming-DiLoCo": 0.7,
+    "Asynchronous-DiLoCo": 0.7,
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from common import tf
 from common.compression import Packing, read_packed
 from common.coordination import Clocks, Lock
+from common.dynamic import Dynamic
 from common.exact import Exact
 from common.flags import UserError
 from common.messages import AtUpdate, arrived, gradient_of, parts_of, tensors_of
@@ -38,11 +39,12 @@ class GlobalParameters:
       optimizers: the `common.steps.Optimizers` that change x̃.
       decay: η λ of weight decay, see `apply`; None for none.
       has_decayed: whether there is an update with it.
+      local_steps: of which all updates so far are made, a variable, int64; None if each is made of as many, see `dynamic`.
     """
 
     def __init__(self, initial_parameters, num_ps=1, device_fn=None, schedule=None, compression=None, fragments=1):
         self.schedule, self.decay, self.has_decayed = schedule, None, False
-        self.compression, self.fragments = compression, fragments
+        self.compression, self.fragments, self.local_steps = compression, fragments, None
         self.size = len(initial_parameters)
         if self.size < fragments:
             raise UserError(f"--fragments={fragments} are more than the {self.size} parameters of the model: give fewer")
@@ -260,6 +262,17 @@ class GlobalParameters:
           threshold: with "step", a push of this staleness or more is thrown away. None throws nothing away.
         """
         return self._only("exact", Exact, local, remember, *([] if threshold is None else [threshold]))
+
+    def dynamic(self, local, most):
+        """Returns the `common.dynamic.Dynamic` of this worker: it makes `most` local steps, or fewer if others are faster."""
+        return self._only("dynamic", Dynamic, local, most)
+
+    def count_local_steps(self):
+        """From now on `local_steps` counts; it is saved with x̃."""
+        if self.local_steps is None:
+            with tf.device(self.step.device), tf.control_dependencies(None):
+                zero = tf.zeros([], tf.int64)
+                self.local_steps = tf.get_variable("local_steps", initializer=zero, trainable=False, use_resource=True)
 
     def pace(self, local, staleness):
         """Returns the `common.together.Pace` of this worker: it waits when it is more than `staleness` ticks ahead."""

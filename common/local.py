@@ -37,6 +37,7 @@ class LocalParameters:
       windows: how many calls of `train` there were.
       decay: η λ of weight decay in each local step, see `train`; None for none.
       copies: the names of the vectors that begin as x does, see `copy`.
+      dynamic: the `common.dynamic.Dynamic` of this worker, if it has one.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class LocalParameters:
         self._vectors: dict[str, Any] = {}
         self.copies: set[str] = set()
         self._counters: dict[str, Any] = {}
+        self.dynamic: Any = None
         self.decay = None
         self.optimizers = Optimizers()
         self.windows = 0
@@ -199,16 +201,22 @@ class LocalParameters:
         With weight decay λ on the worker it is x ← x − η λ x before each step, see `GlobalParameters.apply`.
 
         Args:
-          window: number of steps.
+          window: number of steps; `dynamic.steps` of `center.dynamic` if that is to depend on the worker's speed.
           optimizer: a `tf.train.Optimizer`, whose slots stay on this worker; or a function of g `[size]` that returns the
             operation which changes x.
           at: function of x that gives the point at which the gradient is taken; x itself by default.
           accumulate: adds the g to what is in `gradient`, instead of to zero.
         """
         self.windows += 1
-        slept = [tf.py_func(lambda: time.sleep(self.delay), [], [])] if self.delay else []
+        if isinstance(window, tf.Tensor) != (self.dynamic is not None):
+            raise UserError("the window of local.train is a number; where the scheme has center.dynamic, it is `dynamic.steps`")
+        dynamic = self.dynamic
+        if dynamic:
+            slept = [dynamic.begin(window, self.delay)]
+        else:
+            slept = [tf.py_func(lambda: time.sleep(self.delay), [], [])] if self.delay else []
         with tf.control_dependencies(slept):
-            indices = spent("input", lambda: self.batches.next(window), slept)
+            indices = spent("input", lambda: self.batches.next(window, *([dynamic.most] if dynamic else [])), slept)
         x, before = self.value, self.gradient.read_value() if accumulate else tf.zeros([self.model.size])
 
         def change(g):
@@ -239,9 +247,10 @@ class LocalParameters:
                 change(before)
                 walk = tf.while_loop(lambda t, *_: t < window, next_step, (0, before, 0.0), parallel_iterations=1)
                 changed, total, loss = walk
-                loss /= window
+                loss /= tf.cast(window, tf.float32) if dynamic else window
         loss = tf.identity(loss)
-        return Step((self.gradient.assign(total, read_value=False), loss.op, changed), (loss,))
+        timed = dynamic.end(window, slept[0], [changed, loss]) if dynamic else []
+        return Step((self.gradient.assign(total, read_value=False), loss.op, changed, *timed), (loss,))
 
     def apply(self, optimizer, g):
         """x ← optimizer(x, g), for a function that `train` gets. The optimizer's slots stay on this worker."""

@@ -388,6 +388,12 @@ class _Center(GlobalParameters):
             "do for all; Synchronous-SGD makes the same updates through the ps, and can be simulated"
         )
 
+    def dynamic(self, local, most):
+        raise UserError(
+            "the workers of this scheme make more or fewer local steps by their speed on a real clock (center.dynamic), which "
+            "those of a simulation have none of: let all make as many"
+        )
+
 
 class _Clocks:
     """What `common.coordination.Clocks` is for `Together`, without bells: in virtual time a step runs when it may."""

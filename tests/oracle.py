@@ -26,6 +26,7 @@ class Problem:
         self.own = [0, 0]  # updates by each worker since its pull
         self.slots = np.full(4, 0.1)  # of Adagrad, which begins there in TensorFlow
         self.mean_square = np.zeros(4)
+        self.momentum, self.sum = np.zeros(4), np.zeros(4)
         self._used = [0, 0]
 
     def factor(self, worker=None):
@@ -63,6 +64,20 @@ class Problem:
         self.version += 1
         self.log.append((worker, self.version - 1 - pulled - self.own[worker], self.version))
         self.own[worker] += 1
+
+
+class Adam:
+    """Adam's moments: of the ps, or of a worker."""
+
+    def __init__(self):
+        self._m, self._v, self._steps = np.zeros(4), np.zeros(4), 0
+
+    def __call__(self, g, rate):
+        """The change that Adam makes of a gradient."""
+        self._steps += 1
+        self._m, self._v = 0.9 * self._m + 0.1 * g, 0.999 * self._v + 0.001 * g**2
+        corrected = rate * np.sqrt(1 - 0.999**self._steps) / (1 - 0.9**self._steps)
+        return -corrected * self._m / (np.sqrt(self._v) + 1e-8)
 
 
 def messages(session, fetches):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from oracle import RATE, Problem, messages
+from oracle import RATE, Adam, Problem, messages
 
 from common import data, models, tf
 from common.center import GlobalParameters, fragments_of
@@ -27,7 +27,7 @@ class Meeting(Problem):
         super().__init__(start, batches, hp, **more)
         self.given = {}  # by worker, of the present update
         self.clocks = [0] * WORKERS
-        self.m, self.v, self.steps = np.zeros(4), np.zeros(4), 0  # of Adam, or of a momentum
+        self.adam, self.v = Adam(), np.zeros(4)  # v of a momentum
 
     def contribute(self, worker, known, vector, needed, apply):
         """Adds a vector to the update; the last one that is needed makes it, x̃ ← x̃ + apply(vectors)."""
@@ -41,13 +41,6 @@ class Meeting(Problem):
             self.center = self.center + apply(list(self.given.values())) - decayed
             self.version += 1
             self.given = {}
-
-    def adam(self, g, rate):
-        """The change that Adam makes of a gradient."""
-        self.steps += 1
-        self.m, self.v = 0.9 * self.m + 0.1 * g, 0.999 * self.v + 0.001 * g**2
-        corrected = rate * np.sqrt(1 - 0.999**self.steps) / (1 - 0.9**self.steps)
-        return -corrected * self.m / (np.sqrt(self.v) + 1e-8)
 
 
 # As in `test_schemes`, a life yields where another worker may do its steps; here it yields what has to be true before it can
@@ -94,7 +87,7 @@ def sagn(p, i):
 
 
 def diloco(p, i):
-    known, own, hp = 0, Meeting(p.start, p.batches, p.hp), p.hp
+    known, adam, hp = 0, Adam(), p.hp
 
     def nesterov(all):
         delta = np.mean(all, axis=0)
@@ -109,7 +102,7 @@ def diloco(p, i):
         for _ in range(hp.window):
             g = p.gradient(i, x)
             rate = p.factor(i) * hp.local_learning_rate
-            x = x - rate * hp.weight_decay * x + own.adam(g, rate)
+            x = x - rate * hp.weight_decay * x + adam(g, rate)
         yield
         p.contribute(i, known, start - x, WORKERS, nesterov)
         yield lambda: i not in p.given
