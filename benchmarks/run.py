@@ -55,6 +55,7 @@ CONTESTANTS = {
     ),
     "Local-SGD, window 10": ("Local-SGD/local_sgd.py --window=10", SGD),
     "DiLoCo, window 10": ("DiLoCo/diloco.py --window=10", "Adam, Momentum"),
+    "SparseLoCo, window 10": ("SparseLoCo/sparseloco.py --window=10", f"Adam, {SGD}"),
 }
 LIMIT, PLAIN, DDP = "the limit: nothing shared", "plain TensorFlow, asynchronous", "PyTorch DDP"
 TARGETS = [  # what, at least so many times, of what

@@ -43,6 +43,7 @@ SCHEMES = {
     ),
     "Local-SGD": "Local-SGD/local_sgd.py",
     "DiLoCo": "DiLoCo/diloco.py",
+    "SparseLoCo": "SparseLoCo/sparseloco.py",
 }
 COLUMNS = ("seconds", "samples", "megabytes")
 

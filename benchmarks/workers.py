@@ -45,6 +45,7 @@ SCHEMES = {  # folder: the default learning rate of its script
     "SAGN": 0.005,
     "Local-SGD": 0.2,
     "DiLoCo": 0.7,
+    "SparseLoCo": 1.0,
 }
 
 

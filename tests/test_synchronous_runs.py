@@ -40,6 +40,7 @@ def updates_of_each(run_dir):
         ("SAGN", []),
         ("Local-SGD", []),
         ("DiLoCo", []),
+        ("SparseLoCo", []),
         ("Write-Your-Own-Scheme", []),
         ("Semi-Synchronous-SGD", []),
     ],
