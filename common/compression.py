@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from common import tf
+from common.flags import UserError
 
 BLOCK = 256  # at most so many values have a scale in common
 BIASED = ("bf16", "sign", "topk")  # what these do not send has to be kept, and added to the next message
@@ -54,6 +55,22 @@ class Packed:
     def unpacked(self):
         """Returns the vector, on the present device."""
         return self._unpack(*self.tensors)
+
+
+class PackedPieces:
+    """A vector that a scheme sends packed in a way of its own, see `GlobalParameters.sparse`.
+
+    Attributes:
+      parts: a `Packed` for each piece of x̃.
+    """
+
+    def __init__(self, parts):
+        self.parts = parts
+
+    def unpacked(self):
+        """Returns the vector as the ps get it, on the present device."""
+        pieces = [part.unpacked() for part in self.parts]
+        return tf.concat(pieces, axis=0) if len(pieces) > 1 else pieces[0]
 
 
 def pack(kind, vector, seed=None, share=SHARE):
@@ -136,22 +153,6 @@ def _topk(vector, seed, share):
     return Packed([places, values], lambda places, values: tf.scatter_nd(places[:, None], values, [n]))
 
 
-class PackedPieces:
-    """A vector that a scheme sends packed in a way of its own, see `GlobalParameters.sparse`.
-
-    Attributes:
-      parts: a `Packed` for each piece of x̃.
-    """
-
-    def __init__(self, parts):
-        self.parts = parts
-
-    def unpacked(self):
-        """Returns the vector as the ps get it, on the present device."""
-        pieces = [part.unpacked() for part in self.parts]
-        return tf.concat(pieces, axis=0) if len(pieces) > 1 else pieces[0]
-
-
 def pack_sparse(vector, chunk_size, top, value_bits):
     """Packs the values of largest |v| of each chunk of a vector, float32 `[n]`, and their places; returns it as `Packed`.
 
@@ -166,7 +167,15 @@ def pack_sparse(vector, chunk_size, top, value_bits):
     v arrives as the mean of those with the same q. These means, 2^b of float32, are sent, too, all in one tensor of bytes.
 
     If a value is not finite, none that is sent is when it is unpacked.
+
+    Raises:
+      UserError: for other numbers.
     """
+    if value_bits not in (*range(2, 9), 32) or not 1 <= top <= chunk_size <= 2**22:
+        raise UserError(
+            "a sparse message has chunks of at most 4,194,304 values, no more of each than it has, and 2 to 8 bits for a value, "
+            f"or 32: not chunk_size={chunk_size}, top={top}, value_bits={value_bits}"
+        )
     n = int(vector.shape[0])
     count = -(-n // chunk_size)
     size = -(-n // count)

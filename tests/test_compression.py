@@ -180,6 +180,13 @@ def test_what_is_not_finite_stays_so_in_a_sparse_vector(how, bad):
         assert np.isnan(sparse(vector, *how)[0]).any()
 
 
+@pytest.mark.parametrize("how", [(4096, 64, 9), (4096, 64, 1), (64, 65, 2), (64, 0, 2), (2**23, 64, 2)])
+def test_a_sparse_vector_that_cannot_be(user_error, how):
+    said = "a sparse message has chunks of at most 4,194,304 values, no more of each than it has, and 2 to 8 bits for a value, "
+    with user_error(said + "or 32: not chunk_size={}, top={}, value_bits={}".format(*how)):
+        sparse(np.ones(100), *how)
+
+
 class Compressed(Problem):
     """A `Problem` whose messages are compressed, each by `packed_again`."""
 
