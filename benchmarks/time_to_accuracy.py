@@ -45,6 +45,7 @@ SCHEMES = {
     "DiLoCo": "DiLoCo/diloco.py",
     "Streaming-DiLoCo": "Streaming-DiLoCo/streaming_diloco.py",
     "Asynchronous-DiLoCo": "Asynchronous-DiLoCo/asynchronous_diloco.py",
+    "SparseLoCo": "SparseLoCo/sparseloco.py",
 }
 COLUMNS = ("seconds", "samples", "megabytes")
 

@@ -47,6 +47,7 @@ SCHEMES = {  # folder: the default learning rate of its script
     "DiLoCo": 0.7,
     "Streaming-DiLoCo": 0.7,
     "Asynchronous-DiLoCo": 0.7,
+    "SparseLoCo": 1.0,
 }
 
 

@@ -7,7 +7,7 @@ import contextlib
 from typing import Any
 
 from common import tf
-from common.compression import Packing, read_packed
+from common.compression import Packed, PackedPieces, Packing, pack_sparse, read_packed
 from common.coordination import Clocks, Lock
 from common.dynamic import Dynamic
 from common.exact import Exact
@@ -166,6 +166,18 @@ class GlobalParameters:
             raise UserError(f"{flag} is for a vector [{sum(sizes)}] of float32, and this scheme sends a message without one")
         return parts, packing.operations
 
+    def sparse(self, vector, chunk_size, top, value_bits):
+        """Returns a message of few bytes, made of a vector `[size]`: each chunk's largest values, rounded, and their places.
+
+        `unpacked()` of it is the vector that arrives. The vector is cut for the ps first, and each piece into chunks.
+
+        Args:
+          vector: float32.
+          chunk_size, top, value_bits: see `common.compression.pack_sparse`.
+        """
+        pieces = tf.split(vector, self.sizes) if len(self.sizes) > 1 else [vector]
+        return PackedPieces([pack_sparse(piece, chunk_size, top, value_bits) for piece in pieces])
+
     def push(self, optimizer, message, at_ps=None):
         """x̃ ← optimizer(x̃, gradient) on the ps; counts one update. One message to each ps.
 
@@ -203,7 +215,7 @@ class GlobalParameters:
         sent, applied = [tensor.op for part in parts for tensor in tensors_of(part)], []
         with tf.control_dependencies(None):  # what went before on the worker reaches the ps with its part
             for i, (piece, part) in enumerate(zip(self.pieces, parts, strict=True)):
-                if self.compression is not None:
+                if self.compression is not None or isinstance(part, Packed):
                     with tf.device(piece.device):
                         part = arrived(part)
                 # On that ps the learning rate, too, or it would be a message.

@@ -1,7 +1,7 @@
 """A scheme's messages, cut into parts for the ps: a vector of any dtype, `tf.IndexedSlices`, a scalar, or a tuple of these."""
 
 from common import tf
-from common.compression import Packed
+from common.compression import Packed, PackedPieces
 from common.flags import UserError
 
 
@@ -19,6 +19,10 @@ def parts_of(message, sizes, pack=None):
     """
     if isinstance(message, tuple):
         return list(zip(*(parts_of(each, sizes, pack) for each in message), strict=True))
+    if isinstance(message, PackedPieces):
+        if pack is not None:
+            raise UserError("--compress is for vectors that are sent whole, and this scheme packs its own: leave it out")
+        return message.parts
     if isinstance(message, tf.IndexedSlices):
         return _slices(message, sizes)
     try:

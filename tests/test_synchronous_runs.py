@@ -42,6 +42,7 @@ def updates_of_each(run_dir):
         ("Local-SGD", []),
         ("DiLoCo", []),
         ("Streaming-DiLoCo", []),
+        ("SparseLoCo", []),
         ("Write-Your-Own-Scheme", []),
         ("Semi-Synchronous-SGD", []),
     ],

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from oracle import RATE, Adam, Problem, messages
+from oracle import RATE, Adam, Problem, messages, sparse_again
 
 from common import data, models, tf
 from common.center import GlobalParameters, fragments_of
@@ -147,6 +147,33 @@ def streaming(p, i):
             yield
 
 
+def sparse(e, hp):
+    """What arrives of a vector of which only the largest values are sent, each piece of it packed for itself."""
+    return np.concatenate([sparse_again(piece, hp.chunk_size, hp.top, hp.value_bits) for piece in np.split(e, hp.num_ps)])
+
+
+def sparseloco(p, i):
+    known, own, hp, e = 0, Meeting(p.start, p.batches, p.hp), p.hp, np.zeros(4)
+    while True:
+        x, _ = p.pull(i)
+        yield
+        start = x
+        yield
+        for _ in range(hp.window):
+            g = p.gradient(i, x)
+            rate = p.factor(i) * hp.local_learning_rate
+            x = x - rate * hp.weight_decay * x + own.adam(g, rate)
+        yield
+        e = hp.error_decay * e + start - x
+        yield
+        sent = sparse(e, hp)
+        e = e - sent
+        p.contribute(i, known, sent, WORKERS, lambda all: -hp.learning_rate * np.mean(all, axis=0))
+        yield lambda: i not in p.given
+        known = p.version
+        yield
+
+
 def slowmo(p, i):
     known, hp, gamma = 0, p.hp, p.hp.learning_rate
     counts = [len(own) if getattr(hp, "weigh_by_samples", False) else 1 for own in p.batches[0]]
@@ -190,13 +217,14 @@ class Scheme(NamedTuple):
     life: Any
     hp: dict = {}
 
-    def hyperparameters(self, window):
-        others = {"window": window, "learning_rate": RATE, "num_workers": WORKERS, "local_optimizer": "sgd"}
+    def hyperparameters(self, window, num_ps=1):
+        others = {"window": window, "learning_rate": RATE, "num_workers": WORKERS, "num_ps": num_ps, "local_optimizer": "sgd"}
         return types.SimpleNamespace(**{**others, "local_learning_rate": RATE, **self.hp})
 
 
 ON_WORKER = {"optimizer_on": "worker"}
 DIFFERENT = "Synchronous-SGD-different-learning-rates"
+SPARSE = {"chunk_size": 4, "top": 3, "value_bits": 2, "error_decay": 0.8, "learning_rate": 0.5}
 SSP = Scheme("Semi-Synchronous-SGD", "semi_synchronous_sgd", semi_synchronous, {"staleness": 2, "issync": False})
 MEAN = {"slow_momentum": 0.0, "slow_learning_rate": 1.0, "weigh_by_samples": False, "local_learning_rate": None, **ON_WORKER}
 ADAMW = {"momentum": 0.5, "weight_decay": 0.3, "local_learning_rate": 0.1, **ON_WORKER}
@@ -216,6 +244,7 @@ TOGETHER = {
     "DiLoCo": Scheme("DiLoCo", "diloco", diloco, ADAMW),
     "Streaming-DiLoCo": STREAMING,
     "four fragments": STREAMING._replace(hp={**STREAMING.hp, "fragments": 4, "overlap_steps": 0, "mixing": 0.0}),
+    "SparseLoCo": Scheme("SparseLoCo", "sparseloco", sparseloco, {**SPARSE, **ADAMW}),
     "SlowMo": Scheme("Write-Your-Own-Scheme", "slowmo", slowmo, {"slow_momentum": 0.5, "slow_learning_rate": 0.8}),
     "Semi-Synchronous-SGD": SSP,
     "no bound": SSP._replace(hp={"staleness": float("inf"), "issync": False}),
@@ -256,7 +285,7 @@ def walk(model, batches, known_batches, load_scheme):
     """A function that takes the steps of a scheme in this order of workers, passing over those that have to wait."""
 
     def walk(scheme, order, window=3, num_ps=1, schedule=None, batches=batches):
-        hp = scheme.hyperparameters(window)
+        hp = scheme.hyperparameters(window, num_ps)
         rule = load_scheme(scheme.folder, scheme.name)
         make_batches = lambda i: known_batches(*(b[i] for b in batches), f"batches_{i}")  # noqa: E731
         replay, taken = Replay(rule, hp, model, make_batches, num_ps=num_ps, schedule=schedule), []
@@ -272,9 +301,9 @@ def walk(model, batches, known_batches, load_scheme):
     return walk
 
 
-def written_again(scheme, order, start, batches, window=3, **more):
+def written_again(scheme, order, start, batches, window=3, num_ps=1, **more):
     """The same by NumPy."""
-    problem = Meeting(start, batches, scheme.hyperparameters(window), **more)
+    problem = Meeting(start, batches, scheme.hyperparameters(window, num_ps), **more)
     workers = [scheme.life(problem, i) for i in range(WORKERS)]
     first = scheme.life is semi_synchronous  # whose first step is to wait
     conditions, taken = [next(worker) if first else None for worker in workers], []
@@ -291,7 +320,7 @@ def written_again(scheme, order, start, batches, window=3, **more):
 def test_exact(model, walk, batches, scheme, order, window, num_ps):
     """x̃, which worker contributed to which update, what was dropped, and which worker had to wait when."""
     ours = walk(scheme, order(), window, num_ps)
-    expected = written_again(scheme, order(), model.initial_parameters, batches, window)
+    expected = written_again(scheme, order(), model.initial_parameters, batches, window, num_ps)
     assert len(expected.log) >= 50
     assert np.abs(expected.center - model.initial_parameters).max() > 0.1
     assert np.abs(ours.center - expected.center).max() < 1e-5 * np.abs(expected.center).max()
@@ -302,7 +331,7 @@ def test_exact(model, walk, batches, scheme, order, window, num_ps):
 def test_schedule_and_weight_decay(model, walk, batches, name):
     """A learning rate that falls with the global step: on the ps of its update, on a worker of its last pull."""
     scheme, schedule = TOGETHER[name], lambda step: 1 / (1 + 0.3 * step)
-    if "weight_decay" not in scheme.hp:  # DiLoCo has AdamW itself
+    if "weight_decay" not in scheme.hp:  # the DiLoCos have AdamW itself
         slowmos = {"local_learning_rate": None, **ON_WORKER} if name == "SlowMo" else {}
         scheme = scheme._replace(hp={**scheme.hp, "decay": 0.5, **slowmos})
     window = scheme.hp.get("window", 3)
@@ -338,6 +367,11 @@ def test_where_schemes_agree(walk):
     ours, diloco = walk(as_diloco, one_by_one * 20, 3), walk(TOGETHER["DiLoCo"], plain * 20, 3)
     np.testing.assert_allclose(ours.center, diloco.center, rtol=1e-6)
     assert ours.log == diloco.log and len(diloco.log) >= 38
+    everything = {"chunk_size": 3, "top": 3, "value_bits": 32, "error_decay": 1.0}  # so that nothing is kept
+    sgd_outside = walk(TOGETHER["DiLoCo"]._replace(hp={**ADAMW, "momentum": 0.0}), [0, 1] * 5 * 20)
+    ours = walk(TOGETHER["SparseLoCo"]._replace(hp={**ADAMW, **everything}), [0, 1] * 6 * 20, num_ps=2)
+    np.testing.assert_allclose(ours.center, sgd_outside.center, rtol=1e-5)
+    assert ours.log == sgd_outside.log and len(ours.log) == 40
     issync = walk(SSP._replace(hp={"staleness": 7, "issync": True}), at_once(), 1)
     again = walk(TOGETHER["Synchronous-SGD"], at_once(), 1)
     done = min(len(issync.log), len(again.log))
@@ -422,7 +456,7 @@ def test_rounds_in_one_call(model, graph, load_scheme, initialized, known_batche
     """As a worker runs them, here the only one: two rounds, two that are timed, two in a loop; on ps tasks or (0) alone."""
     scheme = TOGETHER[name]
     task, server = servers(num_ps) if num_ps else (None, None)
-    hp = scheme.hyperparameters(2)
+    hp = scheme.hyperparameters(2, max(1, num_ps))
     hp.num_workers = 1
     if "learning_rates" in scheme.hp:
         hp.learning_rates = [RATE]
