@@ -55,6 +55,9 @@ CONTESTANTS = {
     ),
     "Local-SGD, window 10": ("Local-SGD/local_sgd.py --window=10", SGD),
     "DiLoCo, window 10": ("DiLoCo/diloco.py --window=10", "Adam, Momentum"),
+    "Streaming-DiLoCo, 2 fragments, window 5": ("Streaming-DiLoCo/streaming_diloco.py --window=5", "Adam, Momentum"),
+    "Asynchronous-DiLoCo, window 10": ("Asynchronous-DiLoCo/asynchronous_diloco.py --window=10", f"Adam, {SGD}"),
+    "SparseLoCo, window 10": ("SparseLoCo/sparseloco.py --window=10", f"Adam, {SGD}"),
 }
 LIMIT, PLAIN, DDP = "the limit: nothing shared", "plain TensorFlow, asynchronous", "PyTorch DDP"
 TARGETS = [  # what, at least so many times, of what

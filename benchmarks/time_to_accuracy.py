@@ -43,6 +43,9 @@ SCHEMES = {
     ),
     "Local-SGD": "Local-SGD/local_sgd.py",
     "DiLoCo": "DiLoCo/diloco.py",
+    "Streaming-DiLoCo": "Streaming-DiLoCo/streaming_diloco.py",
+    "Asynchronous-DiLoCo": "Asynchronous-DiLoCo/asynchronous_diloco.py",
+    "SparseLoCo": "SparseLoCo/sparseloco.py",
 }
 COLUMNS = ("seconds", "samples", "megabytes")
 

@@ -45,6 +45,9 @@ SCHEMES = {  # folder: the default learning rate of its script
     "SAGN": 0.005,
     "Local-SGD": 0.2,
     "DiLoCo": 0.7,
+    "Streaming-DiLoCo": 0.7,
+    "Asynchronous-DiLoCo": 0.7,
+    "SparseLoCo": 1.0,
 }
 
 

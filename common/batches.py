@@ -79,14 +79,18 @@ class Batches:
             self.init_feed_dict.update(feeds)
             self._position = local_variable("position", position.start() if position else tf.zeros([], tf.int64))
 
-    def next(self, window):
+    def next(self, window, most=None):
         """Returns the indices `[window, batch_size]` of the next samples.
+
+        Args:
+          window: a number, or an int32 scalar of `most` at most.
+          most: a number; None if `window` is one.
 
         Raises:
           UserError: if they are too many for memory.
         """
-        self._check(window)
-        size = window * self.batch_size
+        self._check(window if most is None else most)
+        size = (window if most is None else tf.cast(window, tf.int64)) * self.batch_size
         k = self._position.assign_add(size) - size + tf.range(size, dtype=tf.int64)
         place = tf.gather(self._first, k % self.num_samples) + k // self.num_samples
         indices = tf.gather(self._second, place % self.num_samples)
@@ -192,3 +196,9 @@ def local_variable(name, initial_value):
     """Returns a variable of this worker's own: initialized in every session anew, in no checkpoint."""
     collections = [tf.GraphKeys.LOCAL_VARIABLES]
     return tf.get_variable(name, initializer=initial_value, trainable=False, collections=collections, use_resource=True)
+
+
+def assign_part(vector, value, part):
+    """Returns the operation that writes a part of a variable `[size]`, a slice, in place."""
+    ends = {"begin": [part.start], "end": [part.stop], "strides": [1]}
+    return tf.raw_ops.ResourceStridedSliceAssign(ref=vector.handle, value=value, **ends)

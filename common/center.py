@@ -7,8 +7,9 @@ import contextlib
 from typing import Any
 
 from common import tf
-from common.compression import Packing, read_packed
+from common.compression import Packed, PackedPieces, Packing, pack_sparse, read_packed
 from common.coordination import Clocks, Lock
+from common.dynamic import Dynamic
 from common.exact import Exact
 from common.flags import UserError
 from common.messages import AtUpdate, arrived, gradient_of, parts_of, tensors_of
@@ -27,23 +28,29 @@ class GlobalParameters:
       device_fn: puts piece i on ps task i; None puts all on this process.
       schedule: a `common.schedules.Schedule`, or another function of the global step, of the learning rate; None for none.
       compression: a `common.compression.Compression` of what workers send and get; None for none.
+      fragments: parts of the vector that are exchanged each on its own, see `fragments_of`; each lies on all ps tasks.
 
     Attributes:
       size: of the vector.
-      pieces, sizes: the variables that it is made of, one on each ps, and their sizes.
+      pieces, sizes: the variables that it is made of, one on each ps, or as many as there are fragments, and their sizes.
+      fragments: as above.
       step: the global step, a variable: the number of updates.
       lock: for actions that must be indivisible over all ps tasks.
       optimizers: the `common.steps.Optimizers` that change x̃.
       decay: η λ of weight decay, see `apply`; None for none.
       has_decayed: whether there is an update with it.
+      local_steps: of which all updates so far are made, a variable, int64; None if each is made of as many, see `dynamic`.
     """
 
-    def __init__(self, initial_parameters, num_ps=1, device_fn=None, schedule=None, compression=None):
+    def __init__(self, initial_parameters, num_ps=1, device_fn=None, schedule=None, compression=None, fragments=1):
         self.schedule, self.decay, self.has_decayed = schedule, None, False
-        self.compression = compression
+        self.compression, self.fragments, self.local_steps = compression, fragments, None
         self.size = len(initial_parameters)
+        if self.size < fragments:
+            raise UserError(f"--fragments={fragments} are more than the {self.size} parameters of the model: give fewer")
         feed = tf.placeholder(tf.float32, [self.size], "initial_parameters")
-        self._num_pieces = min(num_ps, self.size)
+        # Piece i lies on ps i mod num_ps, and those of a fragment come one after the other.
+        self._num_pieces = fragments * min(num_ps, self.size // fragments)
         self.pieces = self._pieces(
             "parameters",
             # Called for each piece; only partition_info knows where the piece begins.
@@ -72,6 +79,22 @@ class GlobalParameters:
             self._slots[name] = self._pieces(name, tf.zeros_initializer(), beside)
         return self._slots[name]
 
+    def fragment(self, p):
+        """Returns where fragment p lies in a vector `[size]`, a slice."""
+        before = sum(self.sizes[: self.numbers(p).start])
+        return slice(before, before + sum(self.sizes[i] for i in self.numbers(p)))
+
+    def numbers(self, p):
+        """Returns the numbers of the pieces that fragment p is made of, a range.
+
+        Raises:
+          UserError: if there is no such fragment.
+        """
+        if not 0 <= p < self.fragments:
+            raise UserError(f"there is no fragment {p}: the parameters are cut into {self.fragments}, as --fragments says")
+        count = len(self.pieces) // self.fragments
+        return range(p * count, (p + 1) * count)
+
     def keep(self, values):
         """Returns variables beside the global step with these initial values, which are saved with x̃.
 
@@ -85,41 +108,45 @@ class GlobalParameters:
                 kept.append(tf.get_variable(f"state_{i}", initializer=feed, trainable=False, use_resource=True))
         return kept
 
-    def read(self, packed=False):
+    def read(self, packed=False, fragment=None, before=before_read):
         """Returns the present x̃ as one tensor `[size]`, and the global step, read on its ps just before. One message per ps.
 
         Args:
           packed: whether it travels as `--compress_pull` says: for a worker's training, not for what is evaluated or saved.
+          fragment: the number of one, to read no more than that; None for all.
+          before: function of a device that returns what must end before a read there.
         """
         # On its ps, as without a device the value would go to the worker and back.
-        with tf.device(self.step.device), tf.control_dependencies(None), tf.control_dependencies(before_read(self.step.device)):
+        with tf.device(self.step.device), tf.control_dependencies(None), tf.control_dependencies(before(self.step.device)):
             step = self.step.read_value()
         values, packed = [], packed and self.compression is not None and self.compression.pull != "none"
-        for piece in self.pieces:
-            before = [*before_read(piece.device), *([step] if piece.device == self.step.device else [])]
+        pieces = self.pieces if fragment is None else [self.pieces[i] for i in self.numbers(fragment)]
+        for piece in pieces:
+            first = [*before(piece.device), *([step] if piece.device == self.step.device else [])]
             place: Any = tf.device(piece.device) if packed else contextlib.nullcontext()
-            with tf.control_dependencies(None), tf.control_dependencies(before), place:
+            with tf.control_dependencies(None), tf.control_dependencies(first), place:
                 values.append(piece.read_value())
-        return joined([here for here, _ in self.packed(values)] if packed else values), step
+        return joined([here for here, _ in self.packed(values, pieces)] if packed else values), step
 
-    def packed(self, values):
+    def packed(self, values, pieces=None):
         """Packs pieces of x̃, each on its ps, as `--compress_pull` says; returns pairs: what the worker gets, here and there."""
         if self.compression is None or self.compression.pull == "none":
             return [(value, value) for value in values]
         found = []
-        for i, (piece, value) in enumerate(zip(self.pieces, values, strict=True)):
+        for i, (piece, value) in enumerate(zip(pieces or self.pieces, values, strict=True)):
             with tf.device(piece.device), tf.control_dependencies(None):  # what went before on the worker is no concern of it
                 sent = read_packed(self.compression.pull, value, i)
                 there = sent.unpacked()
             found.append((sent.unpacked(), there))
         return found
 
-    def parts(self, message, gives=False):
+    def parts(self, message, gives=False, fragment=None):
         """Cuts a message, see `common.messages.parts_of`; packs it as `--compress` says.
 
         Args:
           message: see there.
           gives: whether x changes by what is sent, too, see `common.compression.Packing`.
+          fragment: the number of the one that the message is for; None for all of x̃.
 
         Returns:
           The parts, and operations of the worker which keep what is not sent.
@@ -127,16 +154,29 @@ class GlobalParameters:
         Raises:
           UserError: if nothing in it can be packed.
         """
+        sizes = self.sizes if fragment is None else [self.sizes[i] for i in self.numbers(fragment)]
         if self.compression is None or self.compression.push == "none":
-            return parts_of(message, self.sizes), []
+            return parts_of(message, sizes), []
         flag = f"--compress={self.compression.push}"
         if (sender := worker()) is None:
             raise UserError(f"{flag} needs to know whose message this is: build the steps by `common.steps.build_steps`")
-        packing = Packing(self.compression, self.sizes, sender, number_of_packed, gives)
-        parts = parts_of(message, self.sizes, packing)
+        packing = Packing(self.compression, sizes, sender, number_of_packed, gives)
+        parts = parts_of(message, sizes, packing)
         if not packing.packed:
-            raise UserError(f"{flag} is for a vector [{self.size}] of float32, and this scheme sends a message without one")
+            raise UserError(f"{flag} is for a vector [{sum(sizes)}] of float32, and this scheme sends a message without one")
         return parts, packing.operations
+
+    def sparse(self, vector, chunk_size, top, value_bits):
+        """Returns a message of few bytes, made of a vector `[size]`: each chunk's largest values, rounded, and their places.
+
+        `unpacked()` of it is the vector that arrives. The vector is cut for the ps first, and each piece into chunks.
+
+        Args:
+          vector: float32.
+          chunk_size, top, value_bits: see `common.compression.pack_sparse`.
+        """
+        pieces = tf.split(vector, self.sizes) if len(self.sizes) > 1 else [vector]
+        return PackedPieces([pack_sparse(piece, chunk_size, top, value_bits) for piece in pieces])
 
     def push(self, optimizer, message, at_ps=None):
         """x̃ ← optimizer(x̃, gradient) on the ps; counts one update. One message to each ps.
@@ -175,7 +215,7 @@ class GlobalParameters:
         sent, applied = [tensor.op for part in parts for tensor in tensors_of(part)], []
         with tf.control_dependencies(None):  # what went before on the worker reaches the ps with its part
             for i, (piece, part) in enumerate(zip(self.pieces, parts, strict=True)):
-                if self.compression is not None:
+                if self.compression is not None or isinstance(part, Packed):
                     with tf.device(piece.device):
                         part = arrived(part)
                 # On that ps the learning rate, too, or it would be a message.
@@ -235,6 +275,17 @@ class GlobalParameters:
         """
         return self._only("exact", Exact, local, remember, *([] if threshold is None else [threshold]))
 
+    def dynamic(self, local, most):
+        """Returns the `common.dynamic.Dynamic` of this worker: it makes `most` local steps, or fewer if others are faster."""
+        return self._only("dynamic", Dynamic, local, most)
+
+    def count_local_steps(self):
+        """From now on `local_steps` counts; it is saved with x̃."""
+        if self.local_steps is None:
+            with tf.device(self.step.device), tf.control_dependencies(None):
+                zero = tf.zeros([], tf.int64)
+                self.local_steps = tf.get_variable("local_steps", initializer=zero, trainable=False, use_resource=True)
+
     def pace(self, local, staleness):
         """Returns the `common.together.Pace` of this worker: it waits when it is more than `staleness` ticks ahead."""
         return self._only("waits", Pace, local, staleness)
@@ -276,6 +327,11 @@ class GlobalParameters:
                      for k, args in ((known, before), (kind, arguments)))  # fmt: skip
             raise UserError("a scheme uses one of these, with the same arguments everywhere, not both: " + " and ".join(calls))
         return thing
+
+
+def fragments_of(settings):
+    """Returns into how many fragments the global parameters are cut: what a scheme's flag `--fragments` says, else one."""
+    return getattr(settings, "fragments", 1)
 
 
 def joined(values):

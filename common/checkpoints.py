@@ -212,20 +212,23 @@ class Keeper(tf.train.SessionRunHook):
       every_secs: seconds that may be lost.
       index: of this worker; 0 is the chief, or a process on its own.
       device: this worker's device, or None.
-      samples_per_update: number of samples.
+      samples_per_update: number of samples; of a local step where their number changes, see `common.dynamic`.
       copies: operations that copy further values to save from the chief to the ps; the chief runs them before it saves.
 
     Attributes:
       has_lost: a tensor of names, empty if the parameters on the ps are whole: all from one checkpoint, or what came of it.
       trained: a tensor, float64: seconds of training up to now.
       samples: a tensor, int64: how many samples the present parameters were trained with.
-      samples_before: a tensor, int64: those of them that are not steps × samples_per_update, since other flags held then.
+      samples_before: a tensor, int64: those of them that are not steps (or local steps) × samples_per_update, since other flags
+        held then.
+      is_of_local_steps: whether samples_per_update is of a local step.
       log: where the chief notes with which parameters a session begins, a `common.metrics.MetricsLog`, if it is set.
       export: the chief's, if it is set: a function of parameters `[size]` and state that writes them down as a model. It is
         called in the thread that saves, after each checkpoint; no round waits for it.
     """
 
     def __init__(self, center, folder, every_secs, index=0, device=None, samples_per_update=1, copies=()):
+        self.is_of_local_steps = center.local_steps is not None
         self._folder, self._every_secs, self._is_chief, self._copies = str(folder), every_secs, index == 0, list(copies)
         self._turn, self._thread, self._ended = threading.Lock(), None, threading.Event()
         self._failure: Exception | None = None
@@ -245,13 +248,14 @@ class Keeper(tf.train.SessionRunHook):
             self._is_lost = tf.raw_ops.DestroyResourceOp(resource=self._whole.handle, ignore_lookup_error=True)
             self.samples_before = before.read_value()
             self._step = step = center.step.read_value()
-            self.samples, self.trained = self.samples_before + step * samples_per_update, tf.timestamp() - self._began
+            of_steps = _samples_of(center, step, samples_per_update)
+            self.samples, self.trained = self.samples_before + of_steps, tf.timestamp() - self._began
             self._paused = tf.placeholder(tf.float64, [])
             self._pause = self._began.assign_add(self._paused, read_value=False)
             self._seconds, self._samples = tf.placeholder(tf.float64, []), tf.placeholder(tf.int64, [])
             self._go_on = [
                 self._began.assign(tf.timestamp() - self._seconds, read_value=False),
-                before.assign(self._samples - step * samples_per_update, read_value=False),
+                before.assign(self._samples - of_steps, read_value=False),
             ]
         self._names, self._slices = map(list, zip(*map(_name_and_slice, self._variables)))
         trainable = set(map(id, tf.trainable_variables()))
@@ -265,7 +269,8 @@ class Keeper(tf.train.SessionRunHook):
         with tf.control_dependencies(None), center.lock.held([]) as done:
             with tf.device(center.step.device):
                 now, step = tf.timestamp(), center.step.read_value()
-                scalars = [now, step, before.read_value() + step * samples_per_update, now - self._began.read_value()]
+                of_steps = _samples_of(center, step, samples_per_update)
+                scalars = [now, step, before.read_value() + of_steps, now - self._began.read_value()]
             values = []
             for variable in self._variables:
                 with tf.device(variable.device):
@@ -495,3 +500,8 @@ class Trained(tf.train.CheckpointSaverListener):
         if self._began < math.inf:  # else the session was just opened, and they are what is saved
             values = self.seconds, self.samples(global_step_value)
             session.run(self._assign, dict(zip(self._feeds, values, strict=True)))
+
+
+def _samples_of(center, step, samples_per_update):
+    """Returns of how many samples the updates up to this one are made, an int64 scalar."""
+    return (step if center.local_steps is None else center.local_steps.read_value()) * samples_per_update

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from common import tf
+from common.flags import UserError
 
 BLOCK = 256  # at most so many values have a scale in common
 BIASED = ("bf16", "sign", "topk")  # what these do not send has to be kept, and added to the next message
@@ -54,6 +55,22 @@ class Packed:
     def unpacked(self):
         """Returns the vector, on the present device."""
         return self._unpack(*self.tensors)
+
+
+class PackedPieces:
+    """A vector that a scheme sends packed in a way of its own, see `GlobalParameters.sparse`.
+
+    Attributes:
+      parts: a `Packed` for each piece of x̃.
+    """
+
+    def __init__(self, parts):
+        self.parts = parts
+
+    def unpacked(self):
+        """Returns the vector as the ps get it, on the present device."""
+        pieces = [part.unpacked() for part in self.parts]
+        return tf.concat(pieces, axis=0) if len(pieces) > 1 else pieces[0]
 
 
 def pack(kind, vector, seed=None, share=SHARE):
@@ -136,6 +153,82 @@ def _topk(vector, seed, share):
     return Packed([places, values], lambda places, values: tf.scatter_nd(places[:, None], values, [n]))
 
 
+def pack_sparse(vector, chunk_size, top, value_bits):
+    """Packs the values of largest |v| of each chunk of a vector, float32 `[n]`, and their places; returns it as `Packed`.
+
+    The vector is cut into equal chunks of c ≤ chunk_size values, with zeros behind its end. Of each k = top × c / chunk_size
+    values are sent, rounded, at least one. The place of one in its chunk takes ⌈log₂ c⌉ bits, none if k = c. A value takes
+    b = value_bits: with 32 it is a float32; with 2 to 8 it is rounded as by the authors of SparseLoCo (Sarfi et al. 2025,
+    https://arxiv.org/abs/2508.15706; `TopKCompressor` in https://github.com/tplr-ai/templar). With the mean m and the standard
+    deviation σ of all values that are sent
+
+        q = round((v − m)/s) + 2^(b−1), from 0 to 2^b − 1;  s = 6 σ/2^b;
+
+    v arrives as the mean of those with the same q. These means, 2^b of float32, are sent, too, all in one tensor of bytes.
+
+    If a value is not finite, none that is sent is when it is unpacked.
+
+    Raises:
+      UserError: for other numbers.
+    """
+    if value_bits not in (*range(2, 9), 32) or not 1 <= top <= chunk_size <= 2**22:
+        raise UserError(
+            "a sparse message has chunks of at most 4,194,304 values, no more of each than it has, and 2 to 8 bits for a "
+            f"value, or 32: not chunk_size={chunk_size}, top={top}, value_bits={value_bits}"
+        )
+    n = int(vector.shape[0])
+    count = -(-n // chunk_size)
+    size = -(-n // count)
+    kept = max(1, round(top * size / chunk_size))
+    chunks = tf.reshape(tf.pad(vector, [[0, count * size - n]]), [count, size])
+    if kept < size:
+        place_bits = (size - 1).bit_length()
+        places = tf.math.top_k(tf.abs(chunks), kept, sorted=False).indices
+        values = tf.gather(chunks, places, batch_dims=1)
+    else:
+        place_bits, places, values = 0, tf.zeros([count, size], tf.int32), chunks
+    q_bits = 0 if value_bits == 32 else value_bits
+    q, floats = _to_levels(values, q_bits) if q_bits else (0, tf.reshape(values, [-1]))
+    # A value that is no number is not among the largest. TensorFlow would replace 0 × sum by 0.
+    floats = tf.where(tf.math.is_finite(tf.reduce_sum(vector)), floats, tf.fill(floats.shape, np.nan))
+    numbers = _to_bytes(places * 2**q_bits + q, place_bits + q_bits)
+
+    def unpack(sent):
+        numbers_again = _from_bytes(sent[: numbers.shape[0]], place_bits + q_bits, [count, kept])
+        floats = tf.bitcast(tf.reshape(sent[numbers.shape[0] :], [-1, 4]), tf.float32)
+        values = tf.gather(floats, numbers_again % 2**q_bits) if q_bits else tf.reshape(floats, [count, kept])
+        if place_bits:
+            at = numbers_again // 2**q_bits + size * tf.range(count)[:, None]
+            values = tf.scatter_nd(at[..., None], values, [count * size])
+        return _joined(values, n)
+
+    return Packed([tf.concat([numbers, tf.reshape(tf.bitcast(floats, tf.uint8), [-1])], axis=0)], unpack)
+
+
+def _to_levels(values, bits):
+    """Returns the q of values as int32 of the same shape, and the mean of those with each q, float32 `[2^bits]`."""
+    levels = 2**bits
+    centered = values - tf.reduce_mean(values)
+    deviation = tf.sqrt(tf.reduce_sum(centered**2) / max(1, values.shape.num_elements() - 1))
+    scaled = tf.math.divide_no_nan(centered, deviation * (6 / levels))
+    q = tf.cast(tf.clip_by_value(tf.round(scaled) + levels // 2, 0, levels - 1), tf.int32)
+    return q, tf.math.unsorted_segment_mean(values, q, levels)
+
+
+def _to_bytes(numbers, bits):
+    """Returns whole numbers below 2^bits, int32, one behind the other, as uint8 `[bytes]`."""
+    found = tf.reshape(tf.bitwise.right_shift(numbers[..., None], np.arange(bits, dtype=np.int32)) & 1, [-1])
+    eights = tf.reshape(tf.pad(found, [[0, -found.shape[0] % 8]]), [-1, 8])
+    return tf.cast(tf.reduce_sum(eights * 2 ** np.arange(8, dtype=np.int32), axis=1), tf.uint8)
+
+
+def _from_bytes(sent, bits, shape):
+    """Returns the numbers that `_to_bytes` has made bytes of."""
+    found = tf.reshape(tf.bitwise.right_shift(tf.cast(sent, tf.int32)[:, None], np.arange(8, dtype=np.int32)) & 1, [-1])
+    numbers = tf.reshape(found[: bits * int(np.prod(shape))], [*shape, bits])
+    return tf.reduce_sum(numbers * 2 ** np.arange(bits, dtype=np.int32), axis=-1)
+
+
 def _blocks(vector):
     """Returns a vector as blocks of equal size `[blocks, size]`, a multiple of 8, with zeros behind its end; and n."""
     n = int(vector.shape[0])
@@ -206,7 +299,8 @@ class Packing:
         """Returns the parts of a vector, float32 `[size]`: a `Packed` for each piece."""
         compression, worker, number = self._compression, self._worker, self._next_number()
         self.packed += 1
-        unsent = worker.vector(f"unsent_{number}") if compression.push in BIASED and not self._gives else None
+        has_rest = compression.push in BIASED and not self._gives
+        unsent = worker.vector(f"unsent_{number}", sum(self._sizes)) if has_rest else None
         if unsent is not None:
             vector += unsent.read_value()
         pieces = tf.split(vector, self._sizes) if len(self._sizes) > 1 else [tf.identity(vector)]

@@ -79,15 +79,23 @@ class Exact:
           at_ps: function of a part of the message that has arrived and a `common.messages.AtUpdate`, which works where x̃ is and
             at the moment of the update; returns the gradient that the optimizer gets, float32.
         """
-        center = self._center
+        center, dynamic = self._center, getattr(self._local, "dynamic", None)
         (parts, kept), here = center.parts(message), []
         sent = [tensor.op for part in parts for tensor in tensors_of(part)]
+        made = []  # local steps, if they are to be counted
+        if dynamic is not None:
+            if self.threshold is not None:
+                raise UserError("center.dynamic counts the local steps of each push: no threshold may throw one away")
+            steps, begin_anew = dynamic.take()
+            kept = [*kept, begin_anew]
+            with tf.device(center.step.device), tf.control_dependencies(None):
+                made = [tf.identity(steps)]
         with tf.control_dependencies(None):  # what went before reaches the ps with its part
             for piece, part in zip(center.pieces, parts, strict=True):
                 with tf.device(piece.device):
                     here.append(arrived(part))
-            with center.lock.held([tensor.op for part in here for tensor in tensors_of(part)]) as done:
-                late, staleness, read = None, None, []  # what depends on the global step before this update
+            with center.lock.held([tensor.op for part in [*here, *made] for tensor in tensors_of(part)]) as done:
+                step, late, staleness, read = None, None, None, []  # what depends on the global step before this update
                 scheduled: Any = contextlib.nullcontext()
                 if center.schedule is not None:
                     with tf.device(center.step.device):
@@ -96,14 +104,15 @@ class Exact:
                 if self._step is not None:
                     with tf.device(center.step.device):
                         # A ps that was restarted may have lost updates which this worker has seen.
-                        late = tf.maximum(center.step.read_value() - self._step.read_value(), 0)
+                        step = center.step.read_value()
+                        late = tf.maximum(step - self._step.read_value(), 0)
                         staleness = tf.cast(late, tf.float32)
                     read.append(staleness.op)
 
                 def gradient(i):
                     with tf.device(center.pieces[i].device):
                         pulled = self._pieces[i].read_value() if self._pieces else None
-                        return gradient_of(here[i], at_ps, AtUpdate(center, i, pulled, staleness))
+                        return gradient_of(here[i], at_ps, AtUpdate(center, i, pulled, staleness, step))
 
                 with scheduled:
                     if self.threshold is not None:
@@ -116,8 +125,12 @@ class Exact:
                         check_pieces(optimizer, center.pieces)
                         count, updated = center.count(read)
                         applied.append(count)
+                    if made:
+                        with tf.device(center.step.device):
+                            applied = [*applied, center.local_steps.assign_add(made[0], read_value=False)]
                 done += applied
-        return Step((*sent, *kept, *done), updated=updated, step_before=step_before, done=((self, "push"),))
+        done_words = ((self, "push"), *([(dynamic, "count")] if made else []))
+        return Step((*sent, *kept, *done), updated=updated, step_before=step_before, done=done_words)
 
     def _apply_if_fresh(self, optimizer, gradient, late, read):
         """Applies the gradients of all pieces, and counts the update, if the push is not too stale.

@@ -303,6 +303,7 @@ def parse(values, arguments, program, without=()):
         raise UserError(f"--{name} means nothing to {program} (--help lists its flags)")
     if rest:
         raise UserError(f"unexpected argument {rest[0]!r}: flags are written --name=value (--help lists all)")
+    # Other programs than a scheme's have neither.
     if "topk" in values and values.topk is not None and values.compress != "topk":
         raise UserError(f"--topk={values.topk:g} is for --compress=topk: leave it out, or give that")
     settings = Settings(**{name: values[name].value for name in values if name in own_names(values)})

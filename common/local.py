@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from common import tf
-from common.batches import local_variable
+from common.batches import assign_part, local_variable
 from common.flags import UserError
 from common.schedules import factor_is
 from common.steps import Optimizers, Step, before_local, spent
@@ -36,6 +36,8 @@ class LocalParameters:
       optimizers: the `common.steps.Optimizers` that change x.
       windows: how many calls of `train` there were.
       decay: η λ of weight decay in each local step, see `train`; None for none.
+      copies: the names of the vectors that begin as x does, see `copy`.
+      dynamic: the `common.dynamic.Dynamic` of this worker, if it has one.
     """
 
     def __init__(
@@ -70,7 +72,9 @@ class LocalParameters:
                     step = center.step.read_value()
                 self._known_step = local_variable("known_step", step)
         self._vectors: dict[str, Any] = {}
+        self.copies: set[str] = set()
         self._counters: dict[str, Any] = {}
+        self.dynamic: Any = None
         self.decay = None
         self.optimizers = Optimizers()
         self.windows = 0
@@ -102,11 +106,26 @@ class LocalParameters:
             return contextlib.nullcontext()
         return factor_is(self.factor() if t is None else self._schedule(self._known_step.read_value() + tf.cast(t, tf.int64)))
 
-    def vector(self, name):
-        """Returns a vector `[size]` of this worker's own, a variable, zero at first; the same one for the same name."""
+    def vector(self, name, size=None):
+        """Returns a vector `[size]` of this worker's own, a variable, zero at first; the same one for the same name.
+
+        Its size is that of x, unless one is given.
+        """
+        return self._own_vector(name, lambda: tf.zeros([size or self.model.size]))
+
+    def copy(self, name):
+        """Returns a vector `[size]` of this worker's own that begins as x does, as a copy of x̃; else as `vector`."""
+        self.copies.add(name)
+        return self._own_vector(name, lambda: self.value.initial_value)
+
+    def is_copy(self, variable):
+        """Whether this is x, or begins as x does."""
+        return any(variable is each for each in (self.value, *(self._vectors[name] for name in self.copies)))
+
+    def _own_vector(self, name, initial_value):
         if name not in self._vectors:
             with tf.control_dependencies(None), tf.variable_scope(self.name):
-                self._vectors[name] = local_variable(name, tf.zeros([self.model.size]))
+                self._vectors[name] = local_variable(name, initial_value())
         return self._vectors[name]
 
     def counter(self, name):
@@ -163,14 +182,16 @@ class LocalParameters:
                 "send by center.push"
             )
 
-    def assign(self, vector, value):
-        """vector ← value, a tensor `[size]`, of a vector of this worker's own.
+    def assign(self, vector, value, part=None):
+        """vector ← value, a tensor `[size]`, of a vector of this worker's own, or of a part of it, a slice.
 
         Raises:
           UserError: if it is none.
         """
         if not hasattr(vector, "assign"):
             raise UserError(f"local.assign changes a vector that local.vector(name) has returned, not {vector!r:.60}")
+        if part is not None and (part.start, part.stop) != (0, int(vector.shape[0])):
+            return Step((assign_part(vector, value, part),))
         return Step((vector.assign(value, read_value=False),))
 
     def train(self, window, optimizer, at=None, accumulate=False):
@@ -180,16 +201,22 @@ class LocalParameters:
         With weight decay λ on the worker it is x ← x − η λ x before each step, see `GlobalParameters.apply`.
 
         Args:
-          window: number of steps.
+          window: number of steps; `dynamic.steps` of `center.dynamic` if that is to depend on the worker's speed.
           optimizer: a `tf.train.Optimizer`, whose slots stay on this worker; or a function of g `[size]` that returns the
             operation which changes x.
           at: function of x that gives the point at which the gradient is taken; x itself by default.
           accumulate: adds the g to what is in `gradient`, instead of to zero.
         """
         self.windows += 1
-        slept = [tf.py_func(lambda: time.sleep(self.delay), [], [])] if self.delay else []
+        if isinstance(window, tf.Tensor) != (self.dynamic is not None):
+            raise UserError("the window of local.train is a number; where the scheme has center.dynamic, it is `dynamic.steps`")
+        dynamic = self.dynamic
+        if dynamic:
+            slept = [dynamic.begin(window, self.delay)]
+        else:
+            slept = [tf.py_func(lambda: time.sleep(self.delay), [], [])] if self.delay else []
         with tf.control_dependencies(slept):
-            indices = spent("input", lambda: self.batches.next(window), slept)
+            indices = spent("input", lambda: self.batches.next(window, *([dynamic.most] if dynamic else [])), slept)
         x, before = self.value, self.gradient.read_value() if accumulate else tf.zeros([self.model.size])
 
         def change(g):
@@ -220,9 +247,10 @@ class LocalParameters:
                 change(before)
                 walk = tf.while_loop(lambda t, *_: t < window, next_step, (0, before, 0.0), parallel_iterations=1)
                 changed, total, loss = walk
-                loss /= window
+                loss /= tf.cast(window, tf.float32) if dynamic else window
         loss = tf.identity(loss)
-        return Step((self.gradient.assign(total, read_value=False), loss.op, changed), (loss,))
+        timed = dynamic.end(window, slept[0], [changed, loss]) if dynamic else []
+        return Step((self.gradient.assign(total, read_value=False), loss.op, changed, *timed), (loss,))
 
     def apply(self, optimizer, g):
         """x ← optimizer(x, g), for a function that `train` gets. The optimizer's slots stay on this worker."""

@@ -1,7 +1,7 @@
 """A scheme's messages, cut into parts for the ps: a vector of any dtype, `tf.IndexedSlices`, a scalar, or a tuple of these."""
 
 from common import tf
-from common.compression import Packed
+from common.compression import Packed, PackedPieces
 from common.flags import UserError
 
 
@@ -19,6 +19,10 @@ def parts_of(message, sizes, pack=None):
     """
     if isinstance(message, tuple):
         return list(zip(*(parts_of(each, sizes, pack) for each in message), strict=True))
+    if isinstance(message, PackedPieces):
+        if pack is not None:
+            raise UserError("--compress is for vectors that are sent whole, and this scheme packs its own: leave it out")
+        return message.parts
     if isinstance(message, tf.IndexedSlices):
         return _slices(message, sizes)
     try:
@@ -72,20 +76,21 @@ class AtUpdate:
     Args:
       center: the `common.center.GlobalParameters`.
       i: number of the piece.
-      pulled, staleness: see below.
+      pulled, staleness, step: see below; the global step before the update.
 
     Attributes:
       size: of the piece.
       value: this piece of x̃, a tensor `[size of the piece]`.
       pulled: the same as this worker has pulled it; with `center.exact(local, "value")`.
       staleness: float32 scalar, updates by others since this worker's pull; with `center.exact(local, "step")`.
+      number: int64 scalar, of this update, from 1 on, the same on all ps; with `center.exact(local, "step")`.
 
     Raises:
       UserError: when one is asked for that is not there.
     """
 
-    def __init__(self, center, i, pulled=None, staleness=None):
-        self._center, self._i, self._pulled, self._staleness = center, i, pulled, staleness
+    def __init__(self, center, i, pulled=None, staleness=None, step=None):
+        self._center, self._i, self._pulled, self._staleness, self._step = center, i, pulled, staleness, step
 
     @property
     def size(self):
@@ -106,6 +111,10 @@ class AtUpdate:
     @property
     def staleness(self):
         return self._only(self._staleness, "staleness", "step")
+
+    @property
+    def number(self):
+        return self._only(self._step, "number", "step") + 1
 
     def _only(self, value, name, remember):
         if value is None:

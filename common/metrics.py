@@ -120,13 +120,16 @@ class MetricsHook(tf.train.SessionRunHook):
       log: a `MetricsLog`.
       samples_per_update: batch size × window.
       drawn: function that is told after each call how many samples it was made of, or None.
+      batch_size: for rounds whose number of local steps changes, see `common.dynamic`.
 
     Raises:
       TrainingFailed: after a call whose loss was not finite.
     """
 
-    def __init__(self, log, samples_per_update, every_secs=0.5, drawn=None):
+    def __init__(self, log, samples_per_update, every_secs=0.5, drawn=None, batch_size=0):
         self._log, self._samples_per_update, self._every_secs, self._drawn = log, samples_per_update, every_secs, drawn
+        self._batch_size, self._made = batch_size, 0  # local steps so far in this session, where their number changes
+        self._samples = self._new_samples = 0  # of all calls, and of those since the last line
         self.staleness: collections.Counter[int] = collections.Counter()  # number of updates by their staleness
         self._new: collections.Counter[int] = collections.Counter()  # the same since the last line
         self.dropped = self._new_dropped = 0  # gradients that no update was made of
@@ -143,7 +146,7 @@ class MetricsHook(tf.train.SessionRunHook):
         gradients were dropped, which are no updates, but of samples."""
         counts, dropped = self.staleness + self._new, self.dropped + self._new_dropped
         updates, staleness = counts.total(), sum(k * n for k, n in counts.items())
-        return (updates + dropped) * self._samples_per_update, updates, staleness, max(counts, default=0), dropped
+        return self._samples, updates, staleness, max(counts, default=0), dropped
 
     def seconds_of_parts(self):
         """Returns how long each of `PARTS` of a round takes, on average; NaN where that was not measured."""
@@ -151,8 +154,8 @@ class MetricsHook(tf.train.SessionRunHook):
         return [mean.get(part, 0.0) if mean else math.nan for part in PARTS]
 
     def after_create_session(self, session, coord):
-        """A new session prepares its graphs anew."""
-        self._is_timed = False
+        """A new session prepares its graphs anew, and counts anew."""
+        self._is_timed, self._made = False, 0
 
     def before_run(self, run_context):
         """Asks for the loss and the steps of a call that trains, and for its parts, if it is timed."""
@@ -161,15 +164,19 @@ class MetricsHook(tf.train.SessionRunHook):
             return None
         self._began = self._began or time.perf_counter()
         self._first = self._first or self._began
-        return tf.train.SessionRunArgs([rounds.loss, rounds.steps, rounds.parts])
+        return tf.train.SessionRunArgs([rounds.loss, rounds.steps, rounds.parts, rounds.local_steps])
 
     def after_run(self, run_context, run_values):
         """Counts a call, and writes when it is time."""
         if run_values.results is None:
             return
-        loss, steps, parts = run_values.results
+        loss, steps, parts, local_steps = run_values.results
+        samples = len(steps) * self._samples_per_update
+        if local_steps:
+            samples, self._made = (int(local_steps[0]) - self._made) * self._batch_size, int(local_steps[0])
+        self._samples, self._new_samples = self._samples + samples, self._new_samples + samples
         if self._drawn:
-            self._drawn(len(steps) * self._samples_per_update)
+            self._drawn(samples)
         if parts and self._is_timed:
             self._parts.add(parts)
             self._new_parts.add(parts)
@@ -210,11 +217,11 @@ class MetricsHook(tf.train.SessionRunHook):
             return
         seconds = self._called - self._began
         is_rest = self.staleness and seconds < self._interval(self._called) / 2
-        speed = {} if is_rest else {"samples_per_second": gradients * self._samples_per_update / seconds}
+        speed = {} if is_rest else {"samples_per_second": self._new_samples / seconds}
         self.staleness.update(self._new)
         self.dropped += self._new_dropped
         dropped = {"gradients_dropped": self._new_dropped} if self._new_dropped else {}
-        staleness, self._new, self._new_dropped = self._new, collections.Counter(), 0
+        staleness, self._new, self._new_dropped, self._new_samples = self._new, collections.Counter(), 0, 0
         parts, self._new_parts = shares_of_parts([self._new_parts.mean()]), _Parts()
         timed, self._timed_rounds = self._timed_rounds, []
         self._log.write(

@@ -108,7 +108,8 @@ class Replay:
         if action.reads:
             self._read[worker] = self._global_step
         if action.writes:
-            self._global_step += self._turns.give(worker)[1] if self._is_together else self._is_fresh(worker)
+            given = self._turns.give(worker, action.fragment)[1] if self._is_together else self._is_fresh(worker)
+            self._global_step += given
         return at
 
     def _is_fresh(self, worker):

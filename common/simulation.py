@@ -11,7 +11,7 @@ import numpy as np
 
 from common import tf
 from common.batches import fed, order_of
-from common.center import GlobalParameters
+from common.center import GlobalParameters, fragments_of
 from common.data import arrays_in, mapped
 from common.flags import UserError
 from common.local import LocalParameters
@@ -67,7 +67,8 @@ class Engine:
         self._model, self._shards, self.graph = model, shards, tf.Graph()
         n = shards.num_workers
         with self.graph.as_default():
-            self._center = center = _Center(model.initial_parameters, num_ps, schedule=schedule, compression=compression)
+            options = {"schedule": schedule, "compression": compression, "fragments": fragments_of(hp)}
+            self._center = center = _Center(model.initial_parameters, num_ps, **options)
             kinds, workers, starts = (tf.placeholder(tf.int32, [None], name) for name in ("kinds", "workers", "starts"))
             order = tf.placeholder(tf.int32, [None], "order")
             self._schedule = kinds, workers, starts, order
@@ -169,9 +170,9 @@ class Engine:
                 return run
 
             def restart():
-                done = []
+                done, x = [], center.read()[0]
                 for v, kept in ((v, rows[v.ref()]) for v in self._variables()):
-                    first = center.read()[0] if v is local.value else tf.gather(kept, local.num_workers)
+                    first = x if local.is_copy(v) else tf.gather(kept, local.num_workers)
                     done.append(_store(kept, worker, first))
                 with tf.control_dependencies(done):
                     return _outcome(Step())
@@ -199,7 +200,7 @@ class Engine:
         if isinstance(waits, Pace):
             return Waiting(staleness=waits.staleness)
         if isinstance(waits, Together):
-            return Waiting(quorum=waits.gradients_per_update)
+            return Waiting(quorum=waits.gradients_per_update, fragments=self._center.fragments)
         return Waiting(threshold=self._center.threshold(self._local))
 
     @property
@@ -387,6 +388,12 @@ class _Center(GlobalParameters):
             "do for all; Synchronous-SGD makes the same updates through the ps, and can be simulated"
         )
 
+    def dynamic(self, local, most):
+        raise UserError(
+            "the workers of this scheme make more or fewer local steps by their speed on a real clock (center.dynamic), which "
+            "those of a simulation have none of: let all make as many"
+        )
+
 
 class _Clocks:
     """What `common.coordination.Clocks` is for `Together`, without bells: in virtual time a step runs when it may."""
@@ -546,7 +553,8 @@ def messages_of(scheme, hp, model, shards, num_ps, compression=None):
     """
     with tf.Graph().as_default() as graph:
         device_fn = tf.train.replica_device_setter(ps_tasks=num_ps, worker_device=_WORKER)
-        center = _Center(model.initial_parameters, num_ps, device_fn, compression=compression)
+        options = {"compression": compression, "fragments": fragments_of(hp)}
+        center = _Center(model.initial_parameters, num_ps, device_fn, **options)
         with tf.device(_WORKER):
             batches = _Batches(shards, tf.placeholder(tf.int32, [None]), {})
             batches.at = tf.constant(0)
@@ -600,6 +608,8 @@ def _actions(steps, windows, messages):
             writes=step.updated is not None,
             waits=step.may_go_on is not None,
             ticks=any(word == "tick" for _, word in step.done),
+            fragment=next((int(word.split()[1]) for _, word in step.done if word.startswith("send")), None),
+            is_early=any(word.startswith("receive") for _, word in step.done),
         )
         for step, window, (up, down) in zip(steps, windows, messages, strict=True)
     ]

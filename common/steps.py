@@ -89,6 +89,7 @@ class Rounds(NamedTuple):
     steps: Any  # int64 [updates, 2]: the newest update by others that the worker knew, and its own update, as global steps
     training_ended: Any = ()  # whether another worker has ended the training, if that can be
     parts: Any = ()  # {part: seconds} of the last round, if the rounds are timed
+    local_steps: Any = ()  # this worker's in its session, and those of all updates so far, where `center.dynamic` chooses them
 
 
 # Of a round: drawing the batches; reading x̃; gradients and local steps; what is sent, until the ps have applied it; until the
@@ -132,6 +133,16 @@ def before_read(device):
     if round is None:
         return []
     return [op for op in round.operations if op.device == device or not is_on_ps(op) or op in round.blocking]
+
+
+def before_early_read(device):
+    """As `before_read`, but of what the ps do by themselves: such a read waits for no operation on the worker.
+
+    So what it reads is on its way while the worker trains. It is for a read that follows on the worker's own push: that came
+    after all that the worker had to do before.
+    """
+    round = _round.get()
+    return [op for op in round.operations if op.device == device or op in round.blocking] if round else []
 
 
 def before_write(device):
@@ -388,7 +399,9 @@ def build_rounds(scheme, center, local, hp, rounds=1):
     """
     chain = _Chain([], [])
     chain.add(scheme, center, local, hp, rounds)
-    return Rounds(chain.here + chain.there, chain.loss(), chain.steps(), _or_nothing(chain.training_ended))
+    ended = _or_nothing(chain.training_ended)
+    counted = _counted(center, local, chain.here, chain.ended_on(center.step.device))
+    return Rounds(chain.here + chain.there, chain.loss(), chain.steps(), ended, local_steps=counted)
 
 
 def timed_rounds(scheme, center, local, hp, rounds):
@@ -404,9 +417,9 @@ def timed_rounds(scheme, center, local, hp, rounds):
     chain.timer = _Timer(chain.here, chain.there)
     chain.here = [chain.timer.begin]
     chain.add(scheme, center, local, hp, 1)
-    return Rounds(
-        chain.here + chain.there, chain.loss(), chain.steps(), _or_nothing(chain.training_ended), chain.timer.seconds()
-    )
+    ended, seconds = _or_nothing(chain.training_ended), chain.timer.seconds()
+    counted = _counted(center, local, chain.here, chain.ended_on(center.step.device))
+    return Rounds(chain.here + chain.there, chain.loss(), chain.steps(), ended, seconds, counted)
 
 
 def repeat_rounds(scheme, center, local, hp, rounds, times):
@@ -455,8 +468,19 @@ def repeat_rounds(scheme, center, local, hp, rounds, times):
     longer = (*shapes, tf.TensorShape([None, 2]))
     t, ended, here, there, loss, steps = tf.while_loop(go_on, body, first, longer, parallel_iterations=1)
     loss, steps = loss / tf.cast(t, tf.float32), tf.identity(steps)
+    counted = _counted(center, local, [here.op], [there[devices.index(center.step.device)].op])
     with tf.device(center.step.device), tf.control_dependencies([loss, steps, here, *there]):
-        return Rounds(tf.no_op(), loss, steps, ended if can_end else ())
+        return Rounds(tf.no_op(), loss, steps, ended if can_end else (), local_steps=counted)
+
+
+def _counted(center, local, here, there):
+    """Returns what `Rounds` has as `local_steps`, after these operations on the worker, and on the ps of the global step."""
+    if getattr(local, "dynamic", None) is None:  # a worker of several devices has none
+        return ()
+    with tf.control_dependencies(None), tf.control_dependencies(here):
+        made = local.dynamic.made.read_value()
+    with tf.control_dependencies(None), tf.device(center.step.device), tf.control_dependencies(there):
+        return made, center.local_steps.read_value()
 
 
 class _Chain:
@@ -588,6 +612,8 @@ def _check_round(scheme, steps):
     knows = False
     for step in steps:
         knows = knows or step.pulled is not None
+        if any(word.startswith("send") for _, word in step.done):
+            continue  # its round of before, or the beginning, has read what it is compared with
         if step.updated is not None and not knows and (step.done or step.step_before is None):  # not what a ring publishes
             raise UserError(
                 f"{name} changes the global parameters before it has read them: a round needs a `yield local.pull(center)`, or "

@@ -242,13 +242,13 @@ class StreamedBatches:
     def _check_batch(self, window):
         data.check_batch(self._stream.first.x_train, self._stream.first.y_train, self.batch_size, window)
 
-    def next(self, window):
-        """Returns what `samples` takes for the next batches, `[window]`.
+    def next(self, window, most=None):
+        """Returns what `samples` takes for the next batches, `[window]`; see `common.batches.Batches.next`.
 
         Raises:
           UserError: if they are too many for memory.
         """
-        self._check_batch(window)
+        self._check_batch(window if most is None else most)
         return tf.fill([window], tf.constant(-1, tf.int64))
 
     def batch(self, k):

@@ -8,12 +8,12 @@ import re
 from typing import Any
 
 from common import tf
-from common.batches import local_variable
+from common.batches import assign_part, local_variable
 from common.coordination import FINISHED
 from common.flags import UserError
 from common.messages import AtUpdate, arrived, gradient_of, parts_of, tensors_of
 from common.schedules import factor_is
-from common.steps import Step, before_all, before_read, spent
+from common.steps import Step, before_all, before_early_read, before_read, spent
 
 
 class Pace:
@@ -109,12 +109,49 @@ class Together:
             `of_all`.
           of_all: function of a piece of the mean (or sum) and an `AtUpdate`; returns what the optimizer gets instead.
         """
+        return self._give(optimizer, message, at_ps, of_all)
+
+    def send(self, p, optimizer, message):
+        """x̃_p ← optimizer(x̃_p, mean of the messages of N workers) for fragment p, once N have arrived; one update.
+
+        The fragments take turns: the message counts if this one is next. If not, because this worker has begun anew, it is
+        thrown away, and `receive` does not wait; so the worker comes into step within P updates.
+
+        Args:
+          p: number of the fragment, see `GlobalParameters.fragment`.
+          optimizer: as in `push`.
+          message: a tensor of the size of the fragment.
+        """
+        return self._give(optimizer, message, fragment=p)
+
+    def receive(self, p, vector):
+        """Ends when the update is made that this worker has sent something for; then v_p ← x̃_p. One message from each ps.
+
+        The ps wait and read by themselves: what they read is on its way as soon as the update is made, while the worker does
+        what comes between the two steps.
+
+        Args:
+          p: number of the fragment.
+          vector: one `[size]` of this worker's own, as `LocalParameters.copy` returns it.
+        """
         center, clocks, index = self._center, self._clocks, self._local.index
-        (parts, kept), gradients = center.parts(message), []
-        found = [AtUpdate(center, i) for i in range(len(center.pieces))]
+        may_go_on = clocks.may_go_on(index)
+        with tf.control_dependencies(None), tf.control_dependencies(before_early_read(center.step.device)):
+            waited = clocks.wait(index)
+        value, step = center.read(True, p, lambda device: waited)
+        written = assign_part(vector, value, center.fragment(p))
+        operations = (*waited, written, *self._local.note(step))
+        return Step(operations, pulled=step, may_go_on=may_go_on, done=((self, f"receive {p}"),))
+
+    def _give(self, optimizer, message, at_ps=None, of_all=None, fragment=None):
+        center, clocks, index = self._center, self._clocks, self._local.index
+        numbers = range(len(center.pieces)) if fragment is None else center.numbers(fragment)
+        pieces, sums = [center.pieces[i] for i in numbers], [self._sums[i] for i in numbers]
+        (parts, kept), gradients = center.parts(message, fragment=fragment), []
+        found = [AtUpdate(center, i) for i in numbers]
         sent = [tensor.op for part in parts for tensor in tensors_of(part)]
         with tf.control_dependencies(None):  # what went before reaches the ps with its part
-            for piece, part, at_update in zip(center.pieces, parts, found, strict=True):
+            for piece, part, at_update in zip(pieces, parts, found, strict=True):
                 with tf.device(piece.device):
                     gradient = gradient_of(arrived(part), at_ps, at_update)
                     if isinstance(gradient, tf.IndexedSlices):
@@ -123,27 +160,35 @@ class Together:
                     # Slots cannot be made under a condition. This is never run, nor is the optimizer's.
                     if of_all:
                         gradient_of(gradients[-1], of_all, at_update, "of_all")
+            made = gradients if fragment is None else [tf.zeros(piece.shape) for piece in center.pieces]
             optimizer = center.optimizers.use(
-                optimizer, lambda own: own.apply_gradients(list(zip(gradients, center.pieces, strict=True)))
+                optimizer, lambda own: own.apply_gradients(list(zip(made, center.pieces, strict=True)))
             )
+            if fragment is not None and center.fragments > 1 and optimizer._non_slot_dict:
+                raise UserError(
+                    f"{type(optimizer).__qualname__} keeps numbers for all parameters together, as Adam does, and each "
+                    "fragment has steps of its own: choose another optimizer, or --fragments=1"
+                )
             with center.lock.held([gradient.op for gradient in gradients]) as done, tf.device(center.step.device):
                 before = clocks.read()
                 low, own = clocks.low(before), before[index]
                 ended = tf.equal(low, FINISHED)
                 counts = tf.equal(clocks.pulled(index), low) & (own <= low) & ~ended
+                if fragment is not None and center.fragments > 1:
+                    counts &= tf.equal(low % center.fragments, fragment)
                 after = clocks.with_clock(before, index, tf.where(counts, low + 1, own))
                 is_last = clocks.low(after) > low
                 step_before = center.step.read_value()
                 updated = step_before + tf.cast(counts, tf.int64)
-                added = [total.add(part, counts) for total, part in zip(self._sums, gradients, strict=True)]
+                added = [total.add(part, counts) for total, part in zip(sums, gradients, strict=True)]
 
                 def apply():
-                    taken = [total.take() for total in self._sums]
+                    taken = [total.take() for total in sums]
                     if of_all:
-                        for i, (piece, at_update) in enumerate(zip(center.pieces, found, strict=True)):
+                        for i, (piece, at_update) in enumerate(zip(pieces, found, strict=True)):
                             with tf.device(piece.device):
                                 taken[i] = gradient_of(taken[i], of_all, at_update, "of_all")
-                    pairs = list(zip(taken, center.pieces, strict=True))
+                    pairs = list(zip(taken, pieces, strict=True))
                     if center.schedule is None:
                         return center.apply(optimizer, pairs)
                     with factor_is(center.schedule(step_before)):
@@ -156,7 +201,8 @@ class Together:
                 with tf.control_dependencies([counted]):
                     done += [counted, *clocks.change(before, after, index)]
         operations = tuple([*sent, *kept, *done])
-        return Step(operations, updated=updated, step_before=step_before, training_ended=ended, done=((self, "push"),))
+        done = ((self, "push" if fragment is None else f"send {fragment}"),)
+        return Step(operations, updated=updated, step_before=step_before, training_ended=ended, done=done)
 
     def wait(self):
         """Ends when the update is made for which this worker computed a gradient, whether that counted or came too late."""
@@ -165,10 +211,20 @@ class Together:
     def check_round(self, name, words):
         """Raises a `UserError` unless x̃ is read before each push, and each push is followed by a wait."""
         words = [word for word in words if word != "change"]
+        if any(word.startswith(("send", "receive")) for word in words):
+            return self._check_fragments(name, [word for word in words if word != "read"])
         if not re.fullmatch("((read )+push wait )+(read )*", "".join(f"{word} " for word in words)):
             raise UserError(
                 f"{name}: with center.together, a round reads x̃, then needs a `push(...)` and a `wait()`; it has "
                 + ", ".join(words)
+            )
+
+    def _check_fragments(self, name, words):
+        needed = [word for p in range(self._center.fragments) for word in (f"send {p}", f"receive {p}")]
+        if words != needed:
+            raise UserError(
+                f"{name}: with {self._center.fragments} fragments, a round sends each and then receives it, in turn: it needs "
+                f"{', '.join(needed)}; it has {', '.join(words)}"
             )
 
     def _enter(self, local):
@@ -178,7 +234,9 @@ class Together:
             before = after = clocks.read()
             if local.index == 0:
                 newest = tf.reduce_max(tf.where(tf.equal(before, FINISHED), tf.zeros_like(before), before))
-                after = tf.where(tf.equal(before, FINISHED), before, tf.fill([local.num_workers], newest + 1))
+                # It is still the turn of the same fragment.
+                newest += center.fragments
+                after = tf.where(tf.equal(before, FINISHED), before, tf.fill([local.num_workers], newest))
                 enter += [total.clear() for total in self._sums]
             enter += clocks.begin(local.index, before, after)
         return enter

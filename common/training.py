@@ -16,7 +16,7 @@ import numpy as np
 from common import data, ending, limits, models, plots, signals, streams, tf
 from common.batches import Batches, Position, fed
 from common.callbacks import Callback, Patience
-from common.center import GlobalParameters
+from common.center import GlobalParameters, fragments_of
 from common.checkpoints import Keeper
 from common.compression import compression_of
 from common.flags import FITTING, UserError, sizes
@@ -56,7 +56,7 @@ def train(scheme, task, settings):
     with tf.Graph().as_default():
         schedule, compression = schedule_of(settings), compression_of(settings)
         about = task.num_ps if task else 1, task and task.device_fn(), schedule, compression
-        center = GlobalParameters(model.initial_parameters, *about)
+        center = GlobalParameters(model.initial_parameters, *about, fragments=fragments_of(settings))
         with tf.device(task and task.device):
             position = position_of(settings, index, num_workers, dataset.num_samples)
             batches = batches_of(dataset, settings, index, num_workers, position)
@@ -92,7 +92,7 @@ def train(scheme, task, settings):
                 settings.checkpoint_secs,
                 index,
                 task and task.device,
-                samples_per_update(settings, gradients),
+                samples_per_update(settings, gradients) if center.local_steps is None else settings.batch_size,
                 copies,
             )
             if index == 0:
@@ -109,7 +109,11 @@ def train(scheme, task, settings):
                 local_init_op=tf.local_variables_initializer(),
                 local_init_feed_dict=local_init_feed_dict,
             )
-        plan = Plan(last, center.step, next_call, evaluation, final, scaffold, gate, waits, gradients, keeper, position, unit)
+        goal = None  # with a number of updates, that is the goal
+        if center.local_steps is not None and not settings.steps and dataset.num_samples is not None:
+            goal = settings.epochs * dataset.num_samples
+        how = next_call, evaluation, final, scaffold, gate, waits, gradients, keeper, position, unit, goal
+        plan = Plan(last, center.step, *how)
         with streams.reading(dataset):
             open_session = functools.partial(monitored_session, keeper=keeper)
             outcome = run_worker(plan, task, settings, server, interruption, open_session)
@@ -123,7 +127,8 @@ def train(scheme, task, settings):
         own = {name: _as_json(value) for name, value in settings.of_scheme.items()}
         more |= {name: getattr(settings, name) for name in ("compress", "compress_pull", "topk")}
         more |= {"delays": settings.delays or [], "rounds_per_call": rounds, "flags_of_scheme": own}
-        write_result(settings, task, outcome.reports, *outcome.evaluated, gradients_per_update=gradients, **more)
+        is_dynamic, what = center.local_steps is not None, (settings, task, outcome.reports, *outcome.evaluated)
+        write_result(*what, gradients_per_update=gradients, is_dynamic=is_dynamic, **more)
     return outcome.status
 
 
@@ -269,6 +274,12 @@ class Plan(NamedTuple):
     keeper: Any = None  # a `common.checkpoints.Keeper`, if there is one
     position: Any = None  # a `common.batches.Position`, if the position is kept
     unit: Any = None  # of the loss, see `unit_of`
+    goal: Any = None  # number of samples to end at, where updates are made of more or fewer, see `common.dynamic`
+
+    def last_of(self, present, samples, settings):
+        """Returns the global step to end at, by the samples so far: at least so many more updates until the goal."""
+        left = math.ceil(max(0, self.goal - int(samples)) / samples_per_update(settings))
+        return int(present) + left
 
 
 class Outcome(NamedTuple):
@@ -298,7 +309,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
     index = task.shard_index if task else 0
     log = MetricsLog(settings.run_dir, index, plan.last, unit=plan.unit)
     drawn = plan.position.add if plan.position else None
-    metrics = MetricsHook(log, settings.batch_size * settings.window, drawn=drawn)
+    metrics = MetricsHook(log, settings.batch_size * settings.window, drawn=drawn, batch_size=settings.batch_size)
     hooks: list = [interruption, metrics]
     if index == 0:
         step, results = plan.evaluation
@@ -333,6 +344,9 @@ def run_worker(plan, task, settings, server, interruption, open_session):
     rendezvous: Any = ending.Rendezvous(task, len(REPORT) + len(PARTS)) if task else None
     with tf.device(plan.step.device):
         clock = tf.timestamp()  # one clock for all workers
+    is_dynamic = plan.keeper is not None and plan.keeper.is_of_local_steps
+    # As a number of updates, for the speed.
+    progress: Any = plan.keeper.samples / samples_per_update(settings) if is_dynamic else plan.step
     target, checkpoints = server.target if server else "", str(Path(settings.run_dir, "checkpoints"))
 
     if plan.keeper:
@@ -346,7 +360,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
 
     doing("opening the session", waits=bool(meeting), whom=nobody)
     with open_session(task, target, plan.scaffold, checkpoints, settings.checkpoint_secs, hooks) as session:
-        first_time, first_step = session.run([clock, plan.step])
+        first_time, first_step, present = session.run([clock, progress, plan.step])
         last, trained = plan.last, 0.0
         if plan.keeper:
             trained, samples_before = session.run([plan.keeper.trained, plan.keeper.samples_before])
@@ -357,9 +371,10 @@ def run_worker(plan, task, settings, server, interruption, open_session):
                     f"rate would not end with it: give the same ones, or --steps={last - fewer}"
                 )
             last -= fewer
+            if plan.goal is not None:
+                last = plan.last_of(present, session.run(plan.keeper.samples), settings)
             log.last_step = last
         deadline = time.monotonic() + (settings.seconds - trained if settings.seconds else math.inf)
-        present = first_step
         if index > 0 and plan.gate and not session.run(plan.gate.variable):
             present = last  # the chief has ended before there was anything to do for others
         is_over, calls, rounds = False, 0, Rounds(None, None, None)
@@ -371,10 +386,13 @@ def run_worker(plan, task, settings, server, interruption, open_session):
                         is_over = True
                         break
                 if calls == 1 or calls == 2 and rounds.parts:  # these had to prepare a graph, which is no training
-                    first_time, first_step = session.run([clock, plan.step])
+                    first_time, first_step = session.run([clock, progress])
                 doing("running a call", waits=bool(meeting), whom=meeting.missing if meeting else nobody)
                 rounds = session.run(*plan.next_call(present + plan.last - last))
                 present, is_over, calls = rounds.steps[-1, 1], rounds.training_ended, calls + 1
+                if plan.goal is not None:
+                    last = plan.last_of(present, samples_before + rounds.local_steps[1] * settings.batch_size, settings)
+                    log.last_step = last
             if interruption.requested:
                 # Leaving the session saves a checkpoint.
                 if callback:
@@ -591,25 +609,31 @@ def _as_json(value):
     return value
 
 
-def write_result(settings, task, reports, global_step, evaluated, *, samples=None, gradients_per_update=1, **more):
+def write_result(
+    settings, task, reports, global_step, evaluated, *, samples=None, gradients_per_update=1, is_dynamic=False, **more
+):
     """Writes `result.json`, with what `more` there is to say, and `curve.png`, from all workers' reports and the last
     evaluation. `samples` are those of `Outcome`."""
-    result = summarize(settings, task, reports, global_step, samples, gradients_per_update)
+    result = summarize(settings, task, reports, global_step, samples, gradients_per_update, is_dynamic)
     numbers = {name: value if math.isfinite(value) else None for name, value in measured(evaluated).items()}
     result.update(numbers, restarts=0, **more)
     write_json(Path(settings.run_dir, "result.json"), result)
     plots.draw_curve(settings.run_dir)  # last, as it may fail
 
 
-def summarize(settings, task, reports, global_step, samples=None, gradients_per_update=1):
-    """Returns the part of `result.json` about speed and staleness."""
+def summarize(settings, task, reports, global_step, samples=None, gradients_per_update=1, is_dynamic=False):
+    """Returns the part of `result.json` about speed and staleness; `is_dynamic` with `common.dynamic`."""
     columns = dict(zip((*REPORT, *PARTS), np.array(reports, float).T, strict=False))
+    if is_dynamic:
+        progress = samples / samples_per_update(settings)  # the reports have such numbers, too
+    else:
+        progress = global_step
     trained = columns["updates"] > 0
     train_seconds = samples_per_second = staleness = None
     if trained.any():
         # From the first call but one of the last worker to start; from there on all of them share the work.
         latest = np.argmax(np.where(trained, columns["first_time"], -np.inf))
-        updates = global_step - columns["first_step"][latest]
+        updates = progress - columns["first_step"][latest]
         train_seconds = float(columns["stop_time"].max() - columns["first_time"][latest])
         samples_per_second = updates * samples_per_update(settings, gradients_per_update) / train_seconds
         staleness = columns["staleness_sum"].sum() / columns["updates"].sum()
@@ -703,7 +727,8 @@ def check(settings, dataset, scheme=None):
             _trace(model, dataset)
     if scheme and (compression := compression_of(settings)):
         with tf.Graph().as_default():
-            center = GlobalParameters(model.initial_parameters, settings.num_ps or 1, compression=compression)
+            pieces = {"num_ps": settings.num_ps or 1, "fragments": fragments_of(settings)}
+            center = GlobalParameters(model.initial_parameters, **pieces, compression=compression)
             batches = batches_of(dataset, settings, 0, 1, None)
             local = LocalParameters(center, model, batches, "worker_0", 0, settings.num_workers)
             build_steps(scheme, center, local, hyperparameters(settings, center, local))

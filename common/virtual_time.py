@@ -24,6 +24,8 @@ class Action(NamedTuple):
       reads, writes: whether it reads x̃, changes x̃.
       up, down: bytes that it sends to the ps, and that the ps send to the worker.
       waits, ticks: whether it waits for other workers; whether it moves the clock of this one (`center.pace`).
+      fragment: of a `send`, which fragment of x̃ it is for.
+      is_early: of a read, whether the ps begins with it as soon as it can, without a word from the worker (`receive`).
     """
 
     local_steps: int = 0
@@ -33,6 +35,8 @@ class Action(NamedTuple):
     down: int = 0
     waits: bool = False
     ticks: bool = False
+    fragment: int | None = None
+    is_early: bool = False
 
     @property
     def is_at_ps(self):
@@ -52,11 +56,13 @@ class Waiting(NamedTuple):
       staleness: of `center.pace`, how many ticks a worker may be ahead of the slowest; None without it.
       quorum: of `center.together`, of how many gradients an update is made; None without it.
       threshold: of `center.exact`, from which staleness on a gradient is thrown away; None without it.
+      fragments: of x̃; each update is of one of them, in turn.
     """
 
     staleness: float | None = None
     quorum: int | None = None
     threshold: float | None = None
+    fragments: int = 1
 
 
 @dataclass
@@ -173,9 +179,13 @@ class Turns:
         self._low += 1
         return True
 
-    def give(self, worker):
-        """This worker's gradient arrives for `together`; returns whether it counts, and whether it completes an update."""
-        counts = self._pulled[worker] == self._low and self._clocks[worker] <= self._low
+    def give(self, worker, fragment=None):
+        """This worker's gradient arrives for `together`; returns whether it counts, and whether it completes an update.
+
+        That of a fragment counts when it is its turn.
+        """
+        is_its_turn = fragment is None or self._low % self._waiting.fragments == fragment
+        counts = self._pulled[worker] == self._low and self._clocks[worker] <= self._low and is_its_turn
         if counts:
             self._clocks[worker] = self._low + 1
             self._ahead += 1
@@ -230,6 +240,8 @@ class VirtualTime:
         self._rounds = [0] * n  # of each worker, in its present call
         self._up_free, self._down_free = [0.0] * n, [0.0] * n
         self._nic_in = self._nic_out = self._ps_free = 0.0
+        self._arrival = [0.0] * n  # of the newest push of each worker
+        self._made = 0.0  # when the newest update of several workers was made
         self._applied = [0.0] * n  # when the newest push of each worker is applied
         # Of each push that is under way while its worker goes on: what the worker has done by itself since then, as (step, end,
         # seconds). The push is made of what was there before, so it comes first in the schedule.
@@ -308,10 +320,11 @@ class VirtualTime:
             # A message goes up: the gradient, or only the request.
             sent = max(now, self._up_free[worker]) + action.up * self._up[worker]
             self._up_free[worker] = sent
-            arrives = sent + self._latency[worker]
+            arrives = max(now, self._arrival[worker]) if action.is_early else sent + self._latency[worker]
             if not action.writes:
                 return self._push(arrives, worker, "arrive", k)
             self._note(worker, "push", now, arrives)
+            self._arrival[worker] = arrives
             is_last = k + 1 == len(actions)
             ends_call = is_last and self._rounds[worker] + 1 >= self.costs.rounds_per_call
             if action.reads or ends_call or self._follows[0 if is_last else k + 1]:
@@ -400,6 +413,11 @@ class VirtualTime:
 
     def _comes_down(self, worker, now, action):
         """Returns when what a worker has read is there."""
+        if action.is_early:  # it has left when the update was made for which the worker sent something
+            return max(now, self._on_its_way_down(worker, max(self._made, self._applied[worker]), action))
+        return self._on_its_way_down(worker, now, action)
+
+    def _on_its_way_down(self, worker, now, action):
         began = left = now
         if self._nic:
             began = max(now, self._nic_out)
@@ -427,11 +445,11 @@ class VirtualTime:
                 self._held = []
             return
         before = self.updates
-        counts, makes_update = self._turns.give(worker)
+        counts, makes_update = self._turns.give(worker, self.actions[k].fragment)
         self._out.add(k, worker, now, before, before + counts)
         self.dropped += not counts
         if makes_update:
-            self.updates += 1
+            self.updates, self._made = self.updates + 1, now
             self._release(now)
 
     def _release(self, now):

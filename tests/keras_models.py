@@ -33,6 +33,7 @@ SCHEMES = {  # folder/script: flags beside the defaults of the script
     "Synchronous-SGD/synchronous_sgd": ["--learning_rate=0.1"],
     "DiLoCo/diloco": ["--local_learning_rate=0.01", "--window=3"],
 }
+ALL = len(SCHEMES)
 LOCAL_STEPS = 18
 
 
@@ -827,11 +828,17 @@ def train(name, path, folder):
     return before, {key.removeprefix("test_"): value for key, value in result.items() if key.startswith("test_")}
 
 
-def outcome(name):
-    """Trains a row by all schemes; returns what came of it, for `--json`."""
-    row = MODELS[name]
+def some_schemes(name, most):
+    """Returns so many of the schemes of a row at most. Over the rows all take turns; what is refused, the first one refuses."""
+    schemes, first = MODELS[name].schemes, 0 if MODELS[name].refused else list(MODELS).index(name)
+    return [schemes[(first + 2 * k) % len(schemes)] for k in range(min(most, len(schemes)))]
+
+
+def outcome(name, most=ALL):
+    """Trains a row by its schemes, or so many of them; returns what came of it, for `--json`."""
+    row, schemes = MODELS[name], some_schemes(name, most) if most < ALL else MODELS[name].schemes
     found: dict[str, Any] = {"schemes": {}}
-    for path in row.schemes:
+    for path in schemes:
         keras.backend.clear_session()
         with tempfile.TemporaryDirectory() as folder:
             try:
@@ -839,7 +846,7 @@ def outcome(name):
             except flags.UserError as error:
                 return {"refused": str(error).replace(f"{__file__}:{name}", "FILE.py:FUNCTION")}
             found["schemes"][path.partition("/")[0]] = {"before": before, "after": reported["loss"]}
-            if path == row.schemes[-1]:
+            if path == schemes[-1]:
                 model = keras.models.load_model(
                     Path(folder, "model.keras"), custom_objects=row.custom_objects(), safe_mode=name != "lambda_layer"
                 )
@@ -855,13 +862,13 @@ def evaluated(model, row):
     return {name: float(value) for name, value in found.items()}
 
 
-def outcomes(names=tuple(MODELS), processes=2):
-    """Returns {name: outcome} of these rows, which so many processes train."""
+def outcomes(names=tuple(MODELS), processes=2, most=ALL):
+    """Returns {name: outcome} of these rows, which so many processes train, each by so many of its schemes at most."""
     names = sorted(names, key=lambda name: len(MODELS[name].schemes))  # the large ones first
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
     def in_process(some):
-        command = [sys.executable, __file__, "--json", *some]
+        command = [sys.executable, __file__, "--json", str(most), *some]
         ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environ, check=True, text=True)
         return json.loads(ended.stdout.splitlines()[-1])
 
@@ -902,6 +909,6 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--json"]:
         training.plots.draw_curve = lambda run_dir: None  # pictures take longer than training here
         sys.modules["keras_models"] = sys.modules["__main__"]  # which `--model=FILE.py:FUNCTION` would else run again
-        print(json.dumps({name: outcome(name) for name in sys.argv[2:]}))
+        print(json.dumps({name: outcome(name, int(sys.argv[2])) for name in sys.argv[3:]}))
     else:
         write_table()

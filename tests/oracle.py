@@ -4,6 +4,8 @@ The walk of a scheme is a generator `walk(problem, i)`: the life of worker i, wr
 worker may do its steps.
 """
 
+import math
+
 import numpy as np
 
 from common import notebook
@@ -26,6 +28,7 @@ class Problem:
         self.own = [0, 0]  # updates by each worker since its pull
         self.slots = np.full(4, 0.1)  # of Adagrad, which begins there in TensorFlow
         self.mean_square = np.zeros(4)
+        self.momentum, self.sum = np.zeros(4), np.zeros(4)
         self._used = [0, 0]
 
     def factor(self, worker=None):
@@ -65,7 +68,39 @@ class Problem:
         self.own[worker] += 1
 
 
+class Adam:
+    """Adam's moments: of the ps, or of a worker."""
+
+    def __init__(self):
+        self._m, self._v, self._steps = np.zeros(4), np.zeros(4), 0
+
+    def __call__(self, g, rate):
+        """The change that Adam makes of a gradient."""
+        self._steps += 1
+        self._m, self._v = 0.9 * self._m + 0.1 * g, 0.999 * self._v + 0.001 * g**2
+        corrected = rate * np.sqrt(1 - 0.999**self._steps) / (1 - 0.9**self._steps)
+        return -corrected * self._m / (np.sqrt(self._v) + 1e-8)
+
+
 def messages(session, fetches):
     """Returns between which jobs the messages of one call go, as pairs (from, to)."""
     sent = notebook.messages(session, fetches)
     return [tuple(task.split("/task")[0] for task in (message.sender, message.receiver)) for message in sent]
+
+
+def sparse_again(vector, chunk_size, top, value_bits):
+    """What a vector is when `common.compression.pack_sparse` has packed it, and it is unpacked."""
+    count = math.ceil(len(vector) / chunk_size)
+    size = math.ceil(len(vector) / count)
+    chunks = np.append(vector, np.zeros(count * size - len(vector))).reshape(count, size)
+    places = np.argsort(-np.abs(chunks), axis=1, kind="stable")[:, : max(1, round(top * size / chunk_size))]
+    values = np.take_along_axis(chunks, places, axis=1)
+    if value_bits < 32:
+        levels = 2**value_bits
+        step = 6 * np.std(values, ddof=min(1, values.size - 1)) / levels
+        q = np.clip(np.round((values - values.mean()) / step) + levels // 2, 0, levels - 1) if step else np.zeros_like(values)
+        for level in set(q.flat):
+            values[q == level] = values[q == level].mean()
+    arrived = np.zeros_like(chunks)
+    np.put_along_axis(arrived, places, values, axis=1)
+    return arrived.flat[: len(vector)]

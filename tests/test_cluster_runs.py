@@ -322,6 +322,7 @@ def test_a_stopped_task_is_noticed_and_the_other_goes_on_meanwhile(run_dir):
 
 
 LEARNERS = ["DOWNPOUR-Easy", "DOWNPOUR", "AGN", "Dynamic-SGD", "Ringmaster-ASGD", "DC-ASGD", "AEASGD", "AEAMSGD"]
+LEARNERS.append("Asynchronous-DiLoCo")
 
 
 @pytest.mark.parametrize("folder", LEARNERS)

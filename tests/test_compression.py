@@ -9,11 +9,11 @@ import machines
 import numpy as np
 import pytest
 import runs
-from oracle import RATE, Problem
+from oracle import RATE, Problem, sparse_again
 
 from common import isolation, notebook, tf
 from common.center import GlobalParameters
-from common.compression import BIASED, Compression, _uniform, pack
+from common.compression import BIASED, Compression, _uniform, pack, pack_sparse
 from common.flags import COMPRESSIONS
 from common.local import LocalParameters
 from common.plots import read_metrics
@@ -137,6 +137,56 @@ def test_bits_of_a_value(kind, bits):
     assert 8 * sum(t.shape.num_elements() * t.dtype.size for t in tensors) == bits * 25_600
 
 
+# Chunk size, how many are sent of a chunk, their bits: chunks that are cut evenly, one, all values, and one of two.
+SPARSE = [(4096, 64, 2), (4096, 64, 32), (100, 7, 3), (1000, 20, 8), (64, 64, 4), (300, 300, 32), (2, 1, 2)]
+
+
+def sparse(vector, *how):
+    """The same by `pack_sparse`, and the bytes that travel."""
+    with tf.Graph().as_default():
+        packed = pack_sparse(tf.placeholder_with_default(np.asarray(vector, np.float32), [len(vector)]), *how)
+        [sent] = packed.tensors
+        return run(packed.unpacked()), sent.shape.num_elements()
+
+
+@pytest.mark.parametrize("how", SPARSE)
+def test_sparse_as_by_numpy(how):
+    for size in SIZES:
+        vector = np.random.default_rng(size).normal(1, 1, size=size).astype(np.float32)
+        np.testing.assert_allclose(sparse(vector, *how)[0], sparse_again(vector, *how), rtol=1e-5, err_msg=f"of {size}")
+    assert not sparse(np.zeros(300), *how)[0].any()
+
+
+@pytest.mark.parametrize(
+    ("size", "how", "bits"),
+    [
+        (40_960, (4096, 64, 2), 10 * 64 * (12 + 2) + 4 * 32),  # ten chunks, and the means
+        (40_960, (4096, 64, 32), 10 * 64 * (12 + 32)),
+        (1000, (4096, 64, 2), 16 * (10 + 2) + 4 * 32),  # less than a chunk: as large a share, and shorter places
+        (1000, (100, 10, 8), 100 * (7 + 8) + 4 + 256 * 32),  # half a byte is left over
+        (10_000, (4096, 4096, 2), 10_002 * 2 + 4 + 4 * 32),  # all: no places; three chunks of 3,334
+    ],
+)
+def test_bits_of_a_sparse_vector(size, how, bits):
+    assert 8 * sparse(np.ones(size), *how)[1] == bits
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("how", SPARSE)
+def test_what_is_not_finite_stays_so_in_a_sparse_vector(how, bad):
+    for at in (0, 150, 299):
+        vector = np.random.default_rng(0).normal(size=300)
+        vector[at] = bad
+        assert np.isnan(sparse(vector, *how)[0]).any()
+
+
+@pytest.mark.parametrize("how", [(4096, 64, 9), (4096, 64, 1), (64, 65, 2), (64, 0, 2), (2**23, 64, 2)])
+def test_a_sparse_vector_that_cannot_be(user_error, how):
+    said = "a sparse message has chunks of at most 4,194,304 values, no more of each than it has, and 2 to 8 bits for a value, "
+    with user_error(said + "or 32: not chunk_size={}, top={}, value_bits={}".format(*how)):
+        sparse(np.ones(100), *how)
+
+
 class Compressed(Problem):
     """A `Problem` whose messages are compressed, each by `packed_again`."""
 
@@ -248,6 +298,24 @@ def test_error_feedback_loses_nothing(replay, model, kind, num_ps):
     np.testing.assert_allclose(sent + kept.sum(axis=0), sum(gradients), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("value_bits", [2, 32])
+@pytest.mark.parametrize("num_ps", [1, 2])
+def test_sparseloco_loses_nothing(replay, model, value_bits, num_ps):
+    """With β = 1 what was sent and what is kept is the sum of what the workers have walked, Σ (x̃ − x)."""
+    of_adamw, walked = {"weight_decay": 0.1, "local_learning_rate": 0.05}, np.zeros(4)
+    sparse = {"chunk_size": 4, "top": 2, "value_bits": value_bits, "error_decay": 1.0}
+    ours, _ = replay("SparseLoCo", None, num_ps, learning_rate=1.0, **of_adamw, **sparse)
+    local = ours._engine._local
+    for worker in [0, 1] * 6 * 20:
+        ours.step(worker)
+        if ours.next_step(worker) == 3:  # it has trained
+            walked += ours._engine.rows(local.vector("start"))[worker].astype(float) - ours.replicas[worker]
+    sent = 2 * (model.initial_parameters - ours.center.astype(float))  # x̃ changes by the mean
+    kept = ours._engine.rows(local.vector("unsent")).astype(float)
+    assert np.abs(kept).max() > 1e-3 and ours.updates[-1].updated == 20
+    np.testing.assert_allclose(sent + kept.sum(axis=0), walked, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_elastic_exchange_moves_both_sides_by_as_much(replay, kind):
     ours, _ = replay("AEASGD", Compression(kind, topk=0.25))
@@ -320,27 +388,68 @@ class Large:
 UP = {"none": 4, "bf16": 2, "int8": 1 + 4 / 256, "int4": 1 / 2 + 4 / 256, "sign": 1 / 8 + 4 / 256, "topk": 0.08}
 
 
+@pytest.fixture
+def bytes_of_round(graph, initialized, known_batches, batches, load_scheme, servers):
+    """A function that returns how many bytes a round of a scheme sends to two ps, and gets from them.
+
+    After TensorFlow has optimized the graph and cut it: casts and bits are not moved to the other end.
+    """
+
+    def bytes_of_round(folder, size, compression, **hp):
+        task, server = servers(2)
+        model = Large(size)
+        center = GlobalParameters(model.initial_parameters, 2, task.device_fn(), compression=compression)
+        values = {"window": 1, "learning_rate": RATE, "num_workers": 1, "local_optimizer": "sgd", "local_learning_rate": None}
+        with tf.device(task.device):
+            local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
+            rule = load_scheme(folder, folder.lower().replace("-", "_"))
+            rounds = build_rounds(rule, center, local, types.SimpleNamespace(**{**values, **hp}))
+        session = initialized(center, local, target=server.target)
+        sent = notebook.messages(session, rounds)
+        assert all(message.size is not None for message in sent)
+        return [sum(m.size for m in sent if f"/job:{to}" in m.receiver) for to in ("ps", "worker")]
+
+    return bytes_of_round
+
+
 @pytest.mark.parametrize("folder", ["HogWild", "Dynamic-SGD", "AEASGD", "Synchronous-SGD"])
 @pytest.mark.parametrize("kind", COMPRESSIONS)
-def test_bytes_of_tensors_on_the_wire(graph, initialized, known_batches, batches, load_scheme, servers, folder, kind):
-    """After TensorFlow has optimized the graph and cut it: casts and bits are not moved to the other end."""
-    model, size = Large(51_200), 51_200
-    pull = kind if kind in ("bf16", "int8") else "none"
-    task, server = servers(2)
-    compression = None if kind == "none" else Compression(kind, pull)
-    center = GlobalParameters(model.initial_parameters, 2, task.device_fn(), compression=compression)
-    values = {"window": 1, "learning_rate": RATE, "num_workers": 1, "local_optimizer": "sgd", "local_learning_rate": None}
-    hp = types.SimpleNamespace(**values, beta=0.9, backup_workers=0)
-    with tf.device(task.device):
-        local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
-        rule = load_scheme(folder, folder.lower().replace("-", "_"))
-        rounds = build_rounds(rule, center, local, hp)
-    session = initialized(center, local, target=server.target)
-    sent = notebook.messages(session, rounds)
-    assert all(message.size is not None for message in sent)
-    up, down = (sum(m.size for m in sent if f"/job:{to}" in m.receiver) for to in ("ps", "worker"))
+def test_bytes_of_tensors_on_the_wire(bytes_of_round, folder, kind):
+    size, pull = 51_200, kind if kind in ("bf16", "int8") else "none"
+    up, down = bytes_of_round(folder, size, None if kind == "none" else Compression(kind, pull), beta=0.9, backup_workers=0)
     assert UP[kind] * size <= up < UP[kind] * size + 100
     assert UP[pull] * size <= down < UP[pull] * size + 100
+
+
+OF_SPARSELOCO = {"weight_decay": 0.1, "local_learning_rate": 0.1, "chunk_size": 4096, "top": 64, "error_decay": 0.95}
+
+
+@pytest.mark.parametrize(("value_bits", "pull"), [(2, "none"), (32, "int8")])
+def test_bytes_of_sparseloco_on_the_wire(bytes_of_round, value_bits, pull):
+    """Of ten chunks: 64 values each, of 12 bits more for their places."""
+    size, values = 40_960, 640
+    up, down = bytes_of_round("SparseLoCo", size, Compression(pull=pull), value_bits=value_bits, **OF_SPARSELOCO)
+    assert values * (12 + value_bits) / 8 <= up < values * (12 + value_bits) / 8 + 100
+    assert UP[pull] * size <= down < UP[pull] * size + 100
+
+
+def test_compress_on_top_of_packed_messages_is_refused(replay, user_error):
+    with user_error("--compress is for vectors that are sent whole, and this scheme packs its own: leave it out"):
+        replay("SparseLoCo", Compression("int8"), value_bits=2, **OF_SPARSELOCO)
+
+
+def test_a_sparse_vector_may_be_pushed_alone(replay, model):
+    """Without waiting for others, by a plain push."""
+    def scheme(center, local, hp):
+        yield local.pull(center)
+        yield local.train(1, lambda g: tf.no_op())
+        yield center.push(tf.train.GradientDescentOptimizer(1.0), center.sparse(local.gradient, 4, 2, 2))
+
+    ours, _ = replay(scheme, None)
+    for worker in [0, 0, 0]:
+        ours.step(worker)
+    gradient = ours._engine.rows(ours._engine._local.gradient)[0]
+    np.testing.assert_allclose(model.initial_parameters - ours.center, sparse_again(gradient, 4, 2, 2), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("num_ps", [1, 2])

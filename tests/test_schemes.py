@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from oracle import RATE, Problem, messages
+from oracle import RATE, Adam, Problem, messages
 
 from common import tf
 from common.center import GlobalParameters
@@ -146,6 +146,27 @@ def aeamsgd(p, i):
         yield
 
 
+def asynchronous_diloco(p, i):
+    hp, adam = p.hp, Adam()
+    n, c, beta = hp.buffer_size or 2, hp.momentum_activation, hp.momentum
+    while True:
+        x, pulled = p.pull(i)
+        yield
+        start = x
+        yield
+        for _ in range(hp.window):
+            g, rate = p.gradient(i, x), p.factor(i) * hp.local_learning_rate
+            x = x - p.decayed(x, p.factor(i), "worker", hp.local_learning_rate)
+            x = x - rate * hp.weight_decay * x + adam(g, rate)
+        yield
+        delta, a = start - x, c
+        p.sum = p.sum + delta
+        if (p.version + 1) % n == 0:
+            p.momentum, p.sum, a = beta * p.momentum + p.sum / n, np.zeros(4), 1 - c * n + c
+        p.update(i, pulled, -RATE * (delta / n + a * beta * p.momentum))
+        yield
+
+
 class Scheme(NamedTuple):
     """A folder, its function, the same in NumPy, how many steps a round has, and hyperparameters."""
 
@@ -161,6 +182,15 @@ class Scheme(NamedTuple):
         return types.SimpleNamespace(**{**others, "local_learning_rate": None, **self.hp})
 
 
+DELAYED = {
+    "buffer_size": None,
+    "momentum_activation": 0.0,
+    "dynamic_steps": False,
+    "momentum": 0.9,
+    "weight_decay": 0.3,
+    "local_learning_rate": 0.3,
+    "optimizer_on": "worker",
+}
 SCHEMES = {
     "HogWild": Scheme("HogWild", "hogwild", hogwild),
     "DOWNPOUR-Easy": Scheme("DOWNPOUR-Easy", "downpour_easy", downpour_easy),
@@ -174,6 +204,11 @@ SCHEMES = {
     ),
     "AEASGD": Scheme("AEASGD", "aeasgd", aeasgd, hp={"beta": 0.9, "optimizer_on": "worker"}),
     "AEAMSGD": Scheme("AEAMSGD", "aeamsgd", aeamsgd, hp={"beta": 0.9, "momentum": 0.5, "optimizer_on": "worker"}),
+    "Asynchronous-DiLoCo": Scheme("Asynchronous-DiLoCo", "asynchronous_diloco", asynchronous_diloco, 4, DELAYED),
+    "Asynchronous-DiLoCo, c > 0": Scheme(
+        *("Asynchronous-DiLoCo", "asynchronous_diloco", asynchronous_diloco, 4),
+        {**DELAYED, "buffer_size": 3, "momentum_activation": 0.2},
+    ),
 }
 # DOWNPOUR whose intervals differ has rounds of several pulls or pushes.
 INTERVALS = {
@@ -360,6 +395,22 @@ def test_ringmaster_throws_away_what_is_too_stale(model, walk, batches):
     close(ours, expected, model.initial_parameters)
     assert (ours.log, ours.dropped) == (expected.log, expected.dropped)
     assert [worker for worker, _ in ours.dropped] == [0, 1] * 3  # the one that was overtaken
+
+
+@pytest.mark.parametrize("num_ps", [1, 2])
+def test_asynchronous_diloco_of_one_worker_is_diloco(walk, model, known_batches, batches, load_scheme, num_ps):
+    """With N = 1, whatever c is. With another N it is not."""
+    scheme, steps = SCHEMES["Asynchronous-DiLoCo"], [0] * 4 * ROUNDS
+    centers = []
+    for more in {"buffer_size": 1}, {"buffer_size": 1, "momentum_activation": 1.0}, {"buffer_size": 2}:
+        centers.append(walk(scheme._replace(hp={**scheme.hp, **more}), steps, num_ps=num_ps).center)
+    hp, rule = scheme.hyperparameters(3), load_scheme("DiLoCo", "diloco")
+    replay = Replay(rule, hp, model, lambda i: known_batches(*(b[i] for b in batches), f"batches_{i}"), 1, num_ps)
+    replay.run(ROUNDS)
+    np.testing.assert_allclose(centers[0], replay.center, rtol=1e-5)
+    np.testing.assert_allclose(centers[1], replay.center, rtol=1e-5)
+    assert np.abs(centers[2] - replay.center).max() > 1e-3
+    replay.close()
 
 
 @pytest.mark.parametrize("name", ["AEASGD", "AEAMSGD"])

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.cluster
 SYNCHRONOUS = ROOT / "Synchronous-SGD" / "synchronous_sgd.py"
 ALL_REDUCE = ROOT / "Synchronous-SGD" / "all_reduce.py"
 SEMI_SYNCHRONOUS = ROOT / "Semi-Synchronous-SGD" / "semi_synchronous_sgd.py"
+STREAMING = ROOT / "Streaming-DiLoCo" / "streaming_diloco.py"
 SLOW = ["--num_workers=3", "--delays=0,2,5"]  # three workers of different speed
 
 
@@ -40,6 +41,8 @@ def updates_of_each(run_dir):
         ("SAGN", []),
         ("Local-SGD", []),
         ("DiLoCo", []),
+        ("Streaming-DiLoCo", []),
+        ("SparseLoCo", []),
         ("Write-Your-Own-Scheme", []),
         ("Semi-Synchronous-SGD", []),
     ],
@@ -104,7 +107,13 @@ def test_through_the_ps_and_by_all_reduce_come_to_the_same(run_dir):
 
 @pytest.mark.parametrize(
     "script, job, index",
-    [(SYNCHRONOUS, "worker", 0), (SYNCHRONOUS, "ps", 0), (ALL_REDUCE, "worker", 1), (SEMI_SYNCHRONOUS, "worker", 1)],
+    [
+        (SYNCHRONOUS, "worker", 0),
+        (SYNCHRONOUS, "ps", 0),
+        (ALL_REDUCE, "worker", 1),
+        (SEMI_SYNCHRONOUS, "worker", 1),
+        (STREAMING, "worker", 1),
+    ],
 )
 def test_a_killed_task_comes_back_and_the_run_ends(run_dir, script, job, index):
     steps = 4500 if script == SEMI_SYNCHRONOUS else 1500

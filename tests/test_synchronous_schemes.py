@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from oracle import RATE, Problem, messages
+from oracle import RATE, Adam, Problem, messages, sparse_again
 
 from common import data, models, tf
-from common.center import GlobalParameters
+from common.center import GlobalParameters, fragments_of
 from common.local import LocalParameters
 from common.replay import Replay
 from common.steps import build_rounds, repeat_rounds, timed_rounds
@@ -27,7 +27,7 @@ class Meeting(Problem):
         super().__init__(start, batches, hp, **more)
         self.given = {}  # by worker, of the present update
         self.clocks = [0] * WORKERS
-        self.m, self.v, self.steps = np.zeros(4), np.zeros(4), 0  # of Adam, or of a momentum
+        self.adam, self.v = Adam(), np.zeros(4)  # v of a momentum
 
     def contribute(self, worker, known, vector, needed, apply):
         """Adds a vector to the update; the last one that is needed makes it, x̃ ← x̃ + apply(vectors)."""
@@ -41,13 +41,6 @@ class Meeting(Problem):
             self.center = self.center + apply(list(self.given.values())) - decayed
             self.version += 1
             self.given = {}
-
-    def adam(self, g, rate):
-        """The change that Adam makes of a gradient."""
-        self.steps += 1
-        self.m, self.v = 0.9 * self.m + 0.1 * g, 0.999 * self.v + 0.001 * g**2
-        corrected = rate * np.sqrt(1 - 0.999**self.steps) / (1 - 0.9**self.steps)
-        return -corrected * self.m / (np.sqrt(self.v) + 1e-8)
 
 
 # As in `test_schemes`, a life yields where another worker may do its steps; here it yields what has to be true before it can
@@ -94,7 +87,7 @@ def sagn(p, i):
 
 
 def diloco(p, i):
-    known, own, hp = 0, Meeting(p.start, p.batches, p.hp), p.hp
+    known, adam, hp = 0, Adam(), p.hp
 
     def nesterov(all):
         delta = np.mean(all, axis=0)
@@ -109,9 +102,73 @@ def diloco(p, i):
         for _ in range(hp.window):
             g = p.gradient(i, x)
             rate = p.factor(i) * hp.local_learning_rate
-            x = x - rate * hp.weight_decay * x + own.adam(g, rate)
+            x = x - rate * hp.weight_decay * x + adam(g, rate)
         yield
         p.contribute(i, known, start - x, WORKERS, nesterov)
+        yield lambda: i not in p.given
+        known = p.version
+        yield
+
+
+def streaming(p, i):
+    own, hp, seen = Meeting(p.start, p.batches, p.hp), p.hp, 0
+    where = np.array_split(np.arange(4), hp.fragments)
+    x, known = p.start.copy(), p.start.copy()
+
+    def train(x, steps):
+        for _ in range(steps):
+            rate = p.factor(i) * hp.local_learning_rate
+            x = x - rate * hp.weight_decay * x + own.adam(p.gradient(i, x), rate)
+        return x
+
+    def nesterov(at):
+        def change(all):
+            delta, change = np.mean(all, axis=0), np.zeros(4)
+            p.v[at] = hp.momentum * p.v[at] + delta
+            change[at] = -RATE * (delta + hp.momentum * p.v[at])
+            return change
+
+        return change
+
+    while True:
+        for at in where:
+            if hp.window > hp.overlap_steps:
+                x = train(x, hp.window - hp.overlap_steps)
+                yield
+            p.contribute(i, seen, known[at] - x[at], WORKERS, nesterov(at))
+            if hp.overlap_steps:
+                yield
+                x = train(x, hp.overlap_steps)
+            yield lambda: i not in p.given
+            known[at], seen = p.pull(i)[0][at], p.version
+            yield
+            x = x.copy()
+            x[at] = hp.mixing * x[at] + (1 - hp.mixing) * known[at]
+            yield
+
+
+def sparse(e, hp):
+    """What arrives of a vector of which only the largest values are sent, each piece of it packed for itself."""
+    return np.concatenate([sparse_again(piece, hp.chunk_size, hp.top, hp.value_bits) for piece in np.split(e, hp.num_ps)])
+
+
+def sparseloco(p, i):
+    known, own, hp, e = 0, Meeting(p.start, p.batches, p.hp), p.hp, np.zeros(4)
+    while True:
+        x, _ = p.pull(i)
+        yield
+        start = x
+        yield
+        for _ in range(hp.window):
+            g = p.gradient(i, x)
+            rate = p.factor(i) * hp.local_learning_rate
+            x = x - rate * hp.weight_decay * x + own.adam(g, rate)
+        yield
+        e = hp.error_decay * e + start - x
+        yield
+        sent = sparse(e, hp)
+        e = e - sent
+        p.contribute(i, known, sent, WORKERS, lambda all: -hp.learning_rate * np.mean(all, axis=0))
         yield lambda: i not in p.given
         known = p.version
         yield
@@ -160,15 +217,20 @@ class Scheme(NamedTuple):
     life: Any
     hp: dict = {}
 
-    def hyperparameters(self, window):
-        others = {"window": window, "learning_rate": RATE, "num_workers": WORKERS, "local_optimizer": "sgd"}
+    def hyperparameters(self, window, num_ps=1):
+        others = {"window": window, "learning_rate": RATE, "num_workers": WORKERS, "num_ps": num_ps, "local_optimizer": "sgd"}
         return types.SimpleNamespace(**{**others, "local_learning_rate": RATE, **self.hp})
 
 
 ON_WORKER = {"optimizer_on": "worker"}
 DIFFERENT = "Synchronous-SGD-different-learning-rates"
+SPARSE = {"chunk_size": 4, "top": 3, "value_bits": 2, "error_decay": 0.8, "learning_rate": 0.5}
 SSP = Scheme("Semi-Synchronous-SGD", "semi_synchronous_sgd", semi_synchronous, {"staleness": 2, "issync": False})
 MEAN = {"slow_momentum": 0.0, "slow_learning_rate": 1.0, "weigh_by_samples": False, "local_learning_rate": None, **ON_WORKER}
+ADAMW = {"momentum": 0.5, "weight_decay": 0.3, "local_learning_rate": 0.1, **ON_WORKER}
+STREAMING = Scheme(
+    "Streaming-DiLoCo", "streaming_diloco", streaming, {**ADAMW, "fragments": 2, "overlap_steps": 1, "mixing": 0.3}
+)
 LOCAL_SGD = Scheme("Local-SGD", "local_sgd", slowmo, MEAN)
 TOGETHER = {
     "Synchronous-SGD": Scheme("Synchronous-SGD", "synchronous_sgd", synchronous, {"backup_workers": 0}),
@@ -179,9 +241,10 @@ TOGETHER = {
     "SAGN": Scheme("SAGN", "sagn", sagn),
     "Local-SGD": LOCAL_SGD,
     "slow momentum": LOCAL_SGD._replace(hp={**MEAN, "slow_momentum": 0.7, "weigh_by_samples": True}),
-    "DiLoCo": Scheme(
-        "DiLoCo", "diloco", diloco, {"momentum": 0.5, "weight_decay": 0.3, "local_learning_rate": 0.1, **ON_WORKER}
-    ),
+    "DiLoCo": Scheme("DiLoCo", "diloco", diloco, ADAMW),
+    "Streaming-DiLoCo": STREAMING,
+    "four fragments": STREAMING._replace(hp={**STREAMING.hp, "fragments": 4, "overlap_steps": 0, "mixing": 0.0}),
+    "SparseLoCo": Scheme("SparseLoCo", "sparseloco", sparseloco, {**SPARSE, **ADAMW}),
     "SlowMo": Scheme("Write-Your-Own-Scheme", "slowmo", slowmo, {"slow_momentum": 0.5, "slow_learning_rate": 0.8}),
     "Semi-Synchronous-SGD": SSP,
     "no bound": SSP._replace(hp={"staleness": float("inf"), "issync": False}),
@@ -222,7 +285,7 @@ def walk(model, batches, known_batches, load_scheme):
     """A function that takes the steps of a scheme in this order of workers, passing over those that have to wait."""
 
     def walk(scheme, order, window=3, num_ps=1, schedule=None, batches=batches):
-        hp = scheme.hyperparameters(window)
+        hp = scheme.hyperparameters(window, num_ps)
         rule = load_scheme(scheme.folder, scheme.name)
         make_batches = lambda i: known_batches(*(b[i] for b in batches), f"batches_{i}")  # noqa: E731
         replay, taken = Replay(rule, hp, model, make_batches, num_ps=num_ps, schedule=schedule), []
@@ -238,9 +301,9 @@ def walk(model, batches, known_batches, load_scheme):
     return walk
 
 
-def written_again(scheme, order, start, batches, window=3, **more):
+def written_again(scheme, order, start, batches, window=3, num_ps=1, **more):
     """The same by NumPy."""
-    problem = Meeting(start, batches, scheme.hyperparameters(window), **more)
+    problem = Meeting(start, batches, scheme.hyperparameters(window, num_ps), **more)
     workers = [scheme.life(problem, i) for i in range(WORKERS)]
     first = scheme.life is semi_synchronous  # whose first step is to wait
     conditions, taken = [next(worker) if first else None for worker in workers], []
@@ -257,7 +320,7 @@ def written_again(scheme, order, start, batches, window=3, **more):
 def test_exact(model, walk, batches, scheme, order, window, num_ps):
     """x̃, which worker contributed to which update, what was dropped, and which worker had to wait when."""
     ours = walk(scheme, order(), window, num_ps)
-    expected = written_again(scheme, order(), model.initial_parameters, batches, window)
+    expected = written_again(scheme, order(), model.initial_parameters, batches, window, num_ps)
     assert len(expected.log) >= 50
     assert np.abs(expected.center - model.initial_parameters).max() > 0.1
     assert np.abs(ours.center - expected.center).max() < 1e-5 * np.abs(expected.center).max()
@@ -268,7 +331,7 @@ def test_exact(model, walk, batches, scheme, order, window, num_ps):
 def test_schedule_and_weight_decay(model, walk, batches, name):
     """A learning rate that falls with the global step: on the ps of its update, on a worker of its last pull."""
     scheme, schedule = TOGETHER[name], lambda step: 1 / (1 + 0.3 * step)
-    if name != "DiLoCo":  # which has AdamW itself
+    if "weight_decay" not in scheme.hp:  # the DiLoCos have AdamW itself
         slowmos = {"local_learning_rate": None, **ON_WORKER} if name == "SlowMo" else {}
         scheme = scheme._replace(hp={**scheme.hp, "decay": 0.5, **slowmos})
     window = scheme.hp.get("window", 3)
@@ -299,6 +362,16 @@ def test_where_schemes_agree(walk):
     assert one_step.log == sgd.log and len(sgd.log) == 40
     of_slowmo = {"slow_momentum": 0.5, "slow_learning_rate": 0.8}
     np.testing.assert_allclose(center("Local-SGD", **of_slowmo), center("SlowMo", **of_slowmo), rtol=1e-5)
+    one_by_one, plain = [0] * 4 + [1] * 4, [0] * 5 + [1] * 5
+    as_diloco = STREAMING._replace(hp={**ADAMW, "fragments": 1, "overlap_steps": 0, "mixing": 0.0})
+    ours, diloco = walk(as_diloco, one_by_one * 20, 3), walk(TOGETHER["DiLoCo"], plain * 20, 3)
+    np.testing.assert_allclose(ours.center, diloco.center, rtol=1e-6)
+    assert ours.log == diloco.log and len(diloco.log) >= 38
+    everything = {"chunk_size": 3, "top": 3, "value_bits": 32, "error_decay": 1.0}  # so that nothing is kept
+    sgd_outside = walk(TOGETHER["DiLoCo"]._replace(hp={**ADAMW, "momentum": 0.0}), [0, 1] * 5 * 20)
+    ours = walk(TOGETHER["SparseLoCo"]._replace(hp={**ADAMW, **everything}), [0, 1] * 6 * 20, num_ps=2)
+    np.testing.assert_allclose(ours.center, sgd_outside.center, rtol=1e-5)
+    assert ours.log == sgd_outside.log and len(ours.log) == 40
     issync = walk(SSP._replace(hp={"staleness": 7, "issync": True}), at_once(), 1)
     again = walk(TOGETHER["Synchronous-SGD"], at_once(), 1)
     done = min(len(issync.log), len(again.log))
@@ -383,23 +456,25 @@ def test_rounds_in_one_call(model, graph, load_scheme, initialized, known_batche
     """As a worker runs them, here the only one: two rounds, two that are timed, two in a loop; on ps tasks or (0) alone."""
     scheme = TOGETHER[name]
     task, server = servers(num_ps) if num_ps else (None, None)
-    center = GlobalParameters(model.initial_parameters, max(1, num_ps), task and task.device_fn())
+    hp = scheme.hyperparameters(2, max(1, num_ps))
+    hp.num_workers = 1
+    if "learning_rates" in scheme.hp:
+        hp.learning_rates = [RATE]
+    pieces = {"num_ps": max(1, num_ps), "fragments": fragments_of(hp)}
+    center = GlobalParameters(model.initial_parameters, device_fn=task and task.device_fn(), **pieces)
     with tf.device(task and task.device):
         local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
-        hp = scheme.hyperparameters(2)
-        hp.num_workers = 1
-        if "learning_rates" in scheme.hp:
-            hp.learning_rates = [RATE]
         rule = load_scheme(scheme.folder, scheme.name)
         timed = timed_rounds(rule, center, local, hp, 2)
         built = [build_rounds(rule, center, local, hp, 2), timed, repeat_rounds(rule, center, local, hp, 1, 2)]
     session = initialized(center, local, target=server.target if server else "")
     session.run(center.waits(local).enter)
     steps = np.concatenate([session.run(rounds).steps for rounds in built])
-    assert steps.tolist() == [[i, i + 1] for i in range(6)]
+    updates = 6 * center.fragments
+    assert steps.tolist() == [[i, i + 1] for i in range(updates)]
     problem = Alone(model.initial_parameters, batches, hp)
     life = scheme.life(problem, 0)
-    while problem.version < 6:
+    while problem.version < updates:
         next(life)
     ours = session.run(center.read()[0])
     assert np.abs(problem.center - model.initial_parameters).max() > 0.01
@@ -436,14 +511,14 @@ def test_messages_of_a_round(model, graph, load_scheme, initialized, known_batch
     """One each way; to wait costs no message. Once a call, the steps, and whether it is over."""
     scheme, rounds = TOGETHER[name], 3
     task, server = servers(1)
-    center = GlobalParameters(model.initial_parameters, 1, task.device_fn())
+    hp = scheme.hyperparameters(2)
+    hp.num_workers, hp.learning_rates = 1, [RATE]
+    center = GlobalParameters(model.initial_parameters, 1, task.device_fn(), fragments=fragments_of(hp))
     with tf.device(task.device):
         local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
-        hp = scheme.hyperparameters(2)
-        hp.num_workers, hp.learning_rates = 1, [RATE]
         built = build_rounds(load_scheme(scheme.folder, scheme.name), center, local, hp, rounds)
     session = initialized(center, local, target=server.target)
     session.run(center.waits(local).enter)
-    sent = messages(session, built)
-    assert sent.count(("/job:worker", "/job:ps")) == rounds
-    assert sent.count(("/job:ps", "/job:worker")) == rounds + (1 if scheme.life is semi_synchronous else 2)
+    sent, exchanges = messages(session, built), rounds * center.fragments
+    assert sent.count(("/job:worker", "/job:ps")) == exchanges
+    assert sent.count(("/job:ps", "/job:worker")) == exchanges + (1 if scheme.life is semi_synchronous else 2)

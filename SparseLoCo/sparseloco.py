@@ -1,0 +1,55 @@
+"""SparseLoCo: DiLoCo that sends the largest of what has piled up, in 2 bits (Sarfi et al. 2025, https://arxiv.org/abs/2508.15706)."""
+
+from common import tf
+from common.flags import UserError, define_integer, define_number
+from common.main import main
+
+
+def sparseloco(center, local, hp):
+    """x ← x̃;  H local steps x ← AdamW(x, g(x));  E ← β E + (x̃ − x);  Δ̂ = Q(TopK(E));  E ← E − Δ̂;  x̃ ← x̃ − α (1/n) Σ_i Δ̂^i.
+
+    A worker sends only k of each chunk of values, the largest, and rounds them. What it has not sent stays in its E, and what
+    stays there shrinks by β a round. So E takes the part of the outer momentum, which there is none of.
+    AdamW is Adam whose weight decay is no part of the gradient, x ← x − η' λ x beside it. Its moments stay with the worker.
+
+    H is `hp.window`, η' `hp.local_learning_rate`, λ `hp.weight_decay`, β `hp.error_decay`, α `hp.learning_rate`, k `hp.top` of
+    `hp.chunk_size`; Q rounds to `hp.value_bits`, see `common.compression.pack_sparse`.
+    """
+    adam = tf.train.AdamOptimizer(hp.local_learning_rate)
+    sgd = tf.train.GradientDescentOptimizer(hp.learning_rate)
+    decay = hp.local_learning_rate * hp.weight_decay
+
+    def adamw(g):
+        with tf.control_dependencies([local.value.assign_sub(decay * local.value, read_value=False)]):
+            return local.apply(adam, g)
+
+    others, start, unsent = center.together(local), local.vector("start"), local.vector("unsent")
+    yield local.pull(center)  # x ← x̃
+    yield local.assign(start, local.value)  # which no one changes until all have come back
+    yield local.train(hp.window, adamw)  # x ← AdamW(x, g(x)), H times
+    yield local.assign(unsent, hp.error_decay * unsent + (start - local.value))  # E ← β E + (x̃ − x)
+    e = unsent.read_value()
+    sent = center.sparse(e, hp.chunk_size, hp.top, hp.value_bits)  # Δ̂ = Q(TopK(E))
+    # x̃ ← x̃ − α (1/n) Σ Δ̂;  E ← E − Δ̂
+    yield others.push(sgd, sent) + local.assign(unsent, e - sent.unpacked())
+    yield others.wait()  # until then
+
+
+def check(settings):
+    """Raises a `UserError` for flags that contradict each other."""
+    if settings.top > settings.chunk_size:
+        raise UserError(f"--top={settings.top} values of each chunk are more than the {settings.chunk_size} of --chunk_size")
+    if settings.compress != "none":
+        raise UserError(f"--compress={settings.compress} is for vectors that are sent whole: choose --top and --value_bits")
+    if 8 < settings.value_bits < 32:
+        raise UserError(f"--value_bits must be 2 to 8, or 32 for values as they are, not {settings.value_bits}")
+
+
+if __name__ == "__main__":
+    define_integer("chunk_size", 4096, "values of a chunk, of which --top are sent", least=1, most=2**22)
+    define_integer("top", 64, "values of each chunk that a worker sends, the largest", least=1, most=2**22)
+    define_integer("value_bits", 2, "bits of a value that is sent: 2 to 8, or 32 for a float32", least=2, most=32)
+    define_number("error_decay", 0.95, "β, the share of what was not sent that a worker keeps each round", least=0, most=1.0)
+    define_number("weight_decay", 0.1, "λ of AdamW", least=0)
+    define_number("local_learning_rate", 0.002, "η' of AdamW", above=0)
+    main(sparseloco, pace="together", optimizer_on="worker", check=check, epochs=60, batch_size=32, learning_rate=1, window=10)
