@@ -234,7 +234,7 @@ class Together:
             before = after = clocks.read()
             if local.index == 0:
                 newest = tf.reduce_max(tf.where(tf.equal(before, FINISHED), tf.zeros_like(before), before))
-                # It is still the turn of the same fragment.
+                # A worker that has sent a fragment goes on, and the next one counts; else it is the turn of the same one still.
                 newest += center.fragments
                 after = tf.where(tf.equal(before, FINISHED), before, tf.fill([local.num_workers], newest))
                 enter += [total.clear() for total in self._sums]

@@ -125,18 +125,21 @@ def test_a_worker_that_begins_anew_comes_into_step(place, initialized):
     np.testing.assert_array_equal(session.run(center.read()[0]), -np.ones(SIZE))
 
 
-def test_a_chief_that_comes_back_leaves_the_turn_as_it_was(place, initialized):
-    """What is on its way does not count any more, and nobody waits for ever."""
+def test_a_chief_that_comes_back_does_not_disturb_the_turns(place, initialized):
+    """What is on its way does not count any more; it is the turn of the fragment that the others send next, or have begun."""
     center, *workers = place(fragments=3, num_workers=2)
     steps = [build_steps(plain(), center, local, None) for local in workers]
     session = initialized(center, *workers)
     waits = [center.waits(local) for local in workers]
     for each in waits:
         session.run(each.enter)
+    clocks = waits[0]._clocks.read()
     at, updates = [0, 0], 0
     for turn in range(60):
         if turn in (7, 22):
+            newest = max(session.run(clocks))
             session.run(waits[0].enter)
+            assert session.run(clocks).tolist() == [newest + 3] * 2
             at[0] = 0
         for worker in 0, 1:
             step = steps[worker][at[worker]]
@@ -196,13 +199,15 @@ def test_pieces_of_a_fragment_lie_on_all_ps(place):
     assert [center.fragment(p) for p in range(3)] == [slice(0, 4), slice(4, 8), slice(8, 12)]
 
 
-@pytest.mark.parametrize("overlap, waits", [(0, 1.5), (1, 0.5), (2, 0), (4, 0)])
-def test_in_virtual_time_an_exchange_hides_behind_training(overlap, waits):
-    """A message takes half a second on its link and a quarter more to arrive; a local step takes one."""
+@pytest.mark.parametrize(
+    "overlap, latency, waits", [(0, 0.25, 1.5), (1, 0.25, 0.5), (2, 0.25, 0), (4, 0.25, 0), (1, 1.25, 2.5), (4, 1.25, 0)]
+)
+def test_in_virtual_time_an_exchange_hides_behind_training(overlap, latency, waits):
+    """A message takes half a second on its link, and the latency to arrive; a local step takes one second."""
     sends = [Action(local_steps=5 - overlap), Action(writes=True, up=100, fragment=0)]
     receives = [Action(reads=True, down=100, waits=True, is_early=True), Action()]
     actions = [*sends, *([Action(local_steps=overlap)] if overlap else []), *receives]
-    costs = Costs(step=1, latency=0.25, bandwidth_up=200, bandwidth_down=200)
+    costs = Costs(step=1, latency=latency, bandwidth_up=200, bandwidth_down=200)
     time = VirtualTime(actions, 3, costs, Waiting(quorum=3), spans_until=100)
     schedule = time.run(until=100)
     mixed = schedule.times[(schedule.steps == len(actions) - 1) & (schedule.workers == 1)]
