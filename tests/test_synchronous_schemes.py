@@ -224,7 +224,7 @@ class Scheme(NamedTuple):
 
 ON_WORKER = {"optimizer_on": "worker"}
 DIFFERENT = "Synchronous-SGD-different-learning-rates"
-SPARSE = {"chunk_size": 4, "top": 3, "value_bits": 2, "error_decay": 0.8, "learning_rate": 0.5}
+SPARSE = {"chunk_size": 4, "top": 2, "value_bits": 2, "error_decay": 0.8, "learning_rate": 1.0}
 SSP = Scheme("Semi-Synchronous-SGD", "semi_synchronous_sgd", semi_synchronous, {"staleness": 2, "issync": False})
 MEAN = {"slow_momentum": 0.0, "slow_learning_rate": 1.0, "weigh_by_samples": False, "local_learning_rate": None, **ON_WORKER}
 ADAMW = {"momentum": 0.5, "weight_decay": 0.3, "local_learning_rate": 0.1, **ON_WORKER}
