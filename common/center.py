@@ -13,7 +13,16 @@ from common.exact import Exact
 from common.flags import UserError
 from common.messages import AtUpdate, arrived, gradient_of, parts_of, tensors_of
 from common.schedules import factor_is
-from common.steps import Optimizers, Step, before_read, before_write, check_pieces, number_of_packed, worker
+from common.steps import (
+    Optimizers,
+    Step,
+    before_read,
+    before_read_ahead,
+    before_write,
+    check_pieces,
+    number_of_packed,
+    worker,
+)
 from common.together import Pace, Ring, Together
 
 
@@ -85,22 +94,28 @@ class GlobalParameters:
                 kept.append(tf.get_variable(f"state_{i}", initializer=feed, trainable=False, use_resource=True))
         return kept
 
-    def read(self, packed=False):
+    def read(self, packed=False, ahead=False):
         """Returns the present x̃ as one tensor `[size]`, and the global step, read on its ps just before. One message per ps.
+
+        With `ahead` the operations of the ps, too: a write comes after them, and nothing of the worker before them.
 
         Args:
           packed: whether it travels as `--compress_pull` says: for a worker's training, not for what is evaluated or saved.
+          ahead: whether it is for a later step.
         """
+        before_it = before_read_ahead if ahead else before_read
         # On its ps, as without a device the value would go to the worker and back.
-        with tf.device(self.step.device), tf.control_dependencies(None), tf.control_dependencies(before_read(self.step.device)):
+        with tf.device(self.step.device), tf.control_dependencies(None), tf.control_dependencies(before_it(self.step.device)):
             step = self.step.read_value()
         values, packed = [], packed and self.compression is not None and self.compression.pull != "none"
         for piece in self.pieces:
-            before = [*before_read(piece.device), *([step] if piece.device == self.step.device else [])]
-            place: Any = tf.device(piece.device) if packed else contextlib.nullcontext()
+            before = [*before_it(piece.device), *([step] if piece.device == self.step.device else [])]
+            # Without a device, what `read_value` returns is where it is used.
+            place: Any = tf.device(piece.device) if packed or ahead else contextlib.nullcontext()
             with tf.control_dependencies(None), tf.control_dependencies(before), place:
                 values.append(piece.read_value())
-        return joined([here for here, _ in self.packed(values)] if packed else values), step
+        whole = joined([here for here, _ in self.packed(values)] if packed else values)
+        return (whole, step, [step.op, *(value.op for value in values)]) if ahead else (whole, step)
 
     def packed(self, values):
         """Packs pieces of x̃, each on its ps, as `--compress_pull` says; returns pairs: what the worker gets, here and there."""

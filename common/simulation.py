@@ -600,6 +600,7 @@ def _actions(steps, windows, messages):
             writes=step.updated is not None,
             waits=step.may_go_on is not None,
             ticks=any(word == "tick" for _, word in step.done),
+            ahead=step.ahead is not None,
         )
         for step, window, (up, down) in zip(steps, windows, messages, strict=True)
     ]

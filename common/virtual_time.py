@@ -24,6 +24,7 @@ class Action(NamedTuple):
       reads, writes: whether it reads x̃, changes x̃.
       up, down: bytes that it sends to the ps, and that the ps send to the worker.
       waits, ticks: whether it waits for other workers; whether it moves the clock of this one (`center.pace`).
+      ahead: whether it reads x̃ for the next step of this kind, and takes what that one before has read.
     """
 
     local_steps: int = 0
@@ -33,6 +34,7 @@ class Action(NamedTuple):
     down: int = 0
     waits: bool = False
     ticks: bool = False
+    ahead: bool = False
 
     @property
     def is_at_ps(self):

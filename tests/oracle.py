@@ -23,7 +23,8 @@ class Problem:
         self.batches, self.hp = batches, hp
         self.version, self.log = 0, []  # number of updates; of each its worker, its staleness and the version after it
         self.dropped = []  # of each gradient that is thrown away its worker, and the version
-        self.own = [0, 0]  # updates by each worker since its pull
+        self.own = [0, 0]  # updates by each worker that its x lacks
+        self._ahead = [(self.center, 0)] * 2  # with hp.overlap, x̃ and its version at the pull of each before
         self.slots = np.full(4, 0.1)  # of Adagrad, which begins there in TensorFlow
         self.mean_square = np.zeros(4)
         self._used = [0, 0]
@@ -53,9 +54,13 @@ class Problem:
         return gradients
 
     def pull(self, worker):
-        """Returns x̃ and its version."""
-        self.own[worker], self._known[worker] = 0, self.version
-        return self.center, self.version
+        """Returns x̃ and its version; with hp.overlap as they were at this worker's pull before, at first those of the start."""
+        found = self.center, self.version
+        if getattr(self.hp, "overlap", False):
+            found, self._ahead[worker] = self._ahead[worker], found
+        self._known[worker] = found[1]
+        self.own[worker] = sum(by == worker and version > found[1] for by, _, version in self.log)
+        return found
 
     def update(self, worker, pulled, change):
         """x̃ ← x̃ + change."""

@@ -163,8 +163,10 @@ class Scheme(NamedTuple):
 
 SCHEMES = {
     "HogWild": Scheme("HogWild", "hogwild", hogwild),
+    "HogWild, overlap": Scheme("HogWild", "hogwild", hogwild, hp={"overlap": True}),
     "DOWNPOUR-Easy": Scheme("DOWNPOUR-Easy", "downpour_easy", downpour_easy),
     "DOWNPOUR": Scheme("DOWNPOUR", "downpour", downpour, hp={"n_fetch": None}),
+    "DOWNPOUR, overlap": Scheme("DOWNPOUR", "downpour", downpour, hp={"n_fetch": None, "overlap": True}),
     "AGN": Scheme("AGN", "agn", agn),
     "Dynamic-SGD": Scheme("Dynamic-SGD", "dynamic_sgd", dynamic_sgd),
     "Ringmaster-ASGD": Scheme("Ringmaster-ASGD", "ringmaster_asgd", ringmaster_asgd, hp={"staleness_threshold": 1.0}),
@@ -180,6 +182,8 @@ INTERVALS = {
     "fetches seldom": (2, Scheme("DOWNPOUR", "downpour", downpour, steps=5, hp={"n_fetch": 4})),
     "pushes seldom": (4, Scheme("DOWNPOUR", "downpour", downpour, steps=5, hp={"n_fetch": 2})),
     "neither divides the other": (2, Scheme("DOWNPOUR", "downpour", downpour, steps=9, hp={"n_fetch": 3})),
+    "pushes seldom, overlap": (4, Scheme("DOWNPOUR", "downpour", downpour, steps=5, hp={"n_fetch": 2, "overlap": True})),
+    "neither, overlap": (2, Scheme("DOWNPOUR", "downpour", downpour, steps=9, hp={"n_fetch": 3, "overlap": True})),
 }
 
 
