@@ -38,7 +38,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3, help="runs of each scheme on each network (default: 3)")
     parser.add_argument("--seconds", type=float, default=15, help="of training in each (default: 15)")
-    parser.add_argument("--overlap", action="store_true", help="compare schemes with their flag --overlap on the links of 20 ms")
+    parser.add_argument("--overlap", action="store_true", help="only: what --overlap does on the links of 20 ms")
     options = parser.parse_args()
     if options.rounds < 1 or options.seconds <= 0:
         parser.error("--rounds must be at least 1, and --seconds greater than 0")

@@ -147,7 +147,7 @@ def before_read(device):
 
 
 def before_read_ahead(device):
-    """Returns the operations that must end before a read on this device for a later step: earlier ones there, and all that block.
+    """Returns the operations that must end before a read on this device for a later step: earlier ones there, all that block.
 
     Not those of the worker: it goes on meanwhile. It has sent what is on the ps before.
     """
@@ -555,9 +555,8 @@ class _Chain:
     def _add(self, step, round):
         self._losses += step.losses
         if step.pulled is not None:
-            # x is older than the updates that this worker has made since it was read ahead.
-            own = 0 if step.ahead is None else self._own_since_ahead
-            self._pulled, self._own_updates, self.there = step.pulled, own, []
+            lacking = 0 if step.ahead is None else self._own_since_ahead  # x was read before this worker made them
+            self._pulled, self._own_updates, self.there = step.pulled, lacking, []
         if step.ahead is not None:
             self._ahead = round.ahead = step.ahead
             self._own_since_ahead = 0
@@ -655,6 +654,8 @@ def _check_round(scheme, steps):
                 "`local.compare(center)`, before that"
             )
     if any(step.ahead for step in steps) and any(step.step_before is not None for step in steps):
-        raise UserError(f"{name} pulls ahead, with `local.pull(center, ahead=True)`: that is for workers which push alone, by center.push")
+        raise UserError(
+            f"{name} pulls ahead of an update of several workers: `local.pull(center, ahead=True)` is for those that push alone"
+        )
     if len({step.step_before is None for step in steps if step.updated is not None}) > 1:
         raise UserError(f"{name} both pushes alone and takes part in updates of several workers: a round does one of these")

@@ -4,9 +4,12 @@ The walk of a scheme is a generator `walk(problem, i)`: the life of worker i, wr
 worker may do its steps.
 """
 
+from typing import Any
+
 import numpy as np
 
-from common import notebook
+from common import notebook, tf
+from common.steps import is_on_ps
 
 RATE = 0.05  # step size of SGD, on worker and ps
 
@@ -68,6 +71,28 @@ class Problem:
         self.version += 1
         self.log.append((worker, self.version - 1 - pulled - self.own[worker], self.version))
         self.own[worker] += 1
+
+
+def messages_in_a_row(fetches):
+    """Returns how many messages between worker and ps have to come one after the other: the longest way through the graph."""
+    longest: dict[Any, int] = {}
+
+    def way(op):
+        todo = [op]
+        while todo:
+            before = [tensor.op for tensor in todo[-1].inputs] + list(todo[-1].control_inputs)
+            if new := [other for other in before if other not in longest]:
+                todo += new
+                continue
+            op = todo.pop()
+            there = [longest[other] + (is_on_ps(place(other)) != is_on_ps(place(op))) for other in before]
+            longest[op] = max(there, default=0)
+        return longest[op]
+
+    def place(op):  # what uses a variable runs where that is
+        return next((tensor.op for tensor in op.inputs if tensor.dtype == tf.resource), op)
+
+    return max(way(getattr(each, "op", each)) for each in tf.nest.flatten(fetches))
 
 
 def messages(session, fetches):
