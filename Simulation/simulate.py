@@ -289,9 +289,7 @@ class Run:
         )
         if any(action.ahead for action in engine.actions):
             engine.close()
-            raise UserError(
-                f"{self._folder.name} pulls ahead, and the simulator knows only pulls that a worker waits for: leave out --overlap"
-            )
+            raise UserError(f"{self._folder.name} pulls ahead, which the simulator does not know: leave out --overlap")
         return engine
 
     def _last_of(self, gradients):
