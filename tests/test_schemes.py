@@ -407,7 +407,7 @@ def test_overlap_is_one_round_staler(model, walk, batches):
 
 
 @pytest.mark.parametrize("num_ps", [1, 2])
-@pytest.mark.parametrize("name", ["HogWild", "DOWNPOUR"])
+@pytest.mark.parametrize("name", ["HogWild", "DOWNPOUR", "pushes seldom"])
 def test_overlap_waits_for_half_as_many_messages(model, graph, load_scheme, known_batches, batches, servers, name, num_ps):
     """Of ten rounds in a call: without it each waits for a pull and a push, with it two rounds do."""
     task, _ = servers(num_ps)
@@ -416,10 +416,11 @@ def test_overlap_waits_for_half_as_many_messages(model, graph, load_scheme, know
         local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
         rows = {}
         for kind in "", ", overlap":
-            scheme = SCHEMES[name + kind]
+            window, scheme = INTERVALS.get(name + kind) or (1, SCHEMES[name + kind])
             rule = load_scheme(scheme.folder, scheme.name)
-            rows[kind] = messages_in_a_row(build_rounds(rule, center, local, scheme.hyperparameters(1), 10))
-    assert rows[""] == 2 * 10 and rows[", overlap"] == 10
+            rows[kind] = messages_in_a_row(build_rounds(rule, center, local, scheme.hyperparameters(window), 10))
+    a_round = 4 if name == "pushes seldom" else 2  # two pulls, one of them after a training
+    assert rows == {"": a_round * 10, ", overlap": a_round * 5}
 
 
 @pytest.mark.parametrize("num_ps", [0, 1, 2])
