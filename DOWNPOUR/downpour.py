@@ -3,7 +3,7 @@
 import math
 
 from common import tf
-from common.flags import UserError, define_alias, define_integer
+from common.flags import UserError, define_alias, define_integer, define_overlap
 from common.main import main
 
 
@@ -14,6 +14,8 @@ def downpour(center, local, hp):
     Adagrad is  s ← s + g²;  x ← x − η g/√s,  element by element: the worker has slots s of its own for its g, the ps has
     slots for the a of all workers. In the paper's pseudocode the worker's steps are plain SGD; Adagrad there is this
     collection's reading. n_push is `hp.window`, n_fetch `hp.n_fetch` or else the same, η `hp.learning_rate`.
+
+    With `hp.overlap` each fetch is made while the steps before it run: x ← x̃ as it was at the fetch before.
 
     A round is the least number of steps after which both intervals begin anew.
     """
@@ -27,7 +29,7 @@ def downpour(center, local, hp):
     step = 0
     while step < steps:
         if step % n_fetch == 0:
-            yield local.pull(center)  # x ← x̃
+            yield local.pull(center, ahead=getattr(hp, "overlap", False))  # x ← x̃
         few = min(n_fetch - step % n_fetch, n_push - step % n_push)  # steps until there is something to fetch or to push
         yield local.train(few, adagrad, accumulate=step % n_push > 0)  # x ← Adagrad(x, g);  a ← a + g
         step += few
@@ -38,4 +40,5 @@ def downpour(center, local, hp):
 if __name__ == "__main__":
     define_alias("n_push", "window")
     define_integer("n_fetch", None, "local steps between pulls of the global parameters (default: --n_push)", least=1)
+    define_overlap()
     main(downpour, epochs=60, batch_size=32, learning_rate=0.1, window=5)

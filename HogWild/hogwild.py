@@ -5,6 +5,7 @@ hogwild_threads.py.
 """
 
 from common import tf
+from common.flags import define_overlap
 from common.main import main
 
 
@@ -16,12 +17,16 @@ def hogwild(center, local, hp):
     another worker's push, and others from after it.
 
     η is `hp.learning_rate`. With `hp.window` T > 1, g is the sum of the gradients along T local steps of SGD.
+
+    With `hp.overlap` the pull of the next round is made while this one trains: x is x̃ of one round ago, without what this
+    worker has pushed since, and the worker doesn't wait for the wire.
     """
     sgd = tf.train.GradientDescentOptimizer(hp.learning_rate)
-    yield local.pull(center)  # x ← x̃
+    yield local.pull(center, ahead=getattr(hp, "overlap", False))  # x ← x̃
     yield local.train(hp.window, sgd)  # g(x)
     yield center.push(sgd, local.gradient)  # x̃ ← x̃ − η g(x)
 
 
 if __name__ == "__main__":
+    define_overlap()
     main(hogwild, epochs=60, batch_size=32, learning_rate=0.1)

@@ -280,7 +280,7 @@ class Run:
         compression = compression_of(settings)
         messages = simulation.messages_of(scheme, settings, self.model, shards, settings.num_ps, compression)
         messages = [[round(scale * size) for size in each] for each in messages]
-        return simulation.Engine(
+        engine = simulation.Engine(
             *(scheme, settings, self.model, shards, settings.num_ps),
             schedule=schedule_of(settings),
             last_of=self._last_of,
@@ -288,6 +288,10 @@ class Run:
             compression=compression,
             messages=messages,
         )
+        if any(action.ahead for action in engine.actions):
+            engine.close()
+            raise UserError(f"{self._folder.name} pulls ahead, which the simulator does not know: leave out --overlap")
+        return engine
 
     def _last_of(self, gradients):
         return self._training.last_step(self.settings, self._dataset.num_samples, gradients)

@@ -108,13 +108,14 @@ class GlobalParameters:
                 kept.append(tf.get_variable(f"state_{i}", initializer=feed, trainable=False, use_resource=True))
         return kept
 
-    def read(self, packed=False, fragment=None, before=before_read):
+    def read(self, packed=False, fragment=None, before=before_read, tell=False):
         """Returns the present x̃ as one tensor `[size]`, and the global step, read on its ps just before. One message per ps.
 
         Args:
           packed: whether it travels as `--compress_pull` says: for a worker's training, not for what is evaluated or saved.
           fragment: the number of one, to read no more than that; None for all.
           before: function of a device that returns what must end before a read there.
+          tell: whether to return, as a third, the operations of the ps, for what has to come after them.
         """
         # On its ps, as without a device the value would go to the worker and back.
         with tf.device(self.step.device), tf.control_dependencies(None), tf.control_dependencies(before(self.step.device)):
@@ -123,10 +124,12 @@ class GlobalParameters:
         pieces = self.pieces if fragment is None else [self.pieces[i] for i in self.numbers(fragment)]
         for piece in pieces:
             first = [*before(piece.device), *([step] if piece.device == self.step.device else [])]
-            place: Any = tf.device(piece.device) if packed else contextlib.nullcontext()
+            # Without a device, what `read_value` returns is where it is used.
+            place: Any = tf.device(piece.device) if packed or tell else contextlib.nullcontext()
             with tf.control_dependencies(None), tf.control_dependencies(first), place:
                 values.append(piece.read_value())
-        return joined([here for here, _ in self.packed(values, pieces)] if packed else values), step
+        whole = joined([here for here, _ in self.packed(values, pieces)] if packed else values)
+        return (whole, step, [step.op, *(value.op for value in values)]) if tell else (whole, step)
 
     def packed(self, values, pieces=None):
         """Packs pieces of x̃, each on its ps, as `--compress_pull` says; returns pairs: what the worker gets, here and there."""

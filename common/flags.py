@@ -170,6 +170,12 @@ def define_isolation(flag_values=flags.FLAGS):
     flags.DEFINE_bool("require_isolation", False, "end, rather than run the tasks in the machine's network", flag_values)
 
 
+def define_overlap(flag_values=flags.FLAGS):
+    """Defines the flag --overlap of schemes that can pull ahead, see `common.local.LocalParameters.pull`."""
+    text = "pull the parameters of the next round while this one trains: less waiting for slow links, but a round staler"
+    flags.DEFINE_bool("overlap", False, text, flag_values)
+
+
 _aliases: dict[str, str] = {}
 
 

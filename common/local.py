@@ -9,7 +9,17 @@ from common import tf
 from common.batches import assign_part, local_variable
 from common.flags import UserError
 from common.schedules import factor_is
-from common.steps import Optimizers, Step, before_local, spent
+from common.steps import (
+    Optimizers,
+    ReadAhead,
+    Step,
+    before_early_read,
+    before_local,
+    is_call,
+    outside_of_rounds,
+    read_ahead,
+    spent,
+)
 
 STATE_SAMPLES = 2000  # with so many the moving means of a model are estimated anew, where it is evaluated
 
@@ -75,6 +85,7 @@ class LocalParameters:
         self.copies: set[str] = set()
         self._counters: dict[str, Any] = {}
         self.dynamic: Any = None
+        self._read_ahead: tuple[Any, ...] = ()
         self.decay = None
         self.optimizers = Optimizers()
         self.windows = 0
@@ -160,10 +171,46 @@ class LocalParameters:
             raise UserError("local.difference is what `local.compare(center)` finds: yield that before")
         return self.vector("difference")
 
-    def pull(self, center):
-        """x ← x̃. One message from each ps."""
+    def pull(self, center, ahead=False):
+        """x ← x̃. One message from each ps.
+
+        Args:
+          center: the `common.center.GlobalParameters`.
+          ahead: x ← x̃ as it was at the pull before, which has read it for this one; and this one reads it for the next. So the
+            worker goes on while x̃ is on its way, and x lacks what it has pushed since the pull before. At first x is x̃.
+        """
+        if ahead:
+            return self._pull_ahead(center)
         value, step = center.read(packed=True)
         return Step((self.value.assign(value, read_value=False), *self.note(step)), pulled=step)
+
+    def _pull_ahead(self, center):
+        if not self._read_ahead:
+            with outside_of_rounds(), tf.variable_scope(self.name):
+                value, step = center.read()
+                own = tf.zeros([], tf.int64)
+                firsts = {"ahead": value, "ahead_step": step, "own_since_ahead": own}
+                self._read_ahead = tuple(local_variable(name, first) for name, first in firsts.items())
+        value, step, own = self._read_ahead
+        if (before := read_ahead()) is not None:  # in this call
+            x = before.value
+            at = pulled = before.step
+            changed = [self.value.assign(x, read_value=False)]
+        else:
+            x, at = value.read_value(), step.read_value()
+            pulled = at + own.read_value()
+            with tf.control_dependencies([pulled]):
+                changed = [self.value.assign(x, read_value=False)]
+        changed += self.note(at)
+        x, at, on_ps = center.read(packed=True, before=before_early_read, tell=True)
+
+        def keep(own_updates):
+            variables = (value, x), (step, at), (own, own_updates)
+            return [variable.assign(new, read_value=False) for variable, new in variables]
+
+        with tf.control_dependencies(changed):
+            kept = [] if is_call() else keep(0)
+        return Step((*changed, *on_ps, *kept), pulled=pulled, ahead=ReadAhead(x, at, keep))
 
     def compare(self, center):
         """d ← x − x̃, which is in `difference` afterwards. One message from each ps."""

@@ -61,7 +61,8 @@ class Replay:
         self.losses: list[tuple[int, float]] = []
         self._turns, self._is_together = Turns(num_workers, self._engine.waiting), self._engine.waiting.quorum is not None
         self._next, self._known = [0] * num_workers, [0] * num_workers
-        self._own = [0] * num_workers  # updates since the pull
+        self._own = [0] * num_workers  # updates that x lacks
+        self._own_since = [0] * num_workers  # updates since it has read ahead
         self._read = [0] * num_workers  # the global step at which each begins its pull
         self._times = [(0.0, i) for i in range(num_workers)]
         self._waiting: list[int] = []
@@ -122,7 +123,9 @@ class Replay:
         for at, worker, pulled, updated, step_before, loss in zip(steps, workers, *columns, strict=True):
             action = self.actions[at]
             if action.reads:
-                self._known[worker], self._own[worker] = pulled, 0
+                self._known[worker], self._own[worker] = pulled, self._own_since[worker] if action.ahead else 0
+                if action.ahead:
+                    self._own_since[worker] = 0
             if action.local_steps:
                 self.losses.append((worker, loss))
             if action.writes:
@@ -137,6 +140,7 @@ class Replay:
         else:
             self.updates.append(Update(worker, known, updated, updated - 1 - known - self._own[worker]))
             self._own[worker] += 1
+            self._own_since[worker] += 1
 
     def run(self, updates, duration=lambda worker: 1.0):
         """Lets all workers run at their own pace until there are so many more updates, all in one call of the session.

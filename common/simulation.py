@@ -610,6 +610,7 @@ def _actions(steps, windows, messages):
             ticks=any(word == "tick" for _, word in step.done),
             fragment=next((int(word.split()[1]) for _, word in step.done if word.startswith("send")), None),
             is_early=any(word.startswith("receive") for _, word in step.done),
+            ahead=step.ahead is not None,
         )
         for step, window, (up, down) in zip(steps, windows, messages, strict=True)
     ]

@@ -29,6 +29,7 @@ class Step:
       step_before: the newest update that the worker knew of before its own. None: the one that it pulled, and its own since.
       training_ended: whether another worker has ended the training; None if the step does not ask.
       may_go_on: whether this step would end at once; None if it never waits.
+      ahead: what this step has read for the next of its kind, a `ReadAhead`; None if it has read nothing ahead.
       done: pairs (object, word), as (pace, "tick"). The object's `check_round` gets the words of a round.
     """
 
@@ -39,6 +40,7 @@ class Step:
     step_before: Any = None
     training_ended: Any = None
     may_go_on: Any = None
+    ahead: Any = None
     done: tuple = ()
 
     @property
@@ -81,6 +83,14 @@ class Step:
         return {name: value for name, value in found.items() if value is not None}
 
 
+class ReadAhead(NamedTuple):
+    """x̃ as a step has read it for a later one, which alone waits until it has arrived."""
+
+    value: Any  # a tensor `[size]` on the worker
+    step: Any  # the global step at which it was read, an int64 scalar on the ps
+    keep: Any  # function of how many updates this worker has made since: operations after which another call finds it
+
+
 class Rounds(NamedTuple):
     """Some rounds of a scheme as one call of a session: what to fetch."""
 
@@ -109,6 +119,8 @@ class _Round:
         self.timer: _Timer | None = None  # of a round that is timed
         self.optimizers: dict[int, list[Any]] = {}
         self.made: list[Step] = []
+        self.is_call = False  # whether all its steps are one call
+        self.ahead: ReadAhead | None = None  # of an earlier step of the call
 
 
 _round: contextvars.ContextVar[_Round | None] = contextvars.ContextVar("_round", default=None)
@@ -163,6 +175,25 @@ def before_all():
     return list(round.operations) if round else []
 
 
+def is_call():
+    """Returns whether the step that is being built is part of a call of several."""
+    round = _round.get()
+    return bool(round and round.is_call)
+
+
+def read_ahead():
+    """Returns the `ReadAhead` of an earlier step of this call; None if there is none."""
+    round = _round.get()
+    return round.ahead if round else None
+
+
+@contextlib.contextmanager
+def outside_of_rounds():
+    """What is built in this context comes after no step, as the first value of a variable."""
+    with _building(None), tf.control_dependencies(None):
+        yield
+
+
 def worker():
     """Returns the `common.local.LocalParameters` of the worker whose round is being built; None outside of rounds."""
     round = _round.get()
@@ -214,6 +245,7 @@ class _Timer:
         there = [op for op in step.operations if is_on_ps(op)]
         here = [op for op in step.operations if not is_on_ps(op)]
         # A round that begins with a read begins when the ps is ready for it. That is noted, too, before the worker goes on.
+        self._looks_at_ps = self._looks_at_ps and step.ahead is None
         looks, self._looks_at_ps = self._looks_at_ps, self._looks_at_ps and not here and step.part != "train"
         ended = self._stamp(here, [self._begin[1].op] if looks and step.part != "train" else []) if here else None
         self._steps.append((step, ended, self._stamp(there) if there else None))
@@ -250,10 +282,11 @@ class _Timer:
         """Returns {part: seconds}, float64 scalars.
 
         The worker waits for what it has sent to a ps when it reads from there; so until then what the ps do costs no time.
+        A step that reads ahead waits for nothing but what was read ahead before.
         """
         found: dict[str, Any] = {step.part: tf.constant(0.0, tf.float64) for step, _, _ in self._steps}
         now, then = self._begin
-        begins_with_read = self._steps[0][0].part != "train"
+        begins_with_read = self._steps[0][0].part != "train" and self._steps[0][0].ahead is None
         now = tf.maximum(now, then) if begins_with_read else now
         on_their_way = [] if begins_with_read else [("push", then)]
 
@@ -263,11 +296,11 @@ class _Timer:
             now = tf.maximum(end, now)
 
         for step, here, there in self._steps:
-            if step.pulled is not None:
+            if step.pulled is not None and step.ahead is None:
                 for part, end in on_their_way:
                     until(part, tf.minimum(end, here))
                 on_their_way = []
-            elif there is not None:
+            elif there is not None and step.pulled is None:
                 on_their_way.append(("push" if step.part == "train" else step.part, there))
             if here is not None:
                 until(step.part, here)
@@ -399,6 +432,7 @@ def build_rounds(scheme, center, local, hp, rounds=1):
     """
     chain = _Chain([], [])
     chain.add(scheme, center, local, hp, rounds)
+    chain.end()
     ended = _or_nothing(chain.training_ended)
     counted = _counted(center, local, chain.here, chain.ended_on(center.step.device))
     return Rounds(chain.here + chain.there, chain.loss(), chain.steps(), ended, local_steps=counted)
@@ -417,6 +451,7 @@ def timed_rounds(scheme, center, local, hp, rounds):
     chain.timer = _Timer(chain.here, chain.there)
     chain.here = [chain.timer.begin]
     chain.add(scheme, center, local, hp, 1)
+    chain.end()
     ended, seconds = _or_nothing(chain.training_ended), chain.timer.seconds()
     counted = _counted(center, local, chain.here, chain.ended_on(center.step.device))
     return Rounds(chain.here + chain.there, chain.loss(), chain.steps(), ended, seconds, counted)
@@ -450,6 +485,7 @@ def repeat_rounds(scheme, center, local, hp, rounds, times):
     def body(t, ended, here, there, loss, steps):
         chain = _Chain([here.op], [token.op for token in there])
         chain.add(scheme, center, local, hp, rounds)
+        chain.end()
         mean_loss, more = chain.loss(), chain.steps()
         with tf.control_dependencies(chain.here):
             here = tf.identity(here)
@@ -505,11 +541,13 @@ class _Chain:
         self._pulled: Any = None
         self._last: Any = None
         self._own_updates = 0
+        self._ahead: ReadAhead | None = None
+        self._own_since_ahead = 0
 
     def add(self, scheme, center, local, hp, rounds):
         """Adds so many rounds."""
         round = _Round(self.here, self.there, self._blocking, local)
-        round.timer = self.timer
+        round.timer, round.is_call, round.ahead = self.timer, True, self._ahead
         for i in range(rounds):
             made = _variables()
             round.optimizers, round.num_packed, steps, generator = {}, 0, [], scheme(center, local, hp)
@@ -530,13 +568,18 @@ class _Chain:
     def _add(self, step, round):
         self._losses += step.losses
         if step.pulled is not None:
-            self._pulled, self._own_updates, self.there = step.pulled, 0, []
+            lacking = 0 if step.ahead is None else self._own_since_ahead  # x was read before this worker made them
+            self._pulled, self._own_updates, self.there = step.pulled, lacking, []
+        if step.ahead is not None:
+            self._ahead = round.ahead = step.ahead
+            self._own_since_ahead = 0
         if step.updated is not None and (step.step_before is not None or self._pulled is not None):  # else it is refused
             self._last = step.updated
             with tf.device(step.updated.device):
                 before = self._pulled + self._own_updates if step.step_before is None else step.step_before
                 self._updates.append(tf.reshape(tf.stack([before, step.updated], axis=-1), [-1, 2]))
             self._own_updates += 1
+            self._own_since_ahead += 1
         if step.training_ended is not None:
             self.training_ended = step.training_ended
         on_ps = [op for op in step.operations if is_on_ps(op)]
@@ -548,6 +591,12 @@ class _Chain:
         round.operations = self.there if on_ps else self.here + self.there
         if step.may_go_on is not None:
             round.blocking += step.operations
+
+    def end(self):
+        """No more rounds: what was read ahead is kept for the next call."""
+        if self._ahead is not None:
+            with tf.control_dependencies(self.here):
+                self.here = [*self.here, *self._ahead.keep(self._own_since_ahead)]
 
     def ended_on(self, device):
         """Returns the operations that must end before the next round begins on a ps: those there, and all that block."""
@@ -619,5 +668,9 @@ def _check_round(scheme, steps):
                 f"{name} changes the global parameters before it has read them: a round needs a `yield local.pull(center)`, or "
                 "`local.compare(center)`, before that"
             )
+    if any(step.ahead for step in steps) and any(step.step_before is not None for step in steps):
+        raise UserError(
+            f"{name} pulls ahead of an update of several workers: `local.pull(center, ahead=True)` is for those that push alone"
+        )
     if len({step.step_before is None for step in steps if step.updated is not None}) > 1:
         raise UserError(f"{name} both pushes alone and takes part in updates of several workers: a round does one of these")

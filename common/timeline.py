@@ -62,6 +62,7 @@ def spans(scheme, hp, seconds=(1.0, 1.2, 1.7), message=0.6, until=20.0):
     found: list[Span] = []
     waiting: dict[int, float] = {}
     latest = [0] * n  # of each worker, the number of its last span
+    there = [0.0] * n  # when what each worker has read ahead is there
     heap: list[tuple] = []  # (end of what it does, its begin, worker)
 
     def begin(worker, now):
@@ -73,6 +74,8 @@ def spans(scheme, hp, seconds=(1.0, 1.2, 1.7), message=0.6, until=20.0):
             waiting[worker] = now
             return
         takes = steps * seconds[worker] if part == "train" else message if part and part != "wait" else 0.0
+        if action.ahead:
+            takes, there[worker] = max(0.0, there[worker] - now), now + message
         if takes:
             latest[worker] = len(found)
             found.append(Span(worker, part, now, now + takes, steps))

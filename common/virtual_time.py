@@ -26,6 +26,7 @@ class Action(NamedTuple):
       waits, ticks: whether it waits for other workers; whether it moves the clock of this one (`center.pace`).
       fragment: of a `send`, which fragment of x̃ it is for.
       is_early: of a read, whether the ps begins with it as soon as it can, without a word from the worker (`receive`).
+      ahead: whether it reads x̃ for the next step of this kind, and takes what that one before has read.
     """
 
     local_steps: int = 0
@@ -37,6 +38,7 @@ class Action(NamedTuple):
     ticks: bool = False
     fragment: int | None = None
     is_early: bool = False
+    ahead: bool = False
 
     @property
     def is_at_ps(self):

@@ -5,10 +5,12 @@ worker may do its steps.
 """
 
 import math
+from typing import Any
 
 import numpy as np
 
-from common import notebook
+from common import notebook, tf
+from common.steps import is_on_ps
 
 RATE = 0.05  # step size of SGD, on worker and ps
 
@@ -25,7 +27,8 @@ class Problem:
         self.batches, self.hp = batches, hp
         self.version, self.log = 0, []  # number of updates; of each its worker, its staleness and the version after it
         self.dropped = []  # of each gradient that is thrown away its worker, and the version
-        self.own = [0, 0]  # updates by each worker since its pull
+        self.own = [0, 0]  # updates by each worker that its x lacks
+        self._ahead = [(self.center, 0)] * 2  # with hp.overlap, x̃ and its version at the pull of each before
         self.slots = np.full(4, 0.1)  # of Adagrad, which begins there in TensorFlow
         self.mean_square = np.zeros(4)
         self.momentum, self.sum = np.zeros(4), np.zeros(4)
@@ -56,9 +59,13 @@ class Problem:
         return gradients
 
     def pull(self, worker):
-        """Returns x̃ and its version."""
-        self.own[worker], self._known[worker] = 0, self.version
-        return self.center, self.version
+        """Returns x̃ and its version; with hp.overlap as they were at this worker's pull before, at first those of the start."""
+        found = self.center, self.version
+        if getattr(self.hp, "overlap", False):
+            found, self._ahead[worker] = self._ahead[worker], found
+        self._known[worker] = found[1]
+        self.own[worker] = sum(by == worker and version > found[1] for by, _, version in self.log)
+        return found
 
     def update(self, worker, pulled, change):
         """x̃ ← x̃ + change."""
@@ -80,6 +87,28 @@ class Adam:
         self._m, self._v = 0.9 * self._m + 0.1 * g, 0.999 * self._v + 0.001 * g**2
         corrected = rate * np.sqrt(1 - 0.999**self._steps) / (1 - 0.9**self._steps)
         return -corrected * self._m / (np.sqrt(self._v) + 1e-8)
+
+
+def messages_in_a_row(fetches):
+    """Returns how many messages between worker and ps have to come one after the other: the longest way through the graph."""
+    longest: dict[Any, int] = {}
+
+    def way(op):
+        todo = [op]
+        while todo:
+            before = [tensor.op for tensor in todo[-1].inputs] + list(todo[-1].control_inputs)
+            if new := [other for other in before if other not in longest]:
+                todo += new
+                continue
+            op = todo.pop()
+            there = [longest[other] + (is_on_ps(place(other)) != is_on_ps(place(op))) for other in before]
+            longest[op] = max(there, default=0)
+        return longest[op]
+
+    def place(op):  # what uses a variable runs where that is
+        return next((tensor.op for tensor in op.inputs if tensor.dtype == tf.resource), op)
+
+    return max(way(getattr(each, "op", each)) for each in tf.nest.flatten(fetches))
 
 
 def messages(session, fetches):

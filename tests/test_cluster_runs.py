@@ -84,7 +84,7 @@ def test_one_ps_and_two_workers_learn_the_digits(run_dir):
     assert result["test_accuracy"] >= 0.95
     assert result["samples_per_second"] > 0 and 0 < result["train_seconds"] < result["wall_seconds"]
     assert (result["scheme"], result["num_ps"], result["num_workers"], result["restarts"]) == ("HogWild", 1, 2, 0)
-    assert result["flags_of_scheme"] == {}  # none of TensorFlow's either
+    assert result["flags_of_scheme"] == {"overlap": False}  # none of TensorFlow's either
     # 60 epochs of 1,438 samples in batches of 32; a worker may be in the middle of a call, 10 rounds, at the last one
     assert 2697 <= result["global_steps"] < 2697 + 2 * 10
     # no update is lost or counted twice
@@ -114,6 +114,14 @@ def test_two_runs_at_once(run_dir, tmp_path):
     finish(other)
     for folder in (run_dir, other_dir):
         assert updates_in_metrics(folder) == result_of(folder)["global_steps"]
+
+
+def test_overlap(run_dir):
+    run(run_dir, "--overlap", "--num_ps=2")
+    result = result_of(run_dir)
+    assert result["test_accuracy"] >= 0.95
+    assert result["flags_of_scheme"] == {"overlap": True}
+    assert updates_in_metrics(run_dir) == result["global_steps"] == result["samples"] / 32
 
 
 def test_windows_and_steps(run_dir):

@@ -373,6 +373,28 @@ def test_rounds_unrolled_or_in_a_loop(model, graph, initialized, known_batches, 
     assert np.abs(session.run(center.read()[0]) - problem.center).max() < 1e-5 * np.abs(problem.center).max()
 
 
+def test_what_is_pulled_ahead_is_packed(graph, model, initialized, known_batches, batches, load_scheme, servers, replay):
+    """In calls of several rounds as step by step."""
+    compression = Compression(pull="int8")
+    ours, hp = replay("HogWild", compression, num_ps=2, overlap=True)
+    task, server = servers(2)
+    center = GlobalParameters(model.initial_parameters, 2, task.device_fn(), compression=compression)
+    with tf.device(task.device):
+        local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
+        rounds = build_rounds(load_scheme("HogWild", "hogwild"), center, local, hp, 3)
+    session = initialized(center, local, target=server.target)
+    for _ in range(2):
+        session.run(rounds)
+    for _ in range(3 * 6):
+        ours.step(0)
+    value, x = session.run([center.read()[0], local.value])
+    np.testing.assert_allclose(value, ours.center, rtol=1e-6)
+    plain, _ = replay("HogWild", None, num_ps=2, overlap=True)
+    for _ in range(3 * 6):
+        plain.step(0)
+    assert np.abs(plain.center - value).max() > 1e-4 and np.abs(plain.replicas[0] - x).max() > 1e-4
+
+
 class Large:
     """Stands for a model of so many parameters, whose gradient is one of them after the other."""
 

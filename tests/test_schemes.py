@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from oracle import RATE, Adam, Problem, messages
+from oracle import RATE, Adam, Problem, messages, messages_in_a_row
 
 from common import tf
 from common.center import GlobalParameters
@@ -193,8 +193,10 @@ DELAYED = {
 }
 SCHEMES = {
     "HogWild": Scheme("HogWild", "hogwild", hogwild),
+    "HogWild, overlap": Scheme("HogWild", "hogwild", hogwild, hp={"overlap": True}),
     "DOWNPOUR-Easy": Scheme("DOWNPOUR-Easy", "downpour_easy", downpour_easy),
     "DOWNPOUR": Scheme("DOWNPOUR", "downpour", downpour, hp={"n_fetch": None}),
+    "DOWNPOUR, overlap": Scheme("DOWNPOUR", "downpour", downpour, hp={"n_fetch": None, "overlap": True}),
     "AGN": Scheme("AGN", "agn", agn),
     "Dynamic-SGD": Scheme("Dynamic-SGD", "dynamic_sgd", dynamic_sgd),
     "Ringmaster-ASGD": Scheme("Ringmaster-ASGD", "ringmaster_asgd", ringmaster_asgd, hp={"staleness_threshold": 1.0}),
@@ -215,6 +217,8 @@ INTERVALS = {
     "fetches seldom": (2, Scheme("DOWNPOUR", "downpour", downpour, steps=5, hp={"n_fetch": 4})),
     "pushes seldom": (4, Scheme("DOWNPOUR", "downpour", downpour, steps=5, hp={"n_fetch": 2})),
     "neither divides the other": (2, Scheme("DOWNPOUR", "downpour", downpour, steps=9, hp={"n_fetch": 3})),
+    "pushes seldom, overlap": (4, Scheme("DOWNPOUR", "downpour", downpour, steps=5, hp={"n_fetch": 2, "overlap": True})),
+    "neither, overlap": (2, Scheme("DOWNPOUR", "downpour", downpour, steps=9, hp={"n_fetch": 3, "overlap": True})),
 }
 
 
@@ -434,6 +438,42 @@ def test_replicas_stay_apart(model, known_batches, batches, load_scheme, name):
     replay.close()
 
 
+def test_overlap_is_one_round_staler(model, walk, batches):
+    """What came since the pull of the round before; own updates are none of it. The first two rounds begin with the same x̃."""
+    scheme = SCHEMES["HogWild, overlap"]
+    # Rounds in turn: one update of the other in each round since.
+    assert [tau for _, tau, _ in walk(scheme, in_turn(3)).log] == [0, *[1] * 19]
+    # Both pull, then both push: the other's of the round before, and for the second one that of this round.
+    assert [tau for _, tau, _ in walk(scheme, at_once(3)).log] == [0, 1, *[1, 2] * 9]
+    without = SCHEMES["HogWild"]
+    for order in in_turn, at_once:
+        assert np.abs(walk(scheme, order(3)).center - walk(without, order(3)).center).max() > 1e-3
+    alone = walk(scheme, [0] * 3 * 4)  # the second round trains at the x of the first
+    assert alone.log == [(0, 0, 1), (0, 0, 2), (0, 0, 3), (0, 0, 4)]
+    problem = Problem(model.initial_parameters, batches, without.hyperparameters(1))
+    xs = [problem.start]
+    for k in range(4):
+        xs.append(xs[-1] - RATE * problem.gradient(0, xs[max(0, k - 1)]))
+    np.testing.assert_allclose(walk(scheme, [0] * 3 * 4, window=1).center, xs[-1], rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_ps", [1, 2])
+@pytest.mark.parametrize("name", ["HogWild", "DOWNPOUR", "pushes seldom"])
+def test_overlap_waits_for_half_as_many_messages(model, graph, load_scheme, known_batches, batches, servers, name, num_ps):
+    """Of ten rounds in a call: without it each waits for a pull and a push, with it two rounds do."""
+    task, _ = servers(num_ps)
+    center = GlobalParameters(model.initial_parameters, num_ps, task.device_fn())
+    with tf.device(task.device):
+        local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
+        rows = {}
+        for kind in "", ", overlap":
+            window, scheme = INTERVALS.get(name + kind) or (1, SCHEMES[name + kind])
+            rule = load_scheme(scheme.folder, scheme.name)
+            rows[kind] = messages_in_a_row(build_rounds(rule, center, local, scheme.hyperparameters(window), 10))
+    a_round = 4 if name == "pushes seldom" else 2  # two pulls, one of them after a training
+    assert rows == {"": a_round * 10, ", overlap": a_round * 5}
+
+
 @pytest.mark.parametrize("num_ps", [0, 1, 2])
 @pytest.mark.parametrize(
     ("window", "scheme"),
@@ -462,6 +502,8 @@ def test_rounds_in_one_call(model, graph, load_scheme, initialized, known_batche
 def test_messages_of_a_round(model, graph, load_scheme, initialized, known_batches, batches, servers, name, in_a_loop):
     """One each way, none between rounds; and the steps of all rounds together. An elastic exchange asks for x̃ first.
 
+    With overlap a call begins with the step that is known, and ends with the one at which x̃ was read for the next call.
+
     A loop costs up to three each time around (each is listed once, however often it goes around), and the ps waits at the end
     for an answer."""
     scheme, rounds = SCHEMES[name], 4
@@ -474,8 +516,9 @@ def test_messages_of_a_round(model, graph, load_scheme, initialized, known_batch
         if in_a_loop:
             built = repeat_rounds(rule, center, local, hp, rounds, times=3)
     sent = messages(initialized(center, local, target=server.target), built)
+    ahead = int(scheme.hp.get("overlap", False))
     asks, least, most = name.startswith("AE"), *((1, 4) if in_a_loop else (0, 0))
-    assert sent.count(("/job:ps", "/job:worker")) == rounds + 1
+    assert sent.count(("/job:ps", "/job:worker")) == rounds + 1 + ahead
     to_ps = sent.count(("/job:worker", "/job:ps"))
-    assert least <= to_ps - rounds * (2 if asks else 1) <= most
-    assert len(sent) == rounds + 1 + to_ps
+    assert least <= to_ps - ahead - rounds * (2 if asks else 1) <= most
+    assert len(sent) == rounds + 1 + ahead + to_ps

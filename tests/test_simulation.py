@@ -576,6 +576,7 @@ def test_with_one_worker_latency_changes_nothing_but_the_time(program, scheme, m
         ("HogWild", {"delays": [1, 2, 3]}, "--delays has 3 for 2 workers: give at most one for each"),
         ("HogWild", {"clock_only": True, "non_iid": 0.1}, "--non_iid is about samples, and --clock_only trains no model"),
         ("HogWild", {"clock_only": True, "parameters": 1e6, "model": "cnn"}, "--parameters takes the place of a model: leave"),
+        ("HogWild", {"overlap": True}, "HogWild pulls ahead, which the simulator does not know: leave out --overlap"),
         ("Synchronous-SGD", {"warm_start_steps": 5}, "--warm_start_steps means nothing to simulate.py"),
     ],
     ids=str,

@@ -349,6 +349,14 @@ def no_worker_left(center, local, hp):
     yield center.together(local, backup_workers=2).wait()
 
 
+def together_ahead(center, local, hp):
+    others = center.together(local)
+    yield local.pull(center, ahead=True)
+    yield local.train(1, sgd())
+    yield others.push(sgd(), local.gradient)
+    yield others.wait()
+
+
 WRONG = {
     without_wait: "with center.together, a round reads x̃, then needs a `push(...)` and a `wait()`; it has read, push",
     without_tick: "a round needs a `wait()`, then reads and changes x̃, and then one `tick()`; it has wait, read, change",
@@ -381,6 +389,7 @@ WRONG = {
     whole_numbers: "without `at_ps`, a message is the gradient that the optimizer gets: expected float32 values, not of int8",
     no_optimizer: "expected an optimizer of tf.train, as tf.train.AdamOptimizer(0.001), not 0.1",
     two_reads_at_once: "two steps that both have `pulled` cannot be one",
+    together_ahead: "together_ahead pulls ahead of an update of several workers: `local.pull(center, ahead=True)` is for",
     no_worker_left: "2 backup workers of 2 leave no worker",
 }
 

@@ -62,6 +62,21 @@ def test_a_push_that_is_thrown_away():
     assert "dropped" not in {part for part, *_ in fast}
 
 
+def test_pulls_ahead():
+    """A worker waits only for what is not there yet."""
+
+    def ahead(center, local, hp):
+        sgd = tf.train.GradientDescentOptimizer(hp.learning_rate)
+        yield local.pull(center, ahead=True)
+        yield local.train(1, sgd)
+        yield center.push(sgd, local.gradient)
+
+    hp = types.SimpleNamespace(learning_rate=0.1)
+    found = timeline.spans(ahead, hp, seconds=(0.25,), message=0.5, until=4.0)
+    assert [part for _, part, *_ in found[:4]] == ["train", "push"] * 2
+    assert [(span.start, span.end) for span in found[:3]] == [(0, 0.25), (0.25, 0.75), (0.75, 1)]
+
+
 @pytest.mark.parametrize("scheme", [asynchronous, synchronous])
 def test_a_worker_does_one_thing_at_a_time(scheme):
     for worker in (0, 1):
