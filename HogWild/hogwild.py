@@ -22,7 +22,7 @@ def hogwild(center, local, hp):
     worker has pushed since, and the worker doesn't wait for the wire.
     """
     sgd = tf.train.GradientDescentOptimizer(hp.learning_rate)
-    yield local.pull(center, ahead=getattr(hp, "overlap", False))  # x ← x̃
+    yield local.pull(center)  # x ← x̃
     yield local.train(hp.window, sgd)  # g(x)
     yield center.push(sgd, local.gradient)  # x̃ ← x̃ − η g(x)
 

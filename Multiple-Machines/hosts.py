@@ -82,7 +82,8 @@ class Hosts:
       count: how many.
       bytes_per_second: what each link carries each way, if it has a limit (`tc ... tbf`).
       delay: seconds that each packet takes longer from host to host. Not every kernel has `netem`, so the packets pass through
-        a thread of this program (`_Delay`), which is fast enough for links on which every answer takes twice this long.
+        a thread of this program (`_Delay`), which is fast enough for links on which every answer takes twice this long. With
+        `bytes_per_second` it holds that limit, too.
     """
 
     def __init__(self, count, bytes_per_second=None, delay=None):
@@ -100,7 +101,7 @@ class Hosts:
 
             self._hosts = [host(f"host{i + 1}", f"{NETWORK}{i + 1}") for i in range(count)]
             if delay:
-                stack.callback(_Delay(self._hosts, delay).close)
+                stack.callback(_Delay(self._hosts, delay, bytes_per_second).close)
             else:
                 self._switch = host("switch", None)
                 self._switch.run("ip", "link", "add", "name", "bridge", "type", "bridge")
@@ -187,10 +188,15 @@ def train(hosts, script, *flags):
 
 
 class _Delay:
-    """What joins hosts where each packet is to arrive `delay` seconds later: a thread that has an end of each host's `eth0`."""
+    """What joins hosts where each packet is to arrive `delay` seconds later: a thread that has an end of each host's `eth0`.
 
-    def __init__(self, hosts, delay):
-        self._delay = delay
+    A packet first passes the link of its sender, then that of its receiver, each of which carries `bytes_per_second` each way;
+    None is no limit. What cannot pass yet waits, and nothing is dropped.
+    """
+
+    def __init__(self, hosts, delay, bytes_per_second=None):
+        self._delay, self._seconds = delay, 1 / bytes_per_second if bytes_per_second else 0.0
+        self._up_free, self._down_free = [0.0] * len(hosts), [0.0] * len(hosts)
         self._ends = [_tap(host, bytes([2, 0, 0, 0, 0, i])) for i, host in enumerate(hosts)]
         self._wake, self._stop = os.pipe()
         self._thread = threading.Thread(target=self._carry, daemon=True)
@@ -207,10 +213,14 @@ class _Delay:
             now = time.monotonic()
             for end in ready:
                 packet, source = os.read(end, 65536), self._ends.index(end)
+                takes = len(packet) * self._seconds
+                sent = self._up_free[source] = max(now, self._up_free[source]) + takes
                 to = [packet[5]] if packet[0] == 2 else [i for i in range(len(self._ends)) if i != source]  # or a broadcast
                 for i in to:
                     count += 1
-                    heapq.heappush(under_way, (now + self._delay, count, i, packet))
+                    # It comes in while it goes out, if nothing else comes in.
+                    passed = self._down_free[i] = max(sent, self._down_free[i] + takes)
+                    heapq.heappush(under_way, (passed + self._delay, count, i, packet))
             while under_way and under_way[0][0] <= now:
                 _, _, i, packet = heapq.heappop(under_way)
                 with contextlib.suppress(OSError, IndexError):  # of a host whose interface is down

@@ -19,11 +19,12 @@ import time_to_accuracy
 import workers
 
 HERE = Path(__file__).resolve().parent
-MACHINES = HERE.parent / "Multiple-Machines"
-sys.path.append(str(MACHINES))
+MACHINES, LINKS = HERE.parent / "Multiple-Machines", HERE.parent / "Slow-Links"
+sys.path += [str(MACHINES), str(LINKS)]
 import slow_links  # noqa: E402
+import until_loss  # noqa: E402
 
-READMES = [HERE.parent / "README.md", HERE / "README.md", MACHINES / "README.md"]
+READMES = [HERE.parent / "README.md", HERE / "README.md", MACHINES / "README.md", LINKS / "README.md"]
 TABLES: dict[str, tuple[Any, Any]] = {  # name: file, and what makes a table of it
     "results": ("results.json", run.table),
     "targets": ("results.json", run.targets),
@@ -34,6 +35,7 @@ TABLES: dict[str, tuple[Any, Any]] = {  # name: file, and what makes a table of 
     "predictions": ("predictions.json", predictions.table),
     "workers": ("workers.json", workers.table),
     "slow links": (MACHINES / "slow_links.json", slow_links.table),
+    "until loss": (LINKS / "until_loss.json", until_loss.table),
 }
 
 

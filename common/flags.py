@@ -171,7 +171,7 @@ def define_isolation(flag_values=flags.FLAGS):
 
 
 def define_overlap(flag_values=flags.FLAGS):
-    """Defines the flag --overlap of schemes that can pull ahead, see `common.local.LocalParameters.pull`."""
+    """Defines the flag --overlap of schemes that can pull ahead, see `common.local.LocalParameters.pull_ahead`."""
     text = "pull the parameters of the next round while this one trains: less waiting for slow links, but a round staler"
     flags.DEFINE_bool("overlap", False, text, flag_values)
 

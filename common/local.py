@@ -46,6 +46,7 @@ class LocalParameters:
       optimizers: the `common.steps.Optimizers` that change x.
       windows: how many calls of `train` there were.
       decay: η λ of weight decay in each local step, see `train`; None for none.
+      overlap: whether `pull` is `pull_ahead`, as `--overlap` says.
       copies: the names of the vectors that begin as x does, see `copy`.
       dynamic: the `common.dynamic.Dynamic` of this worker, if it has one.
     """
@@ -85,6 +86,7 @@ class LocalParameters:
         self.copies: set[str] = set()
         self._counters: dict[str, Any] = {}
         self.dynamic: Any = None
+        self.overlap = False
         self._read_ahead: tuple[Any, ...] = ()
         self.decay = None
         self.optimizers = Optimizers()
@@ -171,20 +173,19 @@ class LocalParameters:
             raise UserError("local.difference is what `local.compare(center)` finds: yield that before")
         return self.vector("difference")
 
-    def pull(self, center, ahead=False):
-        """x ← x̃. One message from each ps.
-
-        Args:
-          center: the `common.center.GlobalParameters`.
-          ahead: x ← x̃ as it was at the pull before, which has read it for this one; and this one reads it for the next. So the
-            worker goes on while x̃ is on its way, and x lacks what it has pushed since the pull before. At first x is x̃.
-        """
-        if ahead:
-            return self._pull_ahead(center)
+    def pull(self, center):
+        """x ← x̃. One message from each ps. With `--overlap` it is `pull_ahead`."""
+        if self.overlap:
+            return self.pull_ahead(center)
         value, step = center.read(packed=True)
         return Step((self.value.assign(value, read_value=False), *self.note(step)), pulled=step)
 
-    def _pull_ahead(self, center):
+    def pull_ahead(self, center):
+        """x ← x̃ as it was at the pull before, which has read it for this one; and this one reads it for the next.
+
+        So the worker goes on while x̃ is on its way, and x lacks what it has pushed since the pull before. At first x is x̃. One
+        message from each ps.
+        """
         if not self._read_ahead:
             with outside_of_rounds(), tf.variable_scope(self.name):
                 value, step = center.read()

@@ -161,7 +161,9 @@ class Rate:
 
 
 def hyperparameters(hp, center, local):
-    """Returns what a scheme gets as `hp`: with a schedule its learning rates are `Rate`s. Center or local get the weight decay.
+    """Returns what a scheme gets as `hp`: with a schedule its learning rates are `Rate`s.
+
+    Center or local get the weight decay, and local learns whether to pull ahead (`hp.overlap`, if there is such a flag).
 
     `hp.optimizer_on` says on which side the optimizer of the scheme's paper stands. If that is the ps, all its learning rates
     follow the schedule, and x̃ decays. If it is the worker, only the learning rate of the local steps does, and x decays.
@@ -172,6 +174,7 @@ def hyperparameters(hp, center, local):
       local: this worker's `common.local.LocalParameters`.
     """
     values = dict(vars(hp))
+    local.overlap = bool(values.get("overlap"))
     of_worker = "learning_rate" if values.get("local_learning_rate") is None else "local_learning_rate"
     is_on_worker = values.get("optimizer_on") == "worker"
     own = values.get("learning_rates") or []  # of each worker, which scales its own part of a sum

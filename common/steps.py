@@ -670,7 +670,7 @@ def _check_round(scheme, steps):
             )
     if any(step.ahead for step in steps) and any(step.step_before is not None for step in steps):
         raise UserError(
-            f"{name} pulls ahead of an update of several workers: `local.pull(center, ahead=True)` is for those that push alone"
+            f"{name} pulls ahead of an update of several workers: `local.pull_ahead(center)` is for those that push alone"
         )
     if len({step.step_before is None for step in steps if step.updated is not None}) > 1:
         raise UserError(f"{name} both pushes alone and takes part in updates of several workers: a round does one of these")

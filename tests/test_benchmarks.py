@@ -179,6 +179,21 @@ def test_accuracy_of_a_prediction_is_reached_between_two_evaluations():
     assert predictions.at(lines, 1.5) == 15 and predictions.when(lines, 15) == 1.5
 
 
+def test_loss_is_reached_between_two_evaluations(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "Slow-Links")
+    import until_loss
+
+    curve = [[0.0, 1, 0.0, 4.0], [2.0, 11, 1.0, 3.0], [4.0, 21, 3.0, 1.0]]
+    assert until_loss.reached(curve, 2.0) == pytest.approx((3.0, 16, 2.0))
+    assert until_loss.reached(curve, 0.5) is None and until_loss.reached(curve, 5.0) == [0.0, 1, 0.0]
+    slow = [[10 * a, b, 100 * c, d] for a, b, c, d in curve]
+    never = [[0.0, 1, 0.0, 4.0]]
+    of = {until_loss.BASELINE: [slow] * 3, "few": [curve, curve, never], "none": [curve, never, never]}
+    schemes = {name: until_loss.summary([{"curve": each} for each in some], 2.0) for name, some in of.items()}
+    rows = until_loss.table({"loss": 2.0, "rounds": 3, "schemes": schemes}).splitlines()[2:]
+    assert rows[1:] == ["| few | 16 | 3.0 | 10.0 | 2.00 | 100.0 | 2 of 3 |", "| none | never |  |  |  |  | 1 of 3 |"]
+
+
 def test_cost_model_finds_what_made_the_times():
     import scaling
 

@@ -18,6 +18,7 @@ from common.flags import COMPRESSIONS
 from common.local import LocalParameters
 from common.plots import read_metrics
 from common.replay import Replay
+from common.schedules import hyperparameters
 from common.simulation import messages_of, shards_of
 from common.steps import build_rounds, repeat_rounds
 
@@ -381,6 +382,7 @@ def test_what_is_pulled_ahead_is_packed(graph, model, initialized, known_batches
     center = GlobalParameters(model.initial_parameters, 2, task.device_fn(), compression=compression)
     with tf.device(task.device):
         local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
+        hp = hyperparameters(hp, center, local)
         rounds = build_rounds(load_scheme("HogWild", "hogwild"), center, local, hp, 3)
     session = initialized(center, local, target=server.target)
     for _ in range(2):

@@ -15,6 +15,7 @@ from common import tf
 from common.center import GlobalParameters
 from common.local import LocalParameters
 from common.replay import Replay
+from common.schedules import hyperparameters
 from common.steps import build_rounds, build_steps, repeat_rounds, timed_rounds
 
 ROUNDS = 20
@@ -468,8 +469,8 @@ def test_overlap_waits_for_half_as_many_messages(model, graph, load_scheme, know
         rows = {}
         for kind in "", ", overlap":
             window, scheme = INTERVALS.get(name + kind) or (1, SCHEMES[name + kind])
-            rule = load_scheme(scheme.folder, scheme.name)
-            rows[kind] = messages_in_a_row(build_rounds(rule, center, local, scheme.hyperparameters(window), 10))
+            rule, hp = load_scheme(scheme.folder, scheme.name), hyperparameters(scheme.hyperparameters(window), center, local)
+            rows[kind] = messages_in_a_row(build_rounds(rule, center, local, hp, 10))
     a_round = 4 if name == "pushes seldom" else 2  # two pulls, one of them after a training
     assert rows == {"": a_round * 10, ", overlap": a_round * 5}
 
@@ -486,7 +487,7 @@ def test_rounds_in_one_call(model, graph, load_scheme, initialized, known_batche
     center = GlobalParameters(model.initial_parameters, max(1, num_ps), task and task.device_fn())
     with tf.device(task and task.device):
         local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
-        hp = scheme.hyperparameters(window)
+        hp = hyperparameters(scheme.hyperparameters(window), center, local)
         rule = load_scheme(scheme.folder, scheme.name)
         timed = timed_rounds(rule, center, local, hp, 2)
         built = [build_rounds(rule, center, local, hp, 2), timed, repeat_rounds(rule, center, local, hp, 2, 3)]
@@ -511,7 +512,7 @@ def test_messages_of_a_round(model, graph, load_scheme, initialized, known_batch
     center = GlobalParameters(model.initial_parameters, 1, task.device_fn())
     with tf.device(task.device):
         local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
-        rule, hp = load_scheme(scheme.folder, scheme.name), scheme.hyperparameters(2)
+        rule, hp = load_scheme(scheme.folder, scheme.name), hyperparameters(scheme.hyperparameters(2), center, local)
         built = build_rounds(rule, center, local, hp, rounds)
         if in_a_loop:
             built = repeat_rounds(rule, center, local, hp, rounds, times=3)

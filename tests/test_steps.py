@@ -351,7 +351,7 @@ def no_worker_left(center, local, hp):
 
 def together_ahead(center, local, hp):
     others = center.together(local)
-    yield local.pull(center, ahead=True)
+    yield local.pull_ahead(center)
     yield local.train(1, sgd())
     yield others.push(sgd(), local.gradient)
     yield others.wait()
@@ -389,7 +389,7 @@ WRONG = {
     whole_numbers: "without `at_ps`, a message is the gradient that the optimizer gets: expected float32 values, not of int8",
     no_optimizer: "expected an optimizer of tf.train, as tf.train.AdamOptimizer(0.001), not 0.1",
     two_reads_at_once: "two steps that both have `pulled` cannot be one",
-    together_ahead: "together_ahead pulls ahead of an update of several workers: `local.pull(center, ahead=True)` is for",
+    together_ahead: "together_ahead pulls ahead of an update of several workers: `local.pull_ahead(center)` is for",
     no_worker_left: "2 backup workers of 2 leave no worker",
 }
 

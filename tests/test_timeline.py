@@ -67,7 +67,7 @@ def test_pulls_ahead():
 
     def ahead(center, local, hp):
         sgd = tf.train.GradientDescentOptimizer(hp.learning_rate)
-        yield local.pull(center, ahead=True)
+        yield local.pull_ahead(center)
         yield local.train(1, sgd)
         yield center.push(sgd, local.gradient)
 
