@@ -34,8 +34,6 @@ BASELINE = "Synchronous-SGD"
 # name: script and flags; times the epochs of the baseline at most; seconds between evaluations, which take messages and time
 SCHEMES = {
     BASELINE: ("Synchronous-SGD/synchronous_sgd.py --learning_rate=1 --warmup_steps=50", 1, 5),
-    "HogWild": ("HogWild/hogwild.py --learning_rate=0.5 --warmup_steps=50", 1.5, 5),
-    "HogWild, overlap": ("HogWild/hogwild.py --overlap --learning_rate=0.5 --warmup_steps=50", 1.5, 5),
     "Local-SGD, T = 25, slow momentum": (
         "Local-SGD/local_sgd.py --window=25 --learning_rate=1 --slow_momentum=0.5 --warmup_steps=2",
         2,
