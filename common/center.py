@@ -218,7 +218,7 @@ class GlobalParameters:
         sent, applied = [tensor.op for part in parts for tensor in tensors_of(part)], []
         with tf.control_dependencies(None):  # what went before on the worker reaches the ps with its part
             for i, (piece, part) in enumerate(zip(self.pieces, parts, strict=True)):
-                if self.compression is not None or isinstance(part, Packed):
+                if any(isinstance(each, Packed) for each in tf.nest.flatten(part, expand_composites=True)):
                     with tf.device(piece.device):
                         part = arrived(part)
                 # On that ps the learning rate, too, or it would be a message.

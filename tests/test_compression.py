@@ -462,12 +462,19 @@ def test_compress_on_top_of_packed_messages_is_refused(replay, user_error):
         replay("SparseLoCo", Compression("int8"), value_bits=2, **OF_SPARSELOCO)
 
 
-def test_a_sparse_vector_may_be_pushed_alone(replay, model):
-    """Without waiting for others, by a plain push."""
+@pytest.mark.parametrize("with_more", [False, True])
+def test_a_sparse_vector_may_be_pushed_alone(replay, model, with_more):
+    """Without waiting for others, by a plain push; also as one of several things that a message has."""
+
     def scheme(center, local, hp):
+        sgd = tf.train.GradientDescentOptimizer(1.0)
         yield local.pull(center)
         yield local.train(1, lambda g: tf.no_op())
-        yield center.push(tf.train.GradientDescentOptimizer(1.0), center.sparse(local.gradient, 4, 2, 2))
+        sent = center.sparse(local.gradient, 4, 2, 2)
+        if with_more:
+            yield center.push(sgd, (sent, tf.constant(2.0)), lambda part, at_update: part[0] * part[1] / 2)
+        else:
+            yield center.push(sgd, sent)
 
     ours, _ = replay(scheme, None)
     for worker in [0, 0, 0]:
