@@ -20,13 +20,9 @@ def asynchronous_diloco(center, local, hp):
     H is `hp.window`, AdamW as in DiLoCo, ε `hp.learning_rate`, β `hp.momentum`, N `hp.buffer_size`, by default the number of
     workers, c `hp.momentum_activation`.
     """
-    adam, sgd = tf.train.AdamOptimizer(hp.local_learning_rate), tf.train.GradientDescentOptimizer(hp.learning_rate)
-    decay = hp.local_learning_rate * hp.weight_decay
+    sgd = tf.train.GradientDescentOptimizer(hp.learning_rate)
+    adamw = local.adamw(hp.local_learning_rate, hp.weight_decay)
     N, c, beta = hp.buffer_size or hp.num_workers, hp.momentum_activation, hp.momentum
-
-    def adamw(g):
-        with tf.control_dependencies([local.value.assign_sub(decay * local.value, read_value=False)]):
-            return local.apply(adam, g)
 
     def delayed_nesterov(delta, at_update):
         m, S = at_update.slot("momentum"), at_update.slot("sum")

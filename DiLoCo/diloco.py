@@ -13,13 +13,8 @@ def diloco(center, local, hp):
 
     H is `hp.window`, η' `hp.local_learning_rate`, λ `hp.weight_decay`, η `hp.learning_rate`, μ `hp.momentum`.
     """
-    adam = tf.train.AdamOptimizer(hp.local_learning_rate)
+    adamw = local.adamw(hp.local_learning_rate, hp.weight_decay)
     nesterov = tf.train.MomentumOptimizer(hp.learning_rate, hp.momentum, use_nesterov=True)
-    decay = hp.local_learning_rate * hp.weight_decay
-
-    def adamw(g):
-        with tf.control_dependencies([local.value.assign_sub(decay * local.value, read_value=False)]):
-            return local.apply(adam, g)
 
     others, start = center.together(local), local.vector("start")
     yield local.pull(center)  # x ← x̃

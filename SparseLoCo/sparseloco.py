@@ -15,13 +15,8 @@ def sparseloco(center, local, hp):
     H is `hp.window`, η' `hp.local_learning_rate`, λ `hp.weight_decay`, β `hp.error_decay`, α `hp.learning_rate`, k `hp.top` of
     `hp.chunk_size`; Q rounds to `hp.value_bits`, see `common.compression.pack_sparse`.
     """
-    adam = tf.train.AdamOptimizer(hp.local_learning_rate)
+    adamw = local.adamw(hp.local_learning_rate, hp.weight_decay)
     sgd = tf.train.GradientDescentOptimizer(hp.learning_rate)
-    decay = hp.local_learning_rate * hp.weight_decay
-
-    def adamw(g):
-        with tf.control_dependencies([local.value.assign_sub(decay * local.value, read_value=False)]):
-            return local.apply(adam, g)
 
     others, start, unsent = center.together(local), local.vector("start"), local.vector("unsent")
     yield local.pull(center)  # x ← x̃

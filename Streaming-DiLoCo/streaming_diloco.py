@@ -18,13 +18,8 @@ def streaming_diloco(center, local, hp):
 
     T is `hp.window`, P `hp.fragments`, τ `hp.overlap_steps`, α `hp.mixing`; the others are those of DiLoCo.
     """
-    adam = tf.train.AdamOptimizer(hp.local_learning_rate)
+    adamw = local.adamw(hp.local_learning_rate, hp.weight_decay)
     nesterov = tf.train.MomentumOptimizer(hp.learning_rate, hp.momentum, use_nesterov=True)
-    decay = hp.local_learning_rate * hp.weight_decay
-
-    def adamw(g):
-        with tf.control_dependencies([local.value.assign_sub(decay * local.value, read_value=False)]):
-            return local.apply(adam, g)
 
     others, x, known = center.together(local), local.value, local.copy("known")  # both begin as x̃
     for p in range(hp.fragments):

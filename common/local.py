@@ -306,6 +306,16 @@ class LocalParameters:
         with tf.variable_creator_scope(_make_local):  # its slots
             return optimizer.apply_gradients([(g, self.value)])
 
+    def adamw(self, learning_rate, weight_decay):
+        """Returns AdamW as a function for `train`: x ← x − η λ x, then a step of Adam (https://arxiv.org/abs/1711.05101)."""
+        adam, factor = tf.train.AdamOptimizer(learning_rate), learning_rate * weight_decay
+
+        def change(g):
+            with tf.control_dependencies([self.value.assign_sub(factor * self.value, read_value=False)]):
+                return self.apply(adam, g)
+
+        return change
+
     def optimizer(self, hp):
         """Returns the optimizer that `--local_optimizer` names, for `train`."""
         rate = hp.local_learning_rate or hp.learning_rate
