@@ -404,8 +404,15 @@ class Run:
         """Raises a `RuntimeError` if clock and arithmetic do not agree, and `TrainingFailed` if a loss is not finite."""
         part = [column[start:stop] for column in self.schedule]
         is_update = np.isin(part[0], [k for k, action in enumerate(self.actions) if action.writes])
-        if not np.array_equal(outcomes.updated[is_update], part[5][is_update]):
-            raise RuntimeError("virtual time and the scheme's operations disagree on the global step: a fault of the simulator")
+        wrong = np.flatnonzero(is_update & (outcomes.updated != part[5]))
+        if len(wrong):
+            i = wrong[0]
+            raise RuntimeError(
+                "a fault of the simulator: its clock and the scheme's operations disagree on the global step in "
+                f"{len(wrong):,} of {is_update.sum():,} updates, first in step {part[0][i]} of a round of worker {part[1][i]}, "
+                f"at {part[2][i]:.6g} virtual seconds (event {start + i + 1:,} of {len(self.schedule.steps):,}): expected "
+                f"{part[5][i]}, found {int(outcomes.updated[i])}"
+            )
         trains = np.isin(part[0], self._trains())
         bad = np.flatnonzero(trains & ~np.isfinite(outcomes.losses))
         if len(bad):

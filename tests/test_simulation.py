@@ -16,12 +16,14 @@ import test_schemes
 import test_synchronous_schemes
 from absl import flags as absl_flags
 from oracle import Problem
+from order import races
 from runs import ROOT
 
 from common import data, models, tf
 from common.batches import Batches
 from common.flags import TrainingFailed
 from common.replay import Replay
+from common.schedules import Schedule
 from common.simulation import Engine, Shards, messages_of, shards_of
 from common.virtual_time import RESTART, Costs, Span, VirtualTime
 
@@ -94,6 +96,54 @@ def test_many_steps_a_call_equal_one_step_a_call(engine, load_scheme, model, reg
     made = (outcomes.updated >= 0) & (outcomes.updated > outcomes.step_before)
     assert outcomes.updated[made].tolist() == [update.updated for update in replay.updates]
     replay.close()
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_what_uses_a_variable_has_an_order(engine, load_scheme, model, name):
+    """In the graph as TensorFlow's optimizer leaves it: else a run would differ from another, rarely, on a busy machine.
+
+    With a schedule: where a ps computes a factor that its optimizer makes no use of, the optimizer of graphs takes more away.
+    """
+    scheme, schedule = SCHEMES[name], Schedule("cosine", 2)
+    schedule.ask = lambda: 100
+    rule, hp = load_scheme(scheme.folder, scheme.name), hyperparameters(scheme)
+    ours = engine(rule, hp, model, schedule=schedule)
+    found = races(graph_that_runs(lambda: ours.run([0], [0]), ours.session))
+    assert found == []
+
+
+def graph_that_runs(run, session):
+    """Returns the `GraphDef` that TensorFlow makes of what `run()` runs in a session, in one call of it."""
+    metadata, call = tf.RunMetadata(), session.run
+    session.run = functools.partial(call, options=tf.RunOptions(output_partition_graphs=True), run_metadata=metadata)
+    run()
+    session.run = call
+    (graph,) = metadata.partition_graphs
+    return graph
+
+
+@pytest.mark.parametrize("is_read_first", [True, False, None])
+def test_a_race_is_found(graph, is_read_first):
+    """In a loop, in a branch: two operations on a variable of which nothing says which comes first."""
+    variable = tf.get_variable("v", initializer=0.0, use_resource=True)
+
+    def both():
+        read = None if is_read_first is False else variable.read_value()
+        with tf.control_dependencies([read] if is_read_first else []):
+            write = variable.assign(1.0, read_value=False)
+        with tf.control_dependencies([] if is_read_first is None else [write]):
+            read = variable.read_value() if read is None else read
+        with tf.control_dependencies([write]):
+            return tf.identity(read)
+
+    def body(i, total):
+        return i + 1, total + tf.cond(i > 1, both, lambda: variable.assign(2.0))
+
+    total = tf.while_loop(lambda i, _: i < 4, body, (0, 0.0), parallel_iterations=1)
+    with tf.Session(graph=graph) as session:
+        session.run(variable.initializer)
+        found = races(graph_that_runs(lambda: session.run(total), session))
+    assert len(found) == (is_read_first is None)
 
 
 def test_they_are_equal_to_the_last_bit(engine, hogwild, model, regression):
@@ -484,6 +534,21 @@ def lines_of(run, worker):
         yield line | {"time": 1.0 + fifth, "staleness": counts, "timed_rounds": timed} | speed
     yield line | {"time": 7.0, "staleness": {"0": 1}}
     yield {"worker": worker, "global_step": 2000, "last_step": 2000, "time": 8.0, "test_loss": 0.5}
+
+
+def test_a_disagreement_says_where_it_is(program, monkeypatch):
+    """Between the clock and the scheme's operations, should one of them have a fault."""
+
+    def run(engine, steps, workers):
+        outcomes = original(engine, steps, workers)
+        outcomes.updated[np.flatnonzero(outcomes.updated == 3)[:1]] = 4
+        return outcomes
+
+    original = Engine.run
+    monkeypatch.setattr(Engine, "run", run)
+    where = r"worker 0, at 0\.02 virtual seconds \(event 11 of 18\): expected 3, found 4"
+    with pytest.raises(RuntimeError, match=rf"in 1 of 5 updates, first in step 2 of a round of {where}"):
+        program.simulate("HogWild", num_workers=2, steps=5, evaluation_secs=10)
 
 
 def test_gradients_that_are_thrown_away(program):
