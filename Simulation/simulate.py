@@ -288,9 +288,12 @@ class Run:
             compression=compression,
             messages=messages,
         )
-        if any(action.ahead for action in engine.actions):
+        if any(action.ahead and not engine.actions[k - 1].writes for k, action in enumerate(engine.actions)):
             engine.close()
-            raise UserError(f"{self._folder.name} pulls ahead, which the simulator does not know: leave out --overlap")
+            raise UserError(
+                f"{self._folder.name} pulls ahead elsewhere than right after a push, which the simulator does not know: leave out "
+                "--overlap, or let each pull come right after a push"
+            )
         return engine
 
     def _last_of(self, gradients):
@@ -481,7 +484,7 @@ class Run:
             "bytes_down": sum(a.down for a in self.actions),
             "parameters": int(settings.parameters or self.model.size),
             "minimizes": self.model.minimizes,
-            "restarts": int(np.sum(self.schedule.steps == -1)),
+            "restarts": sum(until <= self.clock.now for _, _, until in self.costs.away),
         }
         if self.calibration:
             self.result["calibration"] = self.calibration

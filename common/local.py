@@ -131,9 +131,12 @@ class LocalParameters:
         self.copies.add(name)
         return self._own_vector(name, lambda: self.value.initial_value)
 
-    def is_copy(self, variable):
-        """Whether this is x, or begins as x does."""
-        return any(variable is each for each in (self.value, *(self._vectors[name] for name in self.copies)))
+    def begins_as(self, variable, value, step):
+        """Returns which of x̃, `value`, and the global step a variable of this worker's begins as; None if as neither."""
+        ahead, ahead_step, _ = self._read_ahead or (None, None, None)
+        if any(variable is each for each in (self.value, ahead, *(self._vectors[name] for name in self.copies))):
+            return value
+        return step if any(variable is each for each in (self._known_step, ahead_step)) else None
 
     def _own_vector(self, name, initial_value):
         if name not in self._vectors:

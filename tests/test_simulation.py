@@ -225,6 +225,26 @@ def hogwild_loop(center, draw, updates):
     return center, stale
 
 
+def overlap_loop(center, draw, updates):
+    """The same, but x is what was read when the push before the last was applied; it came while the worker trained."""
+    x, ahead = [(center, 0)] * WORKERS, [(center, 0, 2 * LATENCY)] * WORKERS
+    heap, by = [(seconds + LATENCY, i) for i, seconds in enumerate(SECONDS)], []
+    heapq.heapify(heap)
+    stale: list[int] = []
+    while len(stale) < updates:
+        now, i = heapq.heappop(heap)
+        (walk, version), total = x[i], 0
+        for _ in range(WINDOW):
+            g = gradient_of(walk, draw(i))
+            walk, total = walk - RATE * g, total + g
+        center = center - RATE * total
+        stale.append(sum(j != i for j in by[version:]))
+        by.append(i)
+        (*x[i], there), ahead[i] = ahead[i], (center, len(by), now + LATENCY)
+        heapq.heappush(heap, (max(now - LATENCY, there) + SECONDS[i] + LATENCY, i))
+    return center, stale
+
+
 def downpour_loop(center, draw, updates):
     """The same with Adagrad: of each worker along its window, and on the ps with the sum of the window's g."""
     x, pulled, heap = [center] * WORKERS, [0] * WORKERS, first_arrivals()
@@ -268,6 +288,7 @@ def synchronous_loop(center, draw, updates, backup_workers=0):
 
 LOOPS: dict[str, Any] = {
     "HogWild": hogwild_loop,
+    "HogWild, overlap": overlap_loop,
     "DOWNPOUR": downpour_loop,
     "Synchronous-SGD": synchronous_loop,
     "one backup worker": functools.partial(synchronous_loop, backup_workers=1),
@@ -299,6 +320,45 @@ def test_three_unequal_workers_equal_an_event_loop_in_numpy(engine, load_scheme,
         assert schedule.staleness().tolist() == more and max(more) > 2
 
 
+@pytest.mark.parametrize("name", ["HogWild, overlap", "DOWNPOUR, overlap"])
+@pytest.mark.parametrize(
+    "costs",
+    [
+        {"latency": 0.03},
+        {"latency": [0.001, 0.03, 0.01], "bandwidth_down": [2e3, 1e3, 1e4], "bandwidth_up": 5e2, "ps_bandwidth": 4e3},
+        {"read": 0.004, "apply": 0.003, "latency": 0.002, "rounds_per_call": 3, "call": 0.01},
+    ],
+    ids=lambda costs: ", ".join(costs),
+)
+def test_the_clock_knows_what_overlap_does(engine, load_scheme, model, regression, name, costs):
+    """Where workers wait for what they have read ahead, and where not: the staleness is that of the same steps in `Replay`."""
+    scheme, hp = SCHEMES[name], hyperparameters(SCHEMES[name])
+    rule = load_scheme(scheme.folder, scheme.name)
+    replay = Replay(rule, hp, model, lambda i: batches_of(regression, i, WORKERS, i), WORKERS)
+    messages = [(0, 24), (0, 0), (16, 0)]
+    ours = engine(rule, hp, model, messages=messages)
+    clock = VirtualTime(ours.actions, WORKERS, Costs(step=0.01, step_cv=0.5, **costs), ours.waiting)
+    schedule = clock.run(updates=60)
+    for step, worker in zip(schedule.steps, schedule.workers, strict=True):
+        assert replay.next_step(worker) == step
+        replay.step(worker)
+    assert schedule.staleness().tolist() == [update.staleness for update in replay.updates]
+    assert [update.updated for update in replay.updates] == list(range(1, 61))
+    ours.run(schedule.steps, schedule.workers)
+    np.testing.assert_allclose(ours.center, replay.center, rtol=2e-6, atol=2e-6)
+    replay.close()
+
+
+def test_a_late_worker_has_read_ahead_what_there_is(engine, load_scheme, model):
+    scheme, hp = SCHEMES["HogWild, overlap"], hyperparameters(SCHEMES["HogWild, overlap"])
+    ours = engine(load_scheme(scheme.folder, scheme.name), hp, model)
+    ours.run([0, 1, 2] * 5, [0] * 15)
+    now = ours.center
+    outcomes = ours.run([RESTART, 0], [1, 1])
+    assert outcomes.pulled[1] == ours.global_step == 5
+    assert ours.replicas[1].tobytes() == now.tobytes() != model.initial_parameters.tobytes()
+
+
 def test_samples_come_in_the_order_of_batches(regression):
     """In any pieces, of shards that differ in size."""
     shards, sizes = shards_of(regression, 3, BATCH, seed=7), {0: 14, 1: 13, 2: 13}
@@ -328,7 +388,7 @@ def test_bytes_of_a_round(load_scheme, model, regression, num_ps):
         scheme = SCHEMES[name]
         return messages_of(load_scheme(scheme.folder, scheme.name), hyperparameters(scheme), model, shards, num_ps)
 
-    assert of("HogWild") == [[0, size + 8], [0, 0], [size, 0]]
+    assert of("HogWild") == of("HogWild, overlap") == [[0, size + 8], [0, 0], [size, 0]]
     assert of("AEASGD") == [[0, 0], [0, size + 8], [size, 0]]
     assert of("DC-ASGD") == [[0, size + 8], [0, 0], [size, 0]]
     pull, train, push, wait = of("Synchronous-SGD")
@@ -625,7 +685,10 @@ def test_what_is_simulated_does_not_change_what_a_run_is_fitted_with(program, re
     assert 1000 * found.calibration["latency"] == pytest.approx(15.0, rel=0.1)
 
 
-@pytest.mark.parametrize("scheme, more", [("AEASGD", {}), ("AEAMSGD", {}), ("DOWNPOUR", {"window": 2, "n_fetch": 4})])
+@pytest.mark.parametrize(
+    "scheme, more",
+    [("AEASGD", {}), ("AEAMSGD", {}), ("DOWNPOUR", {"window": 2, "n_fetch": 4}), ("HogWild", {"overlap": True})],
+)
 def test_with_one_worker_latency_changes_nothing_but_the_time(program, scheme, more):
     """A push is made of what was there when it was sent, also if it arrives when its worker has long trained on."""
     near, far = (program.simulate(scheme, num_workers=1, steps=20, latency_ms=ms, **more) for ms in (0, 1000))
@@ -641,7 +704,7 @@ def test_with_one_worker_latency_changes_nothing_but_the_time(program, scheme, m
         ("HogWild", {"delays": [1, 2, 3]}, "--delays has 3 for 2 workers: give at most one for each"),
         ("HogWild", {"clock_only": True, "non_iid": 0.1}, "--non_iid is about samples, and --clock_only trains no model"),
         ("HogWild", {"clock_only": True, "parameters": 1e6, "model": "cnn"}, "--parameters takes the place of a model: leave"),
-        ("HogWild", {"overlap": True}, "HogWild pulls ahead, which the simulator does not know: leave out --overlap"),
+        ("DOWNPOUR", {"overlap": True, "window": 4, "n_fetch": 2}, "DOWNPOUR pulls ahead elsewhere than right after a push, which"),
         ("Synchronous-SGD", {"warm_start_steps": 5}, "--warm_start_steps means nothing to simulate.py"),
     ],
     ids=str,
