@@ -291,8 +291,8 @@ class Run:
         if any(action.ahead and not engine.actions[k - 1].writes for k, action in enumerate(engine.actions)):
             engine.close()
             raise UserError(
-                f"{self._folder.name} pulls ahead elsewhere than right after a push, which the simulator does not know: leave out "
-                "--overlap, or let each pull come right after a push"
+                f"{self._folder.name} pulls ahead elsewhere than right after a push, which the simulator does not know: leave "
+                "out --overlap, or let each pull come right after a push"
             )
         return engine
 

@@ -251,9 +251,9 @@ class VirtualTime:
         # seconds). The push is made of what was there before, so it comes first in the schedule.
         self._since: list[list[list[tuple[int, float, float]]]] = [[] for _ in range(n)]
         self._known, self._own = [0] * n, [0] * n
-        # With `ahead`: when what was read is there, the oldest first, and at which step a worker waits for it (-1: it does not).
-        # Of the newest read, the global step, and how many updates of this worker's came since. Whether the next read needs a
-        # word from the worker, since no push of the same call goes before.
+        # With `ahead`: when what was read is there, the oldest first, and at which step a worker waits for it (-1: at none). Of
+        # the newest read, the global step, and how many updates of this worker's came since. Whether the next read needs a word
+        # from the worker, since no push of the same call goes before.
         self._reads_ahead = any(action.ahead for action in self.actions)
         self._coming, self._lacks = [deque([0.0]) for _ in range(n)], [-1] * n
         self._ahead, self._own_since, self._asks = [0] * n, [0] * n, [True] * n

@@ -228,9 +228,10 @@ def hogwild_loop(center, draw, updates):
 def overlap_loop(center, draw, updates):
     """The same, but x is what was read when the push before the last was applied; it came while the worker trained."""
     x, ahead = [(center, 0)] * WORKERS, [(center, 0, 2 * LATENCY)] * WORKERS
-    heap, by = [(seconds + LATENCY, i) for i, seconds in enumerate(SECONDS)], []
+    heap = [(seconds + LATENCY, i) for i, seconds in enumerate(SECONDS)]
     heapq.heapify(heap)
     stale: list[int] = []
+    by: list[int] = []
     while len(stale) < updates:
         now, i = heapq.heappop(heap)
         (walk, version), total = x[i], 0
@@ -240,7 +241,8 @@ def overlap_loop(center, draw, updates):
         center = center - RATE * total
         stale.append(sum(j != i for j in by[version:]))
         by.append(i)
-        (*x[i], there), ahead[i] = ahead[i], (center, len(by), now + LATENCY)
+        value, version, there = ahead[i]
+        x[i], ahead[i] = (value, version), (center, len(by), now + LATENCY)
         heapq.heappush(heap, (max(now - LATENCY, there) + SECONDS[i] + LATENCY, i))
     return center, stale
 
@@ -704,7 +706,7 @@ def test_with_one_worker_latency_changes_nothing_but_the_time(program, scheme, m
         ("HogWild", {"delays": [1, 2, 3]}, "--delays has 3 for 2 workers: give at most one for each"),
         ("HogWild", {"clock_only": True, "non_iid": 0.1}, "--non_iid is about samples, and --clock_only trains no model"),
         ("HogWild", {"clock_only": True, "parameters": 1e6, "model": "cnn"}, "--parameters takes the place of a model: leave"),
-        ("DOWNPOUR", {"overlap": True, "window": 4, "n_fetch": 2}, "DOWNPOUR pulls ahead elsewhere than right after a push, which"),
+        ("DOWNPOUR", {"overlap": True, "window": 4, "n_fetch": 2}, "DOWNPOUR pulls ahead elsewhere than right after a push"),
         ("Synchronous-SGD", {"warm_start_steps": 5}, "--warm_start_steps means nothing to simulate.py"),
     ],
     ids=str,
