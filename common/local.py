@@ -16,6 +16,7 @@ from common.steps import (
     before_early_read,
     before_local,
     is_call,
+    made_with,
     outside_of_rounds,
     read_ahead,
     spent,
@@ -223,7 +224,9 @@ class LocalParameters:
 
     def add(self, difference):
         """x ← x + difference, a tensor `[size]`."""
-        return Step((self.value.assign_add(difference, read_value=False),), done=((self, "take"),))
+        with tf.control_dependencies(made_with(self, "give")):  # what is added first decides how sums are rounded
+            changed = self.value.assign_add(difference, read_value=False)
+        return Step((changed,), done=((self, "take"),))
 
     def check_round(self, name, words):
         """Raises a `UserError` if x keeps what `center.add` does not send, and has not changed by what it does."""

@@ -21,6 +21,7 @@ from runs import ROOT
 
 from common import data, models, tf
 from common.batches import Batches
+from common.compression import Compression
 from common.flags import TrainingFailed
 from common.replay import Replay
 from common.schedules import Schedule
@@ -108,6 +109,16 @@ def test_what_uses_a_variable_has_an_order(engine, load_scheme, model, name):
     schedule.ask = lambda: 100
     rule, hp = load_scheme(scheme.folder, scheme.name), hyperparameters(scheme)
     ours = engine(rule, hp, model, schedule=schedule)
+    found = races(graph_that_runs(lambda: ours.run([0], [0]), ours.session))
+    assert found == []
+
+
+@pytest.mark.parametrize("name", ["AEASGD", "AEAMSGD"])
+def test_what_is_not_sent_and_what_is_given_are_added_in_order(engine, load_scheme, model, name):
+    """Both to x, in one step."""
+    scheme = SCHEMES[name]
+    rule, hp = load_scheme(scheme.folder, scheme.name), hyperparameters(scheme)
+    ours = engine(rule, hp, model, compression=Compression("int8"))
     found = races(graph_that_runs(lambda: ours.run([0], [0]), ours.session))
     assert found == []
 
