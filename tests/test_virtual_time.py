@@ -54,9 +54,9 @@ def test_with_overlap_a_call_ends_when_all_is_there():
         ten.run(updates=20)
         assert ten.now == pytest.approx(2 * ways - 1)  # without the last answer
     # What is read at the beginning of a call takes longer than its step and its push.
-    slow = VirtualTime(OVERLAP, 1, Costs(step=STEP, latency=0.002, bandwidth_down=SIZE / 0.05, rounds_per_call=1))
+    slow = VirtualTime(OVERLAP, 1, Costs(step=STEP, latency=0.002, bandwidth_down=SIZE / 0.05, rounds_per_call=1, call=0.001))
     slow.run(updates=10)
-    assert slow.now == pytest.approx(9 * (0.002 + 0.05 + 0.002) + STEP + 0.002)
+    assert slow.now == pytest.approx(9 * (0.002 + 0.05 + 0.002 + 0.001) + STEP + 0.002)
 
 
 @pytest.mark.parametrize("latency", [0, 0.003, 0.03])
