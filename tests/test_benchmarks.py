@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -177,6 +178,22 @@ def test_accuracy_of_a_prediction_is_reached_between_two_evaluations():
     assert predictions.reached_at([*lines, {"time": 2.5}]) == pytest.approx(25)
     assert predictions.reached_at(lines[:2]) is None
     assert predictions.at(lines, 1.5) == 15 and predictions.when(lines, 15) == 1.5
+
+
+def test_a_prediction_begins_and_is_evaluated_as_what_was_measured():
+    """Its workers begin when those did; and it has the accuracies of the steps at which the real run evaluated."""
+    import predictions
+
+    real = types.SimpleNamespace(samples_per_second=[200.0, 100.0])
+    trained = [{"worker": w, "time": t, "samples": n} for w, t, n in ((1, 13.0, 300), (0, 12.0, 400), (0, 11.0, 200))]
+    assert predictions.begun(real, trained) == [0.0, 0.0]
+    trained[0]["time"] = 13.5
+    assert predictions.begun(real, trained) == [0.0, 0.5]
+    measured = [{"time": 5.0, "global_step": 15, "test_accuracy": 0.1}, {"time": 6.0, "global_step": 16}]
+    measured.append({"time": 9.0, "global_step": 31, "test_accuracy": 0.1})
+    predicted = [{"time": t, "global_step": 10 * t, "test_accuracy": a} for t, a in ((0, 0.2), (1, 0.4), (2, 0.8), (3, 0.9))]
+    (seen,) = predictions.evaluated_as(measured, predicted)
+    assert seen == {"time": 5.0, "global_step": 15, "test_accuracy": pytest.approx(0.6)}
 
 
 def test_loss_is_reached_between_two_evaluations(monkeypatch):
