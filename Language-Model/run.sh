@@ -30,6 +30,9 @@ case $scheme in
     DOWNPOUR-Easy) flags+=(--window=5 --learning_rate=0.1 --warmup_steps=50) ;;
     Dynamic-SGD | Synchronous-SGD) flags+=(--learning_rate=1 --warmup_steps=50) ;;
     HogWild | Ringmaster-ASGD | Semi-Synchronous-SGD) flags+=(--learning_rate=0.5 --warmup_steps=50) ;;
+    Asynchronous-DiLoCo) flags+=(--window=10 --local_learning_rate=0.006 --learning_rate=1 --momentum=0) ;;
+    Streaming-DiLoCo) flags+=(--window=5 --local_learning_rate=0.006 --learning_rate=1 --momentum=0) ;;
+    SparseLoCo) flags+=(--window=10 --local_learning_rate=0.006 --top=256 --warmup_steps=10) ;;
     Local-SGD) flags+=(--window=10 --learning_rate=1) ;;
     Synchronous-SGD-different-learning-rates) flags+=(--learning_rates=0.7,0.3 --warmup_steps=50) ;;
 esac
