@@ -111,7 +111,8 @@ def table(report):
     for name, found in report["schemes"].items():
         medians = [statistics.median(found[way]["accuracies"]) for way in WAYS]
         lines.append(f"| {name} | {' | '.join(f'{accuracy:.3f}' for accuracy in medians)} |")
-    shares = [max(sum(found[way]["bytes"]) / sum(found["none"]["bytes"]) for found in report["schemes"].values()) for way in WAYS]
+    sizes = [[sum(found[way]["bytes"]) for way in WAYS] for found in report["schemes"].values()]
+    shares = [max(way) for way in zip(*([size / each[0] for size in each] for each in sizes), strict=True)]
     lines.append(f"| bytes of a round, at most | {' | '.join(f'{share:.3g}' for share in shares)} |")
     return "\n".join(lines)
 
