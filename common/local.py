@@ -274,8 +274,7 @@ class LocalParameters:
         x, before = self.value, self.gradient.read_value() if accumulate else tf.zeros([self.model.size])
 
         def change(g):
-            decayed = [] if self.decay is None else [x.assign_sub(self.decay * x.read_value(), read_value=False)]
-            with tf.control_dependencies(decayed):
+            with tf.control_dependencies([] if self.decay is None else [self._shrink(self.decay)]):
                 return self.apply(optimizer, g) if isinstance(optimizer, tf.train.Optimizer) else optimizer(g)
 
         def step(t):
@@ -317,10 +316,14 @@ class LocalParameters:
         adam, factor = tf.train.AdamOptimizer(learning_rate), learning_rate * weight_decay
 
         def change(g):
-            with tf.control_dependencies([self.value.assign_sub(factor * self.value, read_value=False)]):
+            with tf.control_dependencies([self._shrink(factor)]):
                 return self.apply(adam, g)
 
         return change
+
+    def _shrink(self, factor):
+        """Returns the operation x ← x − factor x."""
+        return self.value.assign_sub(factor * self.value.read_value(), read_value=False)
 
     def optimizer(self, hp):
         """Returns the optimizer that `--local_optimizer` names, for `train`."""
