@@ -82,7 +82,7 @@ def train(task, settings):
         chief = workers[0]
         parameters, step = center.read()
         final = parameters, chief.local.state_at(parameters)
-        # What begins as a copy of a reference variable asks for its initial value, too, in case it has none yet.
+        # A copy of a reference variable asks for its initial value, too, in case it has none yet.
         local_init_feed_dict = dict(center.init_feed_dict)
         evaluated = built[0].evaluate(*final, *fed_test_set(dataset, local_init_feed_dict))
         evaluation = EvaluationHook(chief.log, step, evaluated, settings.evaluation_secs)

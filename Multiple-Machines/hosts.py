@@ -4,7 +4,7 @@
         subprocess.run(hosts[0].command("ping", "-c", "1", "host2"))
 
 A host is a network namespace, with namespaces for its name and for /etc/hosts; all else, files and users, it shares with the
-machine. What happens on its network is real: packets, TCP, queues, lost links. The tests and `slow_links.py` use it.
+machine. Everything on its network is real: packets, TCP, queues, lost links. The tests and `slow_links.py` use it.
 """
 
 import contextlib
@@ -191,7 +191,7 @@ class _Delay:
     """What joins hosts where each packet is to arrive `delay` seconds later: a thread that has an end of each host's `eth0`.
 
     A packet first passes the link of its sender, then that of its receiver, each of which carries `bytes_per_second` each way;
-    None is no limit. What cannot pass yet waits, and nothing is dropped.
+    None is no limit. Packets that cannot pass yet wait; none is dropped.
     """
 
     def __init__(self, hosts, delay, bytes_per_second=None):

@@ -2,7 +2,7 @@
 
 A run's metrics have how long the parts of some rounds took, how many samples each worker made in which time, and the staleness
 of each update. From these come the time of a local step, how much it varies, and what a message costs: its latency or, where
-that is known, what its bytes take. What the flags say of links is taken as it is.
+that is known, what its bytes take. The links are as the flags say.
 """
 
 import collections

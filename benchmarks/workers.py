@@ -1,8 +1,9 @@
 """How many workers can each scheme use before it breaks, and which learning rate helps? `bash benchmarks/workers.sh`.
 
 Every scheme trains the digits for the same virtual time with 1 to 1,000 virtual workers (`Simulation/`): with the learning rate
-of its folder, and with the best rate that a search in steps of half a power of ten finds. Writes `workers.json` and
-`workers.png` beside this file. If schemes are named, only these run anew; the figures of the others stay.
+of its folder, and with the best rate that a search in steps of half a power of ten finds. The search takes one seed; the two
+rates are then tried with five. Writes `workers.json` and `workers.png` beside this file. If schemes are named, only these run
+anew; the figures of the others stay.
 """
 
 import argparse
@@ -17,12 +18,15 @@ from typing import Any
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import compare
+import numpy as np
+
+from common import plots
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "Simulation"))
 
-WORKERS = [1, 3, 10, 30, 100, 300, 1000]
-IN_TABLE = [1, 10, 100, 1000]
+WORKERS = [1, 10, 100, 1000]
+SEEDS = range(5)
 # A local step of 10 ms, machines and steps that differ by a fifth, a ping of 2 ms, a ps with a card of 10 Gbit/s.
 CLUSTER = {"step_ms": 10, "machine_cv": 0.2, "step_cv": 0.2, "latency_ms": 1, "ps_mbit": 10_000}
 BETTER = 0.01  # how much more accuracy another rate must reach to count as better
@@ -100,10 +104,11 @@ def main():
 
 
 def of_scheme(what):
-    """Returns the name and [{learning rate: accuracy}] for each number of workers; None for a loss that is not finite.
+    """Returns the name and [{learning rate: [accuracy of each seed]}] for each number of workers; None for a loss that is not
+    finite. A rate that was tried in the search alone has the accuracy of the first seed only.
 
-    It tries the folder's rate, and climbs from the best rate of fewer workers, in steps of half a power of ten. Where that one
-    learns nothing, it first goes down until one does.
+    The search tries the folder's rate, and climbs from the best rate of fewer workers, in steps of half a power of ten. Where
+    that one learns nothing, it first goes down until one does.
 
     Args:
       what: (name of the scheme, numbers of workers, virtual seconds).
@@ -111,12 +116,16 @@ def of_scheme(what):
     name, workers, seconds = what
     usual = SCHEMES[name]
     found, best = [], 0
+
+    def rate(step, n):
+        return flags_of(name, usual * 10 ** (step / 2), n)
+
     for n in workers:
         accuracies: dict[int, float | None] = {}
 
         def value(step, n=n, accuracies=accuracies):
             if step not in accuracies:
-                accuracies[step] = accuracy(name, n, seconds, flags_of(name, usual * 10 ** (step / 2), n))
+                accuracies[step] = accuracy(name, n, seconds, SEEDS[0], rate(step, n))
             return accuracies[step] or 0.0
 
         value(0)
@@ -126,11 +135,14 @@ def of_scheme(what):
                 best += direction
         if value(0) >= value(best) - BETTER:
             best = 0
-        found.append({f"{usual * 10 ** (step / 2):.2g}": accuracies[step] for step in sorted(accuracies)})
+        of_seeds = {step: [value] for step, value in sorted(accuracies.items())}
+        for step in {0, best}:
+            of_seeds[step] += [accuracy(name, n, seconds, seed, rate(step, n)) for seed in SEEDS[1:]]
+        found.append({f"{usual * 10 ** (step / 2):.2g}": values for step, values in of_seeds.items()})
     return name, found
 
 
-def accuracy(name, num_workers, seconds, flags):
+def accuracy(name, num_workers, seconds, seed, flags):
     """Returns the test accuracy after so many virtual seconds; None if the loss was not finite.
 
     Raises:
@@ -142,7 +154,7 @@ def accuracy(name, num_workers, seconds, flags):
 
     try:
         run = simulate.simulate(
-            name, num_workers=num_workers, seconds=seconds, epochs=1e6, evaluation_secs=seconds, **CLUSTER, **flags
+            name, num_workers=num_workers, seconds=seconds, seed=seed, epochs=1e6, evaluation_secs=seconds, **CLUSTER, **flags
         )
     except TrainingFailed as error:
         if "the loss is" in str(error):
@@ -152,32 +164,36 @@ def accuracy(name, num_workers, seconds, flags):
 
 
 def chosen(name, accuracies):
-    """Returns the accuracy at the rate of the folder, and (rate, accuracy) of the best one: the same if none is better."""
+    """Returns the rate of the folder and the best one, each with the accuracies of all seeds: (rate, [seeds]) twice.
+
+    The best is better than the folder's by at least `BETTER`, in the median; otherwise it is the folder's. The accuracy is 0
+    where the loss was not finite.
+    """
     usual = f"{SCHEMES[name]:.2g}"
-    known = {rate: value or 0.0 for rate, value in accuracies.items()}
-    best = max(known, key=known.__getitem__)
-    if known[usual] >= known[best] - BETTER:
+    known = {rate: [value or 0.0 for value in values] for rate, values in accuracies.items()}
+    medians = {rate: np.median(values) for rate, values in known.items() if len(values) == len(known[usual])}
+    best = max(medians, key=medians.__getitem__)
+    if medians[usual] >= medians[best] - BETTER:
         best = usual
-    return accuracies[usual], (best, accuracies[best])
+    return (usual, known[usual]), (best, known[best])
 
 
 def table(report):
     """Returns a Markdown table: the accuracy with the rate of the folder, and with the best one if that is another."""
-    columns = [n for n in IN_TABLE if n in report["workers"]]
-    titles = " | ".join(f"{n:,} worker{'s' * (n > 1)}" for n in columns)
-    lines = [f"| scheme | its rate | {titles} |", "|---" + "|---:" * (len(columns) + 1) + "|"]
+    titles = " | ".join(f"{n:,} worker{'s' * (n > 1)}" for n in report["workers"])
+    lines = [f"| scheme | its rate | {titles} |", "|---" + "|---:" * (len(report["workers"]) + 1) + "|"]
     for name, found in report["schemes"].items():
         cells = []
-        for n in columns:
-            usual, (rate, best) = chosen(name, found[report["workers"].index(n)])
-            own = "not finite" if usual is None else f"{usual:.3f}"
-            cells.append(own if rate == f"{SCHEMES[name]:.2g}" else f"{own}; {best:.3f} with {rate}")
+        for accuracies in found:
+            (usual, own), (rate, best) = chosen(name, accuracies)
+            shown = plots.median_and_range(own)
+            cells.append(shown if rate == usual else f"{shown}; {plots.median_and_range(best)} with {rate}")
         lines.append(f"| {name} | {SCHEMES[name]:g} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def draw(report, path):
-    """Draws a panel for each scheme: accuracy against the number of workers."""
+    """Draws a panel for each scheme: accuracy against the number of workers, median and range of the seeds."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -193,12 +209,12 @@ def panels(figure, report):
     grid = list(figure.subplots(rows, 4, sharex=True, sharey=True, squeeze=False).flat)
     for axes, name in zip(grid, names, strict=False):
         pairs = [chosen(name, found) for found in report["schemes"][name]]
-        usual = [own or 0.0 for own, _ in pairs]
-        axes.plot(workers, [value for _, (_, value) in pairs], "o-", color="tab:orange", label="best rate")
-        axes.plot(workers, usual, "o-", color="tab:blue", label="the folder's rate")
-        for n, (own, (rate, value)) in zip(workers, pairs, strict=True):
-            if value != own:
-                axes.annotate(rate, (n, value), (0, 5), textcoords="offset points", ha="center", fontsize=8)
+        best, usual = (np.transpose([pair[which][1] for pair in pairs]) for which in (1, 0))
+        plots.spread(axes, workers, best, marker="o", color="tab:orange", label="best rate")
+        plots.spread(axes, workers, usual, marker="o", color="tab:blue", label="the folder's rate")
+        for n, ((own, _), (rate, values)) in zip(workers, pairs, strict=True):
+            if rate != own:
+                axes.annotate(rate, (n, np.median(values)), (0, 5), textcoords="offset points", ha="center", fontsize=8)
         title = name.replace("SGD-different", "SGD\ndifferent").replace("-learning-rates", " learning rates")
         axes.set_title(f"{title}, η = {SCHEMES[name]:g}", fontsize=10)
         axes.set(xscale="log", xlim=(0.5, 2 * workers[-1]), ylim=(-0.03, 1.12))

@@ -42,7 +42,7 @@ class Patience:
 class Callback:
     """Calls a function of the user's own, function(step, metrics), in a thread of its own: training never waits for it.
 
-    What it prints is shown to the user. If it raises, a line says so, the first time, and training goes on; so do the calls. If
+    The user sees its output. If it raises, a line says so, the first time, and training goes on; so do the calls. If
     it returns True, training ends.
 
     Args:

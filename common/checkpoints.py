@@ -26,7 +26,7 @@ KEPT = 5  # checkpoints in a folder; older ones are removed
 
 @contextlib.contextmanager
 def writing_into(folder):
-    """Says in one line why a checkpoint cannot be written. What is written replaces nothing before it is whole.
+    """Says in one line why a checkpoint cannot be written. A new file replaces nothing before it is whole.
 
     Raises:
       TrainingFailed: if the disk is full, read-only or gone.

@@ -4,7 +4,7 @@ The launcher makes one with `ForkServer`, which runs this file as a program. A l
 flag is told at once; while this imports it, the launcher goes on.
 
 A task that is started again, after it was killed, is another fork: it is back in a moment. The tasks are this process's
-children, and end with it; it ends with the launcher. What a task has started ends with the task.
+children, and end with it; it ends with the launcher. Processes that a task has started end with it.
 
 A task tells the launcher what it is doing (`common.words.doing`), so the launcher notices a task that lives, but makes no
 progress.

@@ -93,7 +93,7 @@ def _watch_check(heard, settings):
     start = began = time.monotonic()
     while True:
         flag = _flag_of(what, settings)
-        # What is not the user's function has no reason to hang; importing tensorflow, or downloading, may take its time.
+        # Only the user's function may hang; importing tensorflow, or downloading, may take its time.
         limit = settings.hang_secs if flag and flag.rpartition(":")[1] else 10 * settings.hang_secs
         soon = began + limit if is_told else min(began + limit, start + CHECK_SECONDS)
         if not select.select([heard], [], [], max(0, soon - time.monotonic()))[0]:

@@ -129,7 +129,7 @@ def environment(num_workers):
         "TF_NUM_INTRAOP_THREADS": threads,
         "TF_NUM_INTEROP_THREADS": threads,
         "MALLOC_ARENA_MAX": "1",  # with a heap for each thread, glibc's default, memory grows twice as fast
-        # What a large message took is kept for the next one: the kernel takes as long to give it as the network to fill it.
+        # The memory of a large message is kept for the next one: the kernel takes as long to give it as the network to fill it.
         "MALLOC_MMAP_MAX_": "0",
         "MALLOC_TRIM_THRESHOLD_": str(2**40),
         **os.environ,

@@ -322,7 +322,7 @@ def _last_operation(keras_model, x, outputs):
 def _scope(keras_model, *values):
     """A scope of Keras in which the model's variables have these values: trained ones, state, and those of metrics.
 
-    What is added to losses is collected there.
+    Additions to losses are collected there.
     """
     import keras
 
@@ -489,8 +489,8 @@ class Model:
         """Returns the state at these parameters, when they are not those that it was trained with: a list of tensors.
 
         The moving means and variances of batch normalization become the averages of those of `count` batches, at these
-        parameters, as in PreciseBN (Wu and Johnson 2021, arXiv:2105.07576; fvcore's `update_bn_stats`). What else changes with
-        training, and is no seed, goes on from `state`.
+        parameters, as in PreciseBN (Wu and Johnson 2021, arXiv:2105.07576; fvcore's `update_bn_stats`). Other state that
+        changes with training, and is no seed, goes on from `state`.
 
         Args:
           parameters: tensor `[size]`.

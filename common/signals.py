@@ -15,7 +15,7 @@ INTERRUPTING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def heeded(numbers=INTERRUPTING_SIGNALS):
     """Returns those of these signals that this process does not ignore.
 
-    What a program was started to ignore, it ignores: SIGHUP by `nohup`, SIGINT by a script that starts it with `&`.
+    A program goes on to ignore what it was started to ignore: SIGHUP by `nohup`, SIGINT by a script that starts it with `&`.
     """
     return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 

@@ -181,7 +181,7 @@ class Stream:
     def as_tensors(self, draw, argument, batch_size):
         """Returns the (x, y), or (x, y, weights), that a Python function of `argument`, a tensor, gives, as tensors.
 
-        What it raises, is in `failed` then.
+        `failed` then has what it raises.
         """
 
         def draw_or_note(number):

@@ -371,7 +371,7 @@ class VirtualTime:
         self._push(now, worker, "here", 0)
 
     def _end_call(self, worker, now):
-        """Returns when the worker begins another call. What was read ahead has to be there."""
+        """Returns when the worker begins another call. The x̃ that was read ahead has to be there."""
         self._rounds[worker], self._asks[worker] = 0, True
         return max(now, *self._coming[worker], 0.0) + self.costs.call
 
@@ -382,7 +382,7 @@ class VirtualTime:
         came = now
         now = at = max(now, self._applied[worker])
         if action.up and self._nic:
-            # What came first went on while the rest was on the link. The card is busy only for its own time.
+            # The first part went on while the rest was on the link. The card is busy only for its own time.
             began = max(now - action.up * self._up[worker], self._nic_in)
             self._nic_in = began + action.up * self._nic
             at = max(now, self._nic_in)
@@ -452,7 +452,7 @@ class VirtualTime:
                 return self._push(at, worker, "served", k)
 
     def _has_read_ahead(self, worker, now, action):
-        """The ps have read x̃ for a worker's next pull. What it computes from now on is of what was read before."""
+        """The ps have read x̃ for a worker's next pull. From now on it computes with the x̃ that was read before."""
         self._known[worker], self._own[worker] = self._ahead[worker], self._own_since[worker]
         self._ahead[worker], self._own_since[worker] = self.updates, 0
         self._coming[worker].append(self._on_its_way_down(worker, now, action))
@@ -552,7 +552,7 @@ class VirtualTime:
 
 
 class _Out:
-    """The schedule that is being written. What a worker does by itself is written before its time has come."""
+    """The schedule that is being written. A worker's own steps are written before their time has come."""
 
     def __init__(self):
         self._columns = [array(kind) for kind in "iiddqq"]  # as those of `Schedule`

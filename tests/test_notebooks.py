@@ -1,6 +1,7 @@
 """The notebooks as files: their form, and how their outputs are compared. Their cells run under nbval, see run.sh."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,17 @@ def test_form(path):
             source = "".join(cell["source"])
             assert "NBVAL" not in source, "a cell whose outputs are compared has the tag nbval-check-output"
             assert not [line for line in source.splitlines() if len(line) > 88], "a page of 1,280 pixels cuts longer lines"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_exercises_name_lines_that_are_there(path):
+    """Where an exercise says "set `WINDOW = 4` to", a cell has this line, so that the reader finds it."""
+    lines, texts = set(), []
+    for cell in json.loads(path.read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            lines |= {line.strip().partition("  #")[0] for line in cell["source"]}
+        else:
+            texts.append(" ".join("".join(cell["source"]).split()))
+    exercises = " ".join(texts).partition("## Exercises")[2].partition("<details>")[0]
+    assert exercises
+    assert set(re.findall(r"[Ss]et `(\w+ = [^`]+)` to", exercises)) <= lines

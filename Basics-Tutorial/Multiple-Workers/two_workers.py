@@ -1,7 +1,7 @@
 """What the three notebooks share: a line `slope * x + intercept`, which two workers fit to their samples together.
 
-Each notebook builds a graph of its own (between-graph replication). What has the same name on the same ps is the same thing
-for all of them.
+Each notebook builds a graph of its own (between-graph replication). A variable or queue of the same name on the same ps is the
+same thing for all of them.
 """
 
 import types

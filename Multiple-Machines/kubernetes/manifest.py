@@ -2,7 +2,7 @@
 
     bash manifest.sh DOWNPOUR --num_ps=2 --num_workers=4 --image=REGISTRY/IMAGE -- --window=20 --epochs=100 > job.yaml
 
-What all trainings have in common is in tfjob.yaml and plain.yaml, which this script reads and fills in.
+tfjob.yaml and plain.yaml hold what all trainings have in common; this script reads and fills them in.
 """
 
 import json
