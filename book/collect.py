@@ -2,8 +2,8 @@
 
     python book/collect.py book/_build/source
 
-The folders of the book are those of the repository, so a link from one page to another is the same in both. book/conf.py adapts what is
-not: links to folders and to scripts.
+The folders of the book are those of the repository, so a link from one page to another is the same in both. Its first page, book/index.md,
+moves to the root. book/conf.py adapts links to folders and to scripts.
 """
 
 import os
@@ -41,8 +41,7 @@ def collect(target):
     files = tracked()
     for path in files:
         if path.suffix in PAGES + PICTURES:
-            # The book's own pages are at its root
-            _copy(ROOT / path, target / (path.name if path.parts[0] == "book" else path))
+            _copy(ROOT / path, target / path)
     shown = {path for path in files if path.suffix in (".py", ".sh") and path.parts[0] not in ("tests", "common", ".ci")}
     for path in shown | linked(files):
         _copy(ROOT / path, target / path)
@@ -50,6 +49,9 @@ def collect(target):
         (target / f"{path}.md").write_text(
             f"---\norphan: true\n---\n# {path.name}\n\n`{path}`\n\n```{{literalinclude}} {path.name}\n:language: {language}\n```\n"
         )
+    first = target / "book" / "index.md"
+    (target / "index.md").write_text(LINK.sub(_from_root, first.read_text()))
+    first.unlink()
     (target / "api").mkdir()
     for path in files:
         if path.parent == Path("common") and path.suffix == ".py" and path.stem != "__init__":
@@ -61,9 +63,8 @@ def linked(files):
     found = set()
     for path in files:
         if path.suffix in PAGES:
-            folder = Path() if path.parts[0] == "book" else path.parent
             for link, _ in LINK.findall((ROOT / path).read_text()):
-                place = Path(os.path.normpath(folder / link))
+                place = Path(os.path.normpath(path.parent / link))
                 if place in files and place.suffix not in PAGES + PICTURES:
                     found.add(place)
     return found
@@ -114,6 +115,11 @@ def children(readme):
         return at if at >= 0 else len(text), path
 
     return [str(path.relative_to(folder)) for path in sorted({*inner, *pages}, key=place)]
+
+
+def _from_root(match):
+    link, part = match[1], match[2] or ""
+    return match[0] if not link or "://" in link else f"]({os.path.normpath(Path('book', link))}{part})"
 
 
 def _copy(source, to):

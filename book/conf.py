@@ -53,7 +53,7 @@ IN_BACKTICKS = re.compile(r"(`[^`]*`)")
 CODE = re.compile(r"(\S):\n\n((?: {4,}\S.*\n(?:\n(?= {4}))?)+)")
 GLOSSARY = "Basics-Tutorial/GLOSSARY"
 ORDINARY = ("address", "collection", "exchange", "feed", "job", "stage", "summary", "target")  # words that mostly mean something else in prose
-REFERENCE = ["common", "benchmarks/README", GLOSSARY, "SECURITY", "CONTRIBUTING", "tests/README", "CHANGELOG"]
+REFERENCE = [GLOSSARY, "book/common", "benchmarks/README", "SECURITY", "CONTRIBUTING", "tests/README", "book/README", "CHANGELOG"]
 
 
 def read(app, docname, content):
@@ -63,8 +63,8 @@ def read(app, docname, content):
     text = collect.adapted(content[0], path.parent.relative_to(root), root)
     if docname == "index":
         text += "".join(toctree(pages, caption) for caption, pages in contents(root).items())
-    elif docname == "common":
-        text += toctree(sorted(f"api/{each.stem}" for each in (root / "api").glob("*.md")))
+    elif docname == "book/common":
+        text += toctree(sorted(f"/api/{each.stem}" for each in (root / "api").glob("*.md")))
     elif path.name == "README.md" and docname != "README":
         text += toctree(collect.children(path)) + files_of(path.parent)
     content[0] = text
@@ -74,7 +74,7 @@ def contents(root):
     """Returns what is in the book, {caption: pages}, in README.md's order."""
     first, others = collect.reading_order((root / "README.md").read_text())
     pages = lambda folders: [f"{folder}/README" for folder in folders]  # noqa: E731
-    return {"Start": ["README", "player"], "In reading order": pages(first), "With any scheme": pages(others), "To look up": REFERENCE}
+    return {"Start": ["README", "book/player"], "In reading order": pages(first), "With any scheme": pages(others), "To look up": REFERENCE}
 
 
 def toctree(pages, caption=""):

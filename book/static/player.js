@@ -2,8 +2,9 @@
 "use strict";
 
 const player = (() => {
+  const here = document.currentScript.src;
   const COLORS = ["#1f77b4", "#ff7f0e", "#2ca02c", "#c4c4c4"]; // train, push, pull, wait, as in the notebooks' pictures
-  const NAMES = ["local steps", "push", "pull", "waits for others"];
+  const NAMES = ["local steps", "push", "pull", "waits"];
   const WORKER_COLORS = ["#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#bcbd22", "#17becf"];
   const SPEEDS = [1, 2, 4, 8]; // local steps a second
   const loaded = {}; // traces by the name of their file
@@ -67,7 +68,7 @@ const player = (() => {
       make("button", { type: "button", id, title: text, "aria-label": text }, bar, sign).addEventListener("click", () => step(way));
     }
     part.time = make("input", { type: "range", id: "time", min: 0, max: about.end, step: 0.05, "aria-label": "time" }, bar);
-    part.time.addEventListener("input", () => { pause(); seek(Number(part.time.value)); });
+    part.time.addEventListener("input", () => { const time = Number(part.time.value); pause(); seek(time); });
     part.clock = make("output", { id: "clock" }, bar);
     part.facts = make("div", { class: "facts", "aria-live": "off" }, root);
   };
@@ -94,31 +95,32 @@ const player = (() => {
     part.rule.textContent = scheme().rule;
   };
 
+  const key = () => [state.window, state.rate, state.slowness, state.latency].join(" ");
+
   const load = () => {
     wanted = `${scheme().name}-${values("workers")[state.workers]}`;
+    root.dataset.wanted = `${wanted} ${key()}`;
     if (loaded[wanted]) return show();
     if (loaded[wanted] === undefined) {
       loaded[wanted] = null; // on its way
       const script = document.createElement("script");
-      script.src = `_static/traces/${wanted}.js`;
+      script.src = new URL(`traces/${wanted}.js`, here);
       document.head.append(script);
     }
   };
 
   const show = () => {
-    const key = [state.window, state.rate, state.slowness, state.latency].join(" ");
-    const raw = loaded[wanted][key], unit = about.unit;
+    const raw = loaded[wanted][key()], unit = about.unit;
     trace = {
-      key: `${wanted} ${key}`,
       spans: raw.spans.map(([worker, what, start, end]) => ({ worker, what, start: start * unit, end: end * unit })),
       pushes: raw.pushes.map(([time, worker, stale, update, ...where]) => {
         const [a, b, u, v] = where.map((value) => value * unit);
         return { time: time * unit, worker, stale, update, a, b, u, v, loss: loss(a, b) };
       }),
     };
-    root.dataset.trace = trace.key;
     buildPictures();
     draw();
+    root.dataset.trace = `${wanted} ${key()}`;
   };
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -127,8 +129,11 @@ const player = (() => {
   const svg = (name, width, height, title) => {
     clear(part[name]);
     const picture = make("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": title }, part[name]);
-    make("text", { x: 6, y: 16, class: "title" }, picture, title);
     return picture;
+  };
+  const label = (picture, title) => {
+    make("rect", { width: 14 + 6.9 * title.length, height: 23, class: "paper" }, picture);
+    make("text", { x: 6, y: 16, class: "title" }, picture, title);
   };
 
   const buildPictures = () => {
@@ -143,6 +148,7 @@ const player = (() => {
   const buildCluster = (n, width, narrow) => {
     const row = n > 4 ? 17 : 24, top = 120, height = top + n * row + 26;
     const picture = svg("cluster", width, height, "the cluster");
+    label(picture, "the cluster");
     const ps = { x: width / 2, y: 38 };
     const place = (worker) => ({ x: ((worker + 0.5) * width) / n, y: 100 });
     for (let i = 0; i < n; i++) make("line", { x1: ps.x, y1: ps.y, x2: place(i).x, y2: 100, class: "link" }, picture);
@@ -151,7 +157,7 @@ const player = (() => {
     part.boxes = [];
     for (let i = 0; i < n; i++) {
       const { x, y } = place(i);
-      part.boxes.push(make("rect", { x: x - 14, y: y - 12, width: 28, height: 24, rx: 5, class: "worker" }, picture));
+      part.boxes.push(make("rect", { x: x - 14, y: y - 12, width: 28, height: 24, rx: 5, stroke: WORKER_COLORS[i], class: "worker" }, picture));
       make("text", { x, y: y + 4, class: "middle light" }, picture, i);
     }
     part.messages = make("g", {}, picture);
@@ -162,7 +168,7 @@ const player = (() => {
     part.laneWidth = width - LEFT - 4;
     part.perStep = narrow ? 26 : 42;
     part.lanes = make("g", {}, lanes);
-    for (let i = 0; i < n; i++) make("text", { x: LEFT - 6, y: top + i * row + row / 2 + 4, class: "end" }, picture, `worker ${i}`);
+    for (let i = 0; i < n; i++) make("text", { x: LEFT - 6, y: top + i * row + row / 2 + 4, class: "end", style: `fill: ${WORKER_COLORS[i]}` }, picture, `worker ${i}`);
     for (const { worker, what, start, end } of trace.spans) {
       const attributes = { x: start * part.perStep, y: worker * row + 2, width: Math.max(0.5, (end - start) * part.perStep), height: row - 4 };
       make("rect", { ...attributes, fill: COLORS[what] }, part.lanes);
@@ -175,8 +181,9 @@ const player = (() => {
     });
   };
 
+  const VALLEY = "x̃ and the workers' x, over the loss";
   const buildValley = (width, height) => {
-    const picture = svg("valley", width, height, "x̃ and the workers' x, over the loss");
+    const picture = svg("valley", width, height, VALLEY);
     const { matrix, least, start } = about.problem;
     const half = { a: 4.9, b: 4.1 }; // the same picture for all choices, so that one can compare
     const x = scale(least[0] - half.a, least[0] + half.a, 0, width), y = scale(least[1] - half.b, least[1] + half.b, height, 0);
@@ -190,6 +197,7 @@ const player = (() => {
       const turn = `rotate(${angle} ${x(least[0])} ${y(least[1])})`;
       make("ellipse", { cx: x(least[0]), cy: y(least[1]), rx: small, ry: big, transform: turn, class: "level" }, picture);
     }
+    label(picture, VALLEY);
     make("path", { d: `M${x(least[0]) - 6},${y(least[1])}h12m-6,-6v12`, class: "cross" }, picture);
     make("circle", { cx: x(start[0]), cy: y(start[1]), r: 4, class: "start" }, picture);
     make("text", { x: x(start[0]) + 8, y: y(start[1]) - 6 }, picture, "start");
@@ -203,7 +211,8 @@ const player = (() => {
   const buildStaleness = (width, height, n) => {
     const most = Math.max(3, ...trace.pushes.map((push) => push.stale));
     const picture = svg("staleness", width, height, "staleness of each push");
-    const x = scale(0, about.end, 30, width - 6), y = scale(0, most, height - 12, 32);
+    label(picture, "staleness of each push");
+    const x = scale(0, about.end, 40, width - 8), y = scale(0, most, height - 12, 32);
     axis(picture, width, height, [[0, y(0)], [most, y(most)]]);
     part.stale = trace.pushes.map((push) => {
       const dropped = push.stale < 0, color = WORKER_COLORS[push.worker];
@@ -214,7 +223,8 @@ const player = (() => {
   const buildLoss = (width, height) => {
     const above = (value) => Math.log10(Math.min(100, Math.max(1e-3, value - about.problem.floor)));
     const picture = svg("loss", width, height, "loss of x̃, above the least possible");
-    const x = scale(0, about.end, 30, width - 6), y = scale(-3, 2, height - 12, 26);
+    label(picture, "loss of x̃, above the least possible");
+    const x = scale(0, about.end, 40, width - 8), y = scale(-3, 2, height - 12, 26);
     axis(picture, width, height, [["0.001", y(-3)], ["0.1", y(-1)], ["10", y(1)]]);
     const first = [x(0), y(above(loss(...about.problem.start)))];
     const points = [first, ...trace.pushes.flatMap((push, i) => {
@@ -231,8 +241,8 @@ const player = (() => {
 
   const axis = (picture, width, height, marks) => {
     for (const [text, y] of marks) {
-      make("line", { x1: 30, x2: width - 6, y1: y, y2: y, class: "grid" }, picture);
-      make("text", { x: 26, y: y + 4, class: "end small" }, picture, text);
+      make("line", { x1: 40, x2: width - 8, y1: y, y2: y, class: "grid" }, picture);
+      make("text", { x: 35, y: y + 4, class: "end small" }, picture, text);
     }
   };
 
