@@ -38,6 +38,7 @@ autodoc_mock_imports = ["absl", "cloudpickle", "keras", "matplotlib", "pyarrow",
 
 html_theme = "sphinx_book_theme"
 html_static_path = [str(Path(__file__).parent / "static"), str(Path(__file__).parent / "_build" / "static")]
+html_favicon = "static/icon.svg"
 html_css_files = ["book.css"]
 html_js_files = ["book.js"]
 html_context = {"default_mode": "light"}
