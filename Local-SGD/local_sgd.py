@@ -15,8 +15,7 @@ def local_sgd(center, local, hp):
     """x ← x̃;  T local steps x ← x − γ g(x);  x̃ ← Σ_i w_i x^i.
 
     The n workers walk T steps of SGD from the same x̃, and x̃ becomes their mean: w_i = 1/n, or with `hp.weigh_by_samples` the
-    worker's share of all samples. They push the way back, w_i (x̃ − x^i), whose sum is Δ:  x̃ ← x̃ − α Δ. T = 1 is synchronous
-    SGD.
+    worker's share of all samples. They push w_i (x̃ − x^i), whose sum is Δ:  x̃ ← x̃ − α Δ. T = 1 is synchronous SGD.
 
     With a slow momentum β this step has a memory, u:  u ← β u + Δ/γ;  x̃ ← x̃ − α γ u.
 
