@@ -2,7 +2,7 @@
 
     python book/collect.py book/_build/source
 
-The folders of the book are those of the repository, so a link from one page to another is the same in both. Its first page, book/index.md,
+The folders of the book are those of the repository, so a link from one page to another is the same in both. Its first page
 moves to the root. book/conf.py adapts links to folders and to scripts.
 """
 
@@ -14,10 +14,22 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+FIRST = "book/index.md"  # the first page
 PAGES = (".md", ".ipynb")
 PICTURES = (".png", ".svg")
-LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".json": "json", ".sbatch": "bash", ".toml": "toml", ".txt": "text"}
+LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml", ".json": "json", ".js": "javascript"}
 LINK = re.compile(r"\]\(([^()\s#]*)(#[^()\s]*)?\)")
+SCRIPT = """---
+orphan: true
+---
+# {name}
+
+`{path}`
+
+```{{literalinclude}} {name}
+:language: {language}
+```
+"""
 MODULE = """# common.{name}
 
 ```{{eval-rst}}
@@ -46,10 +58,8 @@ def collect(target):
     for path in shown | linked(files):
         _copy(ROOT / path, target / path)
         language = LANGUAGES.get(path.suffix, "text")
-        (target / f"{path}.md").write_text(
-            f"---\norphan: true\n---\n# {path.name}\n\n`{path}`\n\n```{{literalinclude}} {path.name}\n:language: {language}\n```\n"
-        )
-    first = target / "book" / "index.md"
+        (target / f"{path}.md").write_text(SCRIPT.format(path=path, name=path.name, language=language))
+    first = target / FIRST
     (target / "index.md").write_text(LINK.sub(_from_root, first.read_text()))
     first.unlink()
     (target / "api").mkdir()
@@ -84,7 +94,9 @@ def adapted(text, folder, root):
         place = root / folder / link
         if not link or "://" in link:
             return match[0]
-        if (place / "README.md").is_file():
+        if os.path.normpath(folder / link) == FIRST:
+            link = os.path.relpath("index.md", folder)
+        elif (place / "README.md").is_file():
             link = os.path.join(link, "README.md")
         elif place.is_dir() and (notebooks := sorted(place.glob("*.ipynb"))):
             link = os.path.join(link, notebooks[0].name)

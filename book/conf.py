@@ -54,8 +54,9 @@ html_theme_options = {
 IN_BACKTICKS = re.compile(r"(`[^`]*`)")
 CODE = re.compile(r"(\S):\n\n((?: {4,}\S.*\n(?:\n(?= {4}))?)+)")
 GLOSSARY = "Basics-Tutorial/GLOSSARY"
-ORDINARY = ("address", "collection", "exchange", "feed", "job", "stage", "summary", "target")  # words that mostly mean something else in prose
-REFERENCE = [GLOSSARY, "book/common", "benchmarks/README", "SECURITY", "CONTRIBUTING", "tests/README", "book/README", "CHANGELOG"]
+# Terms that in prose mostly mean something else
+ORDINARY = ("address", "collection", "exchange", "feed", "job", "stage", "summary", "target")
+REFERENCE = [GLOSSARY, "book/common", "benchmarks/README", "SECURITY", "CONTRIBUTING", "tests/README", "CHANGELOG"]
 
 
 def read(app, docname, content):
@@ -75,8 +76,12 @@ def read(app, docname, content):
 def contents(root):
     """Returns what is in the book, {caption: pages}, in README.md's order."""
     first, others = collect.reading_order((root / "README.md").read_text())
-    pages = lambda folders: [f"{folder}/README" for folder in folders]  # noqa: E731
-    return {"Start": ["README", "book/player"], "In reading order": pages(first), "With any scheme": pages(others), "To look up": REFERENCE}
+    return {
+        "Start": ["README", "book/player"],
+        "In reading order": [f"{folder}/README" for folder in first],
+        "With any scheme": [f"{folder}/README" for folder in others],
+        "To look up": REFERENCE,
+    }
 
 
 def toctree(pages, caption=""):
@@ -145,8 +150,8 @@ def link_terms(app, doctree, docname):
             anchor, meaning = terms.get(match[1].lower()) or terms[re.sub("[- ]", "-", match[1].lower())]
             if anchor not in seen:
                 seen.add(anchor)
-                link = nodes.reference("", match[0], refuri=f"{target}#{anchor}", reftitle=meaning, internal=True, classes=["term"])
-                pieces += [nodes.Text(text[end : match.start()]), link]
+                link = {"refuri": f"{target}#{anchor}", "reftitle": meaning, "internal": True, "classes": ["term"]}
+                pieces += [nodes.Text(text[end : match.start()]), nodes.reference("", match[0], **link)]
                 end = match.end()
         if pieces:
             text.parent.replace(text, [piece for piece in [*pieces, nodes.Text(text[end:])] if piece.astext()])

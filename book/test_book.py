@@ -115,6 +115,17 @@ def test_notebook(path):
         assert " ".join(re.sub("\x1b\\[[0-9;]*m", "", line).split()) in shown
 
 
+def test_numbers_of_the_first_page_are_those_of_the_tables():
+    """They come from README.md's table of speeds, and from the one of Slow-Links."""
+    first, speeds = (ROOT / "book" / "index.md").read_text(), (ROOT / "README.md").read_text().split("<!-- results:")[1]
+    rows = {row.split("|")[1].strip(): row.split("|")[2].strip() for row in speeds.splitlines() if row.startswith("| ")}
+    names = ["one process", "HogWild", "ParameterServerStrategy", "ParameterServerStrategy, 10 steps per call"]
+    assert re.findall(r"\d+,\d{3}", first) == [rows[name] for name in names]
+    table = (ROOT / "Slow-Links" / "README.md").read_text().split("<!-- until loss:")[1].split("<!-- end")[0]
+    times = [float(row.split("|")[4]) for row in table.splitlines()[4:] if row.startswith("| ")]
+    assert f"{int(min(times[1:]))} to {int(max(times))} times fewer seconds" in re.sub(r"\[(.*?)\]\(.*?\)", r"\1", first)
+
+
 def test_terms_are_linked():
     [link] = re.findall(TERM, text_of("HogWild/README.html"))[:1]
     assert link[0] == "../Basics-Tutorial/GLOSSARY.html#term-staleness" and link[1].startswith("staleness: ")
@@ -168,7 +179,7 @@ def test_search_on_a_web_server(wide):
         thread.start()
         try:
             search(wide, f"http://127.0.0.1:{server.server_port}")
-            until(wide, "return [...document.querySelectorAll('#search-results p.context')].some(p => p.textContent.includes('tale'))")
+            until(wide, "return document.querySelector('#search-results p.context')?.textContent")
         finally:
             server.shutdown()
             thread.join()
@@ -221,16 +232,17 @@ def test_player_ends_and_begins_anew(wide):
 def test_each_control_changes_what_is_shown(wide, control):
     open_player(wide)
     choose(wide, "time", 15)
-    pictures = "return ['cluster', 'valley', 'staleness', 'loss'].map(name => document.querySelector(`.player .${name}`).innerHTML)"
+    names = ["cluster", "valley", "staleness", "loss"]
+    pictures = "return arguments[0].map(name => document.querySelector(`.player .${name}`).innerHTML)"
     values = wide.execute_script(
         "const c = document.getElementById(arguments[0]); return c.options ? c.options.length : Number(c.max) + 1", control
     )
     seen = []
     for value in range(values):
         choose(wide, control, value)
-        seen.append(wide.execute_script(pictures))
+        seen.append(wide.execute_script(pictures, names))
     assert values >= 2
-    for i, name in enumerate(["cluster", "valley", "staleness", "loss"]):
+    for i, name in enumerate(names):
         if (control, name) not in (("rate", "cluster"), ("rate", "staleness")):  # the clock needs no gradient
             assert len({pictures[i] for pictures in seen}) > 1, name
     assert not errors_of(wide)

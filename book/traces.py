@@ -2,9 +2,9 @@
 
     python book/traces.py book/_build/static/traces
 
-For each choice that the player offers, `common.virtual_time` says who does what when, and `common.simulation` runs the scheme's operations
-in that order. A trace has the spans of all workers, and after each push where x̃ and the worker's own x are. The files are scripts, which a
-page that was opened from a disk may load, and JSON but for their first line.
+For each choice that the player offers, `common.virtual_time` says who does what when, and `common.simulation` runs the scheme's
+operations in that order. A trace has the spans of all workers, and where x̃ and the worker's own x are after each push. The
+files are scripts, which a page that was opened from a disk may load, with JSON between their first line and their last.
 """
 
 import json
@@ -29,7 +29,7 @@ STEP_CV = 0.15  # deviation by mean of the time of a step
 UNIT = 0.01  # numbers in the traces are multiples of it
 
 RATES = [0.03, 0.1, 0.3]
-# Of each scheme: windows, learning rates, the flag that sets these, and further flags. Adagrad divides by √s, so its rates are larger.
+# Of each scheme: windows, learning rates, the flag that sets these, and further flags. Adagrad's rates are larger.
 SCHEMES = {
     "HogWild": ([1, 4], RATES, "learning_rate", []),
     "Dynamic-SGD": ([1], RATES, "learning_rate", []),
@@ -44,7 +44,7 @@ START = (-2.0, 2.5)  # a and b of a worker that begins
 
 
 def line(seed=0):
-    """800 points of y = 2x + noise of standard deviation 0.5, x in -0.5..1.5: a long valley across both parameters; 200 to test."""
+    """800 points of y = 2x + noise of deviation 0.5, x in -0.5..1.5, and 200 to test: a long valley across both parameters."""
     rng = np.random.default_rng(seed)
     x = rng.uniform(-0.5, 1.5, [1000, 1]).astype(np.float32)
     y = (2 * x + rng.normal(0, 0.5, x.shape)).astype(np.float32)
@@ -60,7 +60,7 @@ def two_parameters():
 
 
 def valley():
-    """Returns the loss over all samples as a quadratic function: its matrix [2, 2] of second derivatives, its minimum and its value there."""
+    """Returns the loss over all samples: its matrix `[2, 2]` of second derivatives, where it is least, and its value there."""
     (x, y), _ = line()
     columns = np.concatenate([x, np.ones_like(x)], axis=1).astype(float)
     least, *_ = np.linalg.lstsq(columns, y[:, 0], rcond=None)
@@ -68,7 +68,7 @@ def valley():
 
 
 def engines(name, workers):
-    """Yields, of one scheme and number of workers, the `common.simulation.Engine` of each window and learning rate, with their indices."""
+    """Yields of each window and learning rate their numbers, the window, and the `common.simulation.Engine`."""
     from common import data, models, simulation
 
     windows, rates, rate_flag, flags = SCHEMES[name]
@@ -89,8 +89,8 @@ def trace(engine, workers, window, slowness, latency):
     """Returns what happens until `END`, numbers as multiples of `UNIT`.
 
     Returns:
-      {"spans": [[worker, part, start, end], ...] in the order of their start, part as in `PARTS`; "pushes": [[time, worker, staleness,
-      global step, x̃, x̃, x, x], ...], staleness -1 of what was thrown away}.
+      {"spans": [[worker, number of the part in `PARTS`, start, end], ...] in the order of their start, "pushes": [[time,
+      worker, staleness, global step, x̃, x̃, x, x], ...]}; staleness is -1 of what was thrown away.
     """
     engine.restart()
     delay = np.zeros(workers)
