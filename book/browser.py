@@ -14,7 +14,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 HTML = Path(__file__).parent / "_build" / "html"
 PLAYER = "book/player.html"
-MOMENT = 19.45  # of the picture: messages are on their way
+MOMENT = 18.45  # of the picture: messages are on their way
 
 
 def lacking():
@@ -75,7 +75,7 @@ def until(driver, script, seconds=60):
 
 def main():
     with chromium() as driver:
-        resize(driver, 1280, 1000)
+        resize(driver, 1280, 1400)
         open_player(driver, scheme=0, workers=1, slowness=1, latency=1, rate=1)
         choose(driver, "time", MOMENT)
         Path(__file__).with_name("player.png").write_bytes(driver.find_element("id", "player").screenshot_as_png)

@@ -152,6 +152,7 @@ const player = (() => {
     const ps = { x: width / 2, y: 38 };
     const place = (worker) => ({ x: ((worker + 0.5) * width) / n, y: 100 });
     for (let i = 0; i < n; i++) make("line", { x1: ps.x, y1: ps.y, x2: place(i).x, y2: 100, class: "link" }, picture);
+    part.messages = make("g", {}, picture);
     make("rect", { x: ps.x - 34, y: ps.y - 15, width: 68, height: 28, rx: 5, class: "ps" }, picture);
     make("text", { x: ps.x, y: ps.y + 4, class: "middle light" }, picture, "ps: x̃");
     part.boxes = [];
@@ -160,7 +161,6 @@ const player = (() => {
       part.boxes.push(make("rect", { x: x - 14, y: y - 12, width: 28, height: 24, rx: 5, stroke: WORKER_COLORS[i], class: "worker" }, picture));
       make("text", { x, y: y + 4, class: "middle light" }, picture, i);
     }
-    part.messages = make("g", {}, picture);
     part.place = place;
     part.ps = ps;
     // The rows: a stretch of time that moves with the clock
