@@ -3,6 +3,7 @@
 book/build.sh uses them. The sources are what book/collect.py has written.
 """
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -23,6 +24,8 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ex
 nb_execution_mode = "off"  # the outputs are those that are committed
 nb_render_text_lexer = nb_render_error_lexer = "none"
 nb_merge_streams = True
+nb_code_prompt_show = "Show the code of this cell"
+nb_code_prompt_hide = "Hide the code of this cell"
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 6  # as on the web pages of a repository: a link to #reading-order works in both
 myst_dmath_double_inline = True
@@ -70,7 +73,16 @@ def read(app, docname, content):
         text += toctree(sorted(f"/api/{each.stem}" for each in (root / "api").glob("*.md")))
     elif path.name == "README.md" and docname != "README":
         text += toctree(collect.children(path)) + files_of(path.parent)
-    content[0] = text
+    content[0] = folded(text) if app.env.doc2path(docname).suffix == ".ipynb" else text
+
+
+def folded(text):
+    """Returns a notebook in which the cells that Jupyter shows folded have the tag by which MyST-NB folds them."""
+    notebook = json.loads(text)
+    for cell in notebook["cells"]:
+        if cell["metadata"].get("jupyter", {}).get("source_hidden"):
+            cell["metadata"].setdefault("tags", []).append("hide-input")
+    return json.dumps(notebook)
 
 
 def contents(root):

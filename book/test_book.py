@@ -109,6 +109,9 @@ def test_notebook(path):
     outputs = [o for cell in json.loads((ROOT / path).read_text())["cells"] for o in cell.get("outputs", [])]
     pictures = sum("image/png" in output.get("data", {}) for output in outputs)
     assert len(re.findall(r'<img[^>]*src="[^"]*_images/', page)) >= pictures
+    cells = json.loads((ROOT / path).read_text())["cells"]
+    hidden = sum(bool(cell["metadata"].get("jupyter", {}).get("source_hidden")) for cell in cells)
+    assert len(re.findall(r'<details class="[^"]*hide[^"]*"', page)) == hidden
     streams = ["".join(output["text"]) for output in outputs if output["output_type"] == "stream"]
     shown = " ".join(html.unescape(re.sub("<[^>]*>", "", page)).split())
     for line in (line for stream in streams for line in stream.splitlines()):
