@@ -18,7 +18,7 @@ if [[ ! -f $stamp || $(<"$stamp") != "$wanted" ]]; then
 fi
 rm -rf "$here/_build"
 # The traces of the player come from the simulator, so this part alone needs TensorFlow.
-TF_CPP_MIN_LOG_LEVEL=3 "$PYTHON" "$here/traces.py" "$here/_build/static/traces"
+"$PYTHON" "$here/traces.py" "$here/_build/static/traces"
 "$venv/bin/python" "$here/collect.py" "$here/_build/source"
 # -W: a warning is an error. A link that leads nowhere is a warning.
 "$venv/bin/python" -m sphinx --quiet -W --keep-going -j 2 -c "$here" "$here/_build/source" "$here/_build/html"

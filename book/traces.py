@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "Simulation"))
 import numpy as np  # noqa: E402
 import simulate  # noqa: E402
 
+from common import notebook  # noqa: E402
 from common.virtual_time import Costs, VirtualTime  # noqa: E402
 
 WORKERS = [2, 4, 8]
@@ -149,10 +150,11 @@ def _write(path, value, call):
 
 
 def main():
+    notebook.quiet()
     target = Path(sys.argv[1])
     target.mkdir(parents=True, exist_ok=True)
     _write(target / "index.js", index(), "player.begin")
-    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn"), notebook.quiet) as pool:
         jobs = [pool.submit(make, target, name, workers) for name in SCHEMES for workers in reversed(WORKERS)]
         for job in jobs:
             job.result()
