@@ -2,6 +2,7 @@
 
 A ps and two workers train the digits, each on a host of its own (`hosts.py`): with a network as fast as this machine makes it,
 with links that carry 10 MB/s, and with links on which every packet takes 20 ms. Figures are medians of --rounds runs in turn.
+Time counts from the first update, see `first_update`: before it the workers prepare their graphs, whatever the link.
 Writes `slow_links.json` and `slow_links.png` beside this file. With `--overlap` it measures only what that flag of HogWild and
 DOWNPOUR does where every packet takes 20 ms, and writes no file.
 """
@@ -15,7 +16,6 @@ import tempfile
 from pathlib import Path
 
 import hosts
-import numpy as np
 
 from common.plots import read_metrics
 
@@ -31,6 +31,7 @@ SCHEMES = {
 }
 CAN_OVERLAP = {"HogWild": "HogWild/hogwild.py", "DOWNPOUR": "DOWNPOUR/downpour.py"}
 ACCURACY = 0.95
+COLORS = "tab:blue", "tab:orange", "black"  # of the networks
 
 
 def main():
@@ -101,11 +102,38 @@ def one_run(three, script, seconds, seed, evaluation_secs=0.1):
         flags = [f"--run_dir={folder}/run", f"--seconds={seconds}", f"--seed={seed}", "--epochs=1e9"]
         hosts.train(three, words[0], *words[1:], *flags, f"--evaluation_secs={evaluation_secs}")
         result = json.loads(Path(folder, "run", "result.json").read_text())
-        lines = [line for line in read_metrics(f"{folder}/run") if line.get("test_accuracy") is not None]
-    curve = [(line["time"] - lines[0]["time"], line["test_accuracy"]) for line in lines]
-    reached = next((moment for moment, accuracy in curve if accuracy >= ACCURACY), None)
+        curve = curve_of(read_metrics(f"{folder}/run"))
     speed, final = result["samples_per_second"], result["test_accuracy"]
-    return {"samples_per_second": speed, "seconds": reached, "curve": curve, "accuracy": final}
+    return {"samples_per_second": speed, "seconds": reached(curve), "curve": curve, "accuracy": final}
+
+
+def curve_of(lines):
+    """Returns the seconds since `first_update` and the test accuracy of each evaluation; of those before it the last, at 0."""
+    began = first_update(lines)
+    evaluations = [(line["time"] - began, line["test_accuracy"]) for line in lines if line.get("test_accuracy") is not None]
+    before = [(0.0, accuracy) for moment, accuracy in evaluations if moment <= 0]
+    return before[-1:] + [(moment, accuracy) for moment, accuracy in evaluations if moment > 0]
+
+
+def first_update(lines):
+    """Returns when the round began that made a run's first update, as the lines of the metrics tell it.
+
+    A worker writes its first line when its first call ends. The call has prepared a graph, and then made some rounds. They are
+    taken to last as long as those that were timed later.
+    """
+    moments = []
+    for worker in {line["worker"] for line in lines}:
+        own = [line for line in lines if line["worker"] == worker and line.get("staleness")]
+        timed = [sum(parts.values()) for line in own for parts in line.get("timed_rounds") or []]
+        if own:
+            rounds = sum(own[0]["staleness"].values())
+            moments.append(own[0]["time"] - rounds * (statistics.median(timed) if timed else 0.0))
+    return min(moments)
+
+
+def reached(curve):
+    """Returns the seconds after which a curve first has the accuracy; None: never."""
+    return next((moment for moment, accuracy in curve if accuracy >= ACCURACY), None)
 
 
 def median(runs):
@@ -142,25 +170,41 @@ def table(report):
 
 
 def chart(report, path):
-    """Draws the test accuracy of each scheme against time, a panel for each network."""
+    """Draws what `panels` draws."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 4.2), layout="constrained")
-    panels = np.atleast_1d(figure.subplots(1, len(report["networks"]), sharey=True))
-    for axes, (network, of) in zip(panels, report["networks"].items(), strict=True):
-        for scheme, run in of.items():
-            times, accuracies = zip(*run["curve"], strict=True)
-            axes.plot(times, accuracies, label=scheme, linewidth=1.3)
+    figure = Figure(figsize=(10, 5.6), layout="constrained")
+    panels(figure, report)
+    FigureCanvasAgg(figure).print_png(path)
+
+
+def panels(figure, report):
+    """Draws into a figure of Matplotlib a panel for each scheme: test accuracy against time, a line for each network.
+
+    A dot is where a line first has the accuracy.
+    """
+    networks = report["networks"]
+    schemes = list(next(iter(networks.values())))
+    rows = -(-len(schemes) // 3)
+    grid = figure.subplots(rows, min(3, len(schemes)), sharex=True, sharey=True, squeeze=False)
+    for axes, scheme in zip(grid.flat, schemes, strict=False):
+        for (network, of), color in zip(networks.items(), COLORS):
+            curve = of[scheme]["curve"]
+            axes.plot(*zip(*curve, strict=True), label=network, color=color, linewidth=1.4)
+            if (moment := reached(curve)) is not None:
+                axes.plot(moment, dict(curve)[moment], "o", color=color, markersize=5, zorder=3)
         axes.axhline(ACCURACY, color="0.5", linewidth=0.8, linestyle=":")
         axes.set_xscale("symlog", linthresh=1)  # linear in the first second, which begins at 0
         ticks = [tick for tick in (0, 0.5, 1, 2, 5, 10, 20, 50) if tick <= report["seconds"]]
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        axes.set(xlabel="seconds of training", xlim=(0, report["seconds"]), ylim=(0, 1), title=network)
+        axes.set(xlim=(0, report["seconds"]), ylim=(0, 1), title=scheme)
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel("test accuracy")
-    panels[-1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
-    FigureCanvasAgg(figure).print_png(path)
+    for axes in grid.flat[len(schemes) :]:
+        axes.set_visible(False)
+    figure.supxlabel("seconds since the first update began")
+    figure.supylabel("test accuracy")
+    figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside upper right", ncols=len(networks))
 
 
 if __name__ == "__main__":

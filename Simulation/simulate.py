@@ -288,9 +288,12 @@ class Run:
             compression=compression,
             messages=messages,
         )
-        if any(action.ahead for action in engine.actions):
+        if any(action.ahead and not engine.actions[k - 1].writes for k, action in enumerate(engine.actions)):
             engine.close()
-            raise UserError(f"{self._folder.name} pulls ahead, which the simulator does not know: leave out --overlap")
+            raise UserError(
+                f"{self._folder.name} pulls ahead elsewhere than right after a push, which the simulator does not know: leave "
+                "out --overlap, or let each pull come right after a push"
+            )
         return engine
 
     def _last_of(self, gradients):
@@ -404,8 +407,15 @@ class Run:
         """Raises a `RuntimeError` if clock and arithmetic do not agree, and `TrainingFailed` if a loss is not finite."""
         part = [column[start:stop] for column in self.schedule]
         is_update = np.isin(part[0], [k for k, action in enumerate(self.actions) if action.writes])
-        if not np.array_equal(outcomes.updated[is_update], part[5][is_update]):
-            raise RuntimeError("virtual time and the scheme's operations disagree on the global step: a fault of the simulator")
+        wrong = np.flatnonzero(is_update & (outcomes.updated != part[5]))
+        if len(wrong):
+            i = wrong[0]
+            raise RuntimeError(
+                "a fault of the simulator: its clock and the scheme's operations disagree on the global step in "
+                f"{len(wrong):,} of {is_update.sum():,} updates, first in step {part[0][i]} of a round of worker {part[1][i]}, "
+                f"at {part[2][i]:.6g} virtual seconds (event {start + i + 1:,} of {len(self.schedule.steps):,}): expected "
+                f"{part[5][i]}, found {int(outcomes.updated[i])}"
+            )
         trains = np.isin(part[0], self._trains())
         bad = np.flatnonzero(trains & ~np.isfinite(outcomes.losses))
         if len(bad):
@@ -474,7 +484,7 @@ class Run:
             "bytes_down": sum(a.down for a in self.actions),
             "parameters": int(settings.parameters or self.model.size),
             "minimizes": self.model.minimizes,
-            "restarts": int(np.sum(self.schedule.steps == -1)),
+            "restarts": sum(until <= self.clock.now for _, _, until in self.costs.away),
         }
         if self.calibration:
             self.result["calibration"] = self.calibration

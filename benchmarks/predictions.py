@@ -2,7 +2,8 @@
 
 A ps and workers train the digits, each on a host of its own (`Multiple-Machines/hosts.py`), with links on which every packet
 takes 20 ms, and with --delays that leave the cores room. The simulator knows these 20 ms, and is calibrated on the runs of one
-and of two workers. Then it predicts the run of four. Writes `predictions.json` beside this file.
+and of two workers. Then it predicts the run of four, of which it knows when each worker began. Writes `predictions.json`
+beside this file.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from common.plots import read_metrics  # noqa: E402
 DELAY = 0.02  # seconds of each packet
 KNOWN, PREDICTED = (1, 2), 4  # workers of the runs that are known, and of the run that is predicted
 ACCURACY = 0.95
-EVALUATION_SECS = 1.0
+EVALUATION_SECS = 0.1  # a real run pauses ten times as long as an evaluation takes, so it makes about two a second
 SCHEMES: dict[str, tuple[str, dict, list]] = {
     "HogWild": ("HogWild", {}, [40, 50, 60, 80]),
     "DOWNPOUR, window 10": ("DOWNPOUR", {"window": 10}, [40, 50, 60, 80]),
@@ -91,20 +92,24 @@ def one_round(name, seconds, seed):
             words = [fit.as_arguments(name, value)[0] for name, value in {**common, "delays": delays[:n]}.items()]
             with hosts.Hosts(n + 1, delay=DELAY) as some:
                 hosts.train(some, str(fit.script_of(scheme)), *words, f"--run_dir={path}")
-        known = {"calibrate": [paths[n] for n in KNOWN], "latency_ms": 1000 * DELAY}
-        run = simulate.simulate(scheme, num_workers=PREDICTED, delays=delays, **known, **common)
         real, lines = calibrate.read(paths[PREDICTED]), read_metrics(paths[PREDICTED])
-    stale = {"measured": real.staleness, "predicted": collections.Counter(run.schedule.staleness().tolist())}
+        trained = [line for line in lines if "samples" in line]
+        known = {"calibrate": [paths[n] for n in KNOWN], "latency_ms": 1000 * DELAY, "start_at": begun(real, trained)}
+        run = simulate.simulate(scheme, num_workers=PREDICTED, delays=delays, **known, **common)
     # The line of an evaluation has the step of its parameters, but the time of its end. The lines of training tell when that
-    # step was. A real run has made some updates before all its workers train: from then on its time is measured.
-    trained = [line for line in lines if "samples" in line]
+    # step was. A real run has made some updates before all its workers train: from then on it is measured, and so is the other.
     first_step = at(trained, max(line["time"] for line in trained) - real.result["train_seconds"])
+    start = when(run.lines, first_step)
+    since = int(np.searchsorted(run.schedule.times, start))
+    stale = {"measured": real.staleness, "predicted": collections.Counter(run.staleness(since).tolist())}
+    samples = float(np.interp(start, *columns(run.lines[1:], "time", "samples")))
+    speeds = real.result["samples_per_second"], (run.result["samples"] - samples) / (run.clock.now - start)
     figures: dict[str, dict] = {}
-    both = ("measured", real.result, lines, trained), ("predicted", run.result, run.lines, run.lines)
-    for kind, result, curve, clock in both:
+    both = ("measured", speeds[0], lines, trained), ("predicted", speeds[1], evaluated_as(lines, run.lines), run.lines)
+    for kind, speed, curve, clock in both:
         step = reached_at(curve)
         figures[kind] = {
-            "samples_per_second": result["samples_per_second"],
+            "samples_per_second": speed,
             "staleness_mean": calibrate.mean_of(stale[kind]),
             "seconds": None if step is None else when(clock, step) - when(clock, first_step),
             "updates": step,
@@ -112,6 +117,29 @@ def one_round(name, seconds, seed):
     figures["predicted"]["distance"] = calibrate.distance(*stale.values())
     histograms = {kind: sorted(counts.items()) for kind, counts in stale.items()}
     return {**figures, "fit": run.calibration, "staleness": histograms}
+
+
+def begun(real, trained):
+    """Returns when each worker made its first step, in seconds since the first of all did.
+
+    The first line of a worker has all that it made until then. A scheme learns otherwise where one worker begins alone.
+    """
+    found = []
+    for worker, speed in enumerate(real.samples_per_second):
+        line = min((line for line in trained if line["worker"] == worker), key=lambda line: line["time"])
+        found.append(line["time"] - line["samples"] / speed)
+    return [start - min(found) for start in found]
+
+
+def evaluated_as(measured, predicted):
+    """Returns predicted lines at the global steps at which a real run evaluated: else one might see what the other one missed.
+
+    Args:
+      measured, predicted: lines of both runs; the predicted one evaluated more often.
+    """
+    steps, accuracies = columns([line for line in predicted if "test_accuracy" in line], "global_step", "test_accuracy")
+    seen = [line for line in measured if line.get("test_accuracy") is not None and line["global_step"] <= steps[-1]]
+    return [line | {"test_accuracy": float(np.interp(line["global_step"], steps, accuracies))} for line in seen]
 
 
 def columns(lines, *names):

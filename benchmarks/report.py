@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import compression
 import predictions
 import run
 import scaling
@@ -34,6 +35,8 @@ TABLES: dict[str, tuple[Any, Any]] = {  # name: file, and what makes a table of 
     "startup": ("startup.json", startup.table),
     "predictions": ("predictions.json", predictions.table),
     "workers": ("workers.json", workers.table),
+    "compression": ("compression.json", compression.table),
+    "ranges of compression": ("compression.json", compression.ranges),
     "slow links": (MACHINES / "slow_links.json", slow_links.table),
     "until loss": (LINKS / "until_loss.json", until_loss.table),
 }

@@ -14,7 +14,7 @@ from common.exact import Exact
 from common.flags import UserError
 from common.messages import AtUpdate, arrived, gradient_of, parts_of, tensors_of
 from common.schedules import factor_is
-from common.steps import Optimizers, Step, before_read, before_write, check_pieces, number_of_packed, worker
+from common.steps import Optimizers, Step, before_read, before_write, check_pieces, made_with, number_of_packed, worker
 from common.together import Pace, Ring, Together
 
 
@@ -164,7 +164,8 @@ class GlobalParameters:
         if (sender := worker()) is None:
             raise UserError(f"{flag} needs to know whose message this is: build the steps by `common.steps.build_steps`")
         packing = Packing(self.compression, sizes, sender, number_of_packed, gives)
-        parts = parts_of(message, sizes, packing)
+        with tf.control_dependencies(made_with(sender, "take") if gives else []):
+            parts = parts_of(message, sizes, packing)
         if not packing.packed:
             raise UserError(f"{flag} is for a vector [{sum(sizes)}] of float32, and this scheme sends a message without one")
         return parts, packing.operations

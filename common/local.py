@@ -16,6 +16,7 @@ from common.steps import (
     before_early_read,
     before_local,
     is_call,
+    made_with,
     outside_of_rounds,
     read_ahead,
     spent,
@@ -131,9 +132,12 @@ class LocalParameters:
         self.copies.add(name)
         return self._own_vector(name, lambda: self.value.initial_value)
 
-    def is_copy(self, variable):
-        """Whether this is x, or begins as x does."""
-        return any(variable is each for each in (self.value, *(self._vectors[name] for name in self.copies)))
+    def begins_as(self, variable, value, step):
+        """Returns which of x̃, `value`, and the global step a variable of this worker's begins as; None if as neither."""
+        ahead, ahead_step, _ = self._read_ahead or (None, None, None)
+        if any(variable is each for each in (self.value, ahead, *(self._vectors[name] for name in self.copies))):
+            return value
+        return step if any(variable is each for each in (self._known_step, ahead_step)) else None
 
     def _own_vector(self, name, initial_value):
         if name not in self._vectors:
@@ -220,7 +224,9 @@ class LocalParameters:
 
     def add(self, difference):
         """x ← x + difference, a tensor `[size]`."""
-        return Step((self.value.assign_add(difference, read_value=False),), done=((self, "take"),))
+        with tf.control_dependencies(made_with(self, "give")):  # what is added first decides how sums are rounded
+            changed = self.value.assign_add(difference, read_value=False)
+        return Step((changed,), done=((self, "take"),))
 
     def check_round(self, name, words):
         """Raises a `UserError` if x keeps what `center.add` does not send, and has not changed by what it does."""
@@ -268,8 +274,7 @@ class LocalParameters:
         x, before = self.value, self.gradient.read_value() if accumulate else tf.zeros([self.model.size])
 
         def change(g):
-            decayed = [] if self.decay is None else [x.assign_sub(self.decay * x.read_value(), read_value=False)]
-            with tf.control_dependencies(decayed):
+            with tf.control_dependencies([] if self.decay is None else [self._shrink(self.decay)]):
                 return self.apply(optimizer, g) if isinstance(optimizer, tf.train.Optimizer) else optimizer(g)
 
         def step(t):
@@ -311,10 +316,14 @@ class LocalParameters:
         adam, factor = tf.train.AdamOptimizer(learning_rate), learning_rate * weight_decay
 
         def change(g):
-            with tf.control_dependencies([self.value.assign_sub(factor * self.value, read_value=False)]):
+            with tf.control_dependencies([self._shrink(factor)]):
                 return self.apply(adam, g)
 
         return change
+
+    def _shrink(self, factor):
+        """Returns the operation x ← x − factor x."""
+        return self.value.assign_sub(factor * self.value.read_value(), read_value=False)
 
     def optimizer(self, hp):
         """Returns the optimizer that `--local_optimizer` names, for `train`."""

@@ -170,9 +170,10 @@ class Engine:
                 return run
 
             def restart():
-                done, x = [], center.read()[0]
+                done, (x, step) = [], center.read()
                 for v, kept in ((v, rows[v.ref()]) for v in self._variables()):
-                    first = x if local.is_copy(v) else tf.gather(kept, local.num_workers)
+                    first = local.begins_as(v, x, step)
+                    first = tf.gather(kept, local.num_workers) if first is None else first
                     done.append(_store(kept, worker, first))
                 with tf.control_dependencies(done):
                     return _outcome(Step())
@@ -588,7 +589,7 @@ def _bytes_of(step, earlier):
             if tensor.dtype != tf.resource and is_on_ps(sender) != is_on_ps(receiver):
                 size = (tensor.shape.num_elements() or 0) * tensor.dtype.size
                 sizes[is_on_ps(receiver), tensor.name, receiver.device] = size
-    down = 0 if step.pulled is None else step.pulled.dtype.size
+    down = 0 if step.pulled is None or step.ahead else step.pulled.dtype.size  # what is read ahead brings its step with it
     return [sum(size for (up, *_), size in sizes.items() if up), down + sum(size for (up, *_), size in sizes.items() if not up)]
 
 

@@ -175,6 +175,13 @@ def before_all():
     return list(round.operations) if round else []
 
 
+def made_with(thing, word):
+    """Returns the operations on the worker of what was made for the present step so far and has this pair in `Step.done`."""
+    round = _round.get()
+    made = [step for step in round.made if (thing, word) in step.done] if round else []
+    return [op for step in made for op in step.operations if not is_on_ps(op)]
+
+
 def is_call():
     """Returns whether the step that is being built is part of a call of several."""
     round = _round.get()

@@ -196,7 +196,9 @@ class Together:
 
                 with tf.control_dependencies([step_before, *added]):
                     applied = tf.cond(is_last, apply, tf.no_op).op
-                with tf.control_dependencies([applied]):
+                # `step_before` once more: where `apply` gets it and makes no use of it, TensorFlow's graph optimizer takes away
+                # that the condition comes after it, and it might be read when it is already counted.
+                with tf.control_dependencies([step_before, applied]):
                     counted = center.step.assign_add(tf.cast(is_last, tf.int64), read_value=False)
                 with tf.control_dependencies([counted]):
                     done += [counted, *clocks.change(before, after, index)]

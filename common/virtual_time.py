@@ -8,6 +8,7 @@ the scheme's own operations in the order that this gives.
 import heapq
 import math
 from array import array
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,7 +27,8 @@ class Action(NamedTuple):
       waits, ticks: whether it waits for other workers; whether it moves the clock of this one (`center.pace`).
       fragment: of a `send`, which fragment of x̃ it is for.
       is_early: of a read, whether the ps begins with it as soon as it can, without a word from the worker (`receive`).
-      ahead: whether it reads x̃ for the next step of this kind, and takes what that one before has read.
+      ahead: whether it reads x̃ for the next step of this kind, and takes what that one before has read. The ps reads when the
+        worker's push before it is applied, whatever the worker does then.
     """
 
     local_steps: int = 0
@@ -231,7 +233,7 @@ class VirtualTime:
         self._down = [1 / b for b in per(costs.bandwidth_down)]
         self._nic = 1 / costs.ps_bandwidth / costs.num_ps
         self._is_at_ps = [action.is_at_ps for action in self.actions]
-        self._follows = [action.is_at_ps and not action.needs_worker for action in self.actions]
+        self._follows = [each.is_at_ps and not each.needs_worker and not each.ahead for each in self.actions]
         self._noise: dict[int, tuple[list[float], int]] = {}
         self.now, self.updates, self.dropped, self.busy = 0.0, 0, 0, 0.0
         self.spans: list[Span] = []
@@ -249,6 +251,12 @@ class VirtualTime:
         # seconds). The push is made of what was there before, so it comes first in the schedule.
         self._since: list[list[list[tuple[int, float, float]]]] = [[] for _ in range(n)]
         self._known, self._own = [0] * n, [0] * n
+        # With `ahead`: when what was read is there, the oldest first, and at which step a worker waits for it (-1: at none). Of
+        # the newest read, the global step, and how many updates of this worker's came since. Whether the next read needs a word
+        # from the worker, since no push of the same call goes before.
+        self._reads_ahead = any(action.ahead for action in self.actions)
+        self._coming, self._lacks = [deque([0.0]) for _ in range(n)], [-1] * n
+        self._ahead, self._own_since, self._asks = [0] * n, [0] * n, [True] * n
         self._turns = Turns(n, self.waiting)
         self._parked: dict[int, tuple[int, float]] = {}  # worker: step at which it waits, and since when
         self._held: list[int] = []  # workers that a warm start holds back
@@ -258,7 +266,7 @@ class VirtualTime:
             if worker and costs.warm_start:
                 self._held.append(worker)
             else:
-                self._push(at, worker, "here", 0)
+                self._begin(worker, at)
         for worker, since, until in costs.away:
             self._push(since, worker, "die", 0)
             if math.isfinite(until):
@@ -295,6 +303,11 @@ class VirtualTime:
         """Returns the workers that wait for others, if nothing more can happen."""
         return [] if self._heap else sorted(self._parked)
 
+    def _begin(self, worker, now):
+        """The worker begins its first round. One that joins late has not read x̃ before, also not ahead."""
+        is_late = self._reads_ahead and self._start[worker] > 0
+        self._push(now, worker, "back" if is_late else "here", 0)
+
     def _push(self, time, worker, what, step):
         self._count += 1
         heapq.heappush(self._heap, (time, self._count, worker, what, step, self._lives[worker]))
@@ -319,6 +332,19 @@ class VirtualTime:
                     self._out.add(k, worker, now, -1, -1, took)
                 k += 1
                 continue
+            if action.ahead:
+                if not self._coming[worker]:  # not even read yet
+                    self._lacks[worker] = k
+                    return
+                if self._coming[worker][0] > now:
+                    return self._push(self._coming[worker][0], worker, "here", k)
+                self._coming[worker].popleft()
+                if self._asks[worker]:
+                    self._asks[worker] = False
+                    self._push(max(now, self._up_free[worker]) + self._latency[worker], worker, "arrive", k + len(actions))
+                    self._since[worker].append([])
+                k += 1
+                continue
             # A message goes up: the gradient, or only the request.
             sent = max(now, self._up_free[worker]) + action.up * self._up[worker]
             self._up_free[worker] = sent
@@ -341,9 +367,13 @@ class VirtualTime:
         now += self._round[worker]
         self._rounds[worker] += 1
         if self._rounds[worker] >= self.costs.rounds_per_call:
-            self._rounds[worker] = 0
-            now = max(now, self._applied[worker] + self._latency[worker]) + self.costs.call
+            now = self._end_call(worker, max(now, self._applied[worker] + self._latency[worker]))
         self._push(now, worker, "here", 0)
+
+    def _end_call(self, worker, now):
+        """Returns when the worker begins another call. What was read ahead has to be there."""
+        self._rounds[worker], self._asks[worker] = 0, True
+        return max(now, *self._coming[worker], 0.0) + self.costs.call
 
     def _arrive(self, worker, now, k):
         """A message has arrived at the ps, which receives one after the other."""
@@ -358,7 +388,7 @@ class VirtualTime:
             at = max(now, self._nic_in)
             self.busy += action.up * self._nic
         at = self._served(action, at)
-        if action.writes:
+        if action.writes or action.ahead:
             self._applied[worker] = at
         k = k - len(self.actions) if alone else k
         if at > came:
@@ -388,11 +418,20 @@ class VirtualTime:
                 self._update(worker, now, k)
             elif action.reads:
                 out.add(k, worker, now, -1, self.updates)
+                if action.ahead:
+                    self._has_read_ahead(worker, now, action)
             else:
                 out.add(k, worker, now, -1, -1)
             if action.ticks and self._turns.tick(worker):
                 self._release(now)
             if not goes_on:
+                following = (k + 1) % len(actions)
+                if action.writes and actions[following].ahead:
+                    k = following
+                    if (at := self._served(actions[k], now)) > now:
+                        self._applied[worker] = at
+                        return self._push(at, worker, "served alone", k)
+                    continue
                 for done, end, took in self._since[worker].pop(0):
                     out.add(done, worker, max(end, now), -1, -1, took)
                 return
@@ -405,13 +444,21 @@ class VirtualTime:
                 ends = self._rounds[worker] >= costs.rounds_per_call
                 after = now + self._round[worker]
                 if ends:
-                    self._rounds[worker] = 0
-                    return self._push(after + self._latency[worker] + costs.call, worker, "here", 0)
+                    return self._push(self._end_call(worker, after + self._latency[worker]), worker, "here", 0)
                 k, now = 0, after
             if not self._follows[k]:  # the worker goes on when it has heard of it
                 return self._push(now + self._latency[worker], worker, "here", k)
             if (at := self._served(actions[k], now)) > now:
                 return self._push(at, worker, "served", k)
+
+    def _has_read_ahead(self, worker, now, action):
+        """The ps have read x̃ for a worker's next pull. What it computes from now on is of what was read before."""
+        self._known[worker], self._own[worker] = self._ahead[worker], self._own_since[worker]
+        self._ahead[worker], self._own_since[worker] = self.updates, 0
+        self._coming[worker].append(self._on_its_way_down(worker, now, action))
+        if (k := self._lacks[worker]) >= 0:
+            self._lacks[worker] = -1
+            self._push(self._coming[worker][0], worker, "here", k)
 
     def _comes_down(self, worker, now, action):
         """Returns when what a worker has read is there."""
@@ -441,9 +488,10 @@ class VirtualTime:
             self.updates += 1
             self._out.add(k, worker, now, self._known[worker] + self._own[worker], self.updates)
             self._own[worker] += 1
+            self._own_since[worker] += 1
             if self._held and self.updates >= self.costs.warm_start:
                 for other in self._held:
-                    self._push(max(now, self._start[other]), other, "here", 0)
+                    self._begin(other, max(now, self._start[other]))
                 self._held = []
             return
         before = self.updates
@@ -466,7 +514,7 @@ class VirtualTime:
         for done, end, took in (each for since in self._since[worker] for each in since):
             if end <= now:
                 self._out.add(done, worker, now, -1, -1, took)
-        self._since[worker] = []
+        self._since[worker], self._lacks[worker] = [], -1
         self.spans = [span for span in self.spans if span.worker != worker or span.start < now]
         self.spans = [span._replace(end=min(span.end, now)) if span.worker == worker else span for span in self.spans]
         self._lives[worker] += 1
@@ -479,6 +527,8 @@ class VirtualTime:
         self._turns.pass_by(worker)
         self._rounds[worker] = 0
         self._up_free[worker] = self._down_free[worker] = self._applied[worker] = now
+        self._coming[worker], self._lacks[worker], self._asks[worker] = deque([now]), -1, True
+        self._ahead[worker], self._own_since[worker] = self.updates, 0
         if worker and self.updates < self.costs.warm_start:
             self._held.append(worker)
         else:

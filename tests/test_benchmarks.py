@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -179,6 +180,22 @@ def test_accuracy_of_a_prediction_is_reached_between_two_evaluations():
     assert predictions.at(lines, 1.5) == 15 and predictions.when(lines, 15) == 1.5
 
 
+def test_a_prediction_begins_and_is_evaluated_as_what_was_measured():
+    """Its workers begin when those did; and it has the accuracies of the steps at which the real run evaluated."""
+    import predictions
+
+    real = types.SimpleNamespace(samples_per_second=[200.0, 100.0])
+    trained = [{"worker": w, "time": t, "samples": n} for w, t, n in ((1, 13.0, 300), (0, 12.0, 400), (0, 11.0, 200))]
+    assert predictions.begun(real, trained) == [0.0, 0.0]
+    trained[0]["time"] = 13.5
+    assert predictions.begun(real, trained) == [0.0, 0.5]
+    measured = [{"time": 5.0, "global_step": 15, "test_accuracy": 0.1}, {"time": 6.0, "global_step": 16}]
+    measured.append({"time": 9.0, "global_step": 31, "test_accuracy": 0.1})
+    predicted = [{"time": t, "global_step": 10 * t, "test_accuracy": a} for t, a in ((0, 0.2), (1, 0.4), (2, 0.8), (3, 0.9))]
+    (seen,) = predictions.evaluated_as(measured, predicted)
+    assert seen == {"time": 5.0, "global_step": 15, "test_accuracy": pytest.approx(0.6)}
+
+
 def test_loss_is_reached_between_two_evaluations(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "Slow-Links")
     import until_loss
@@ -192,6 +209,97 @@ def test_loss_is_reached_between_two_evaluations(monkeypatch):
     schemes = {name: until_loss.summary([{"curve": each} for each in some], 2.0) for name, some in of.items()}
     rows = until_loss.table({"loss": 2.0, "rounds": 3, "schemes": schemes}).splitlines()[2:]
     assert rows[1:] == ["| few | 16 | 3.0 | 10.0 | 2.00 | 100.0 | 2 of 3 |", "| none | never |  |  |  |  | 1 of 3 |"]
+
+
+@pytest.fixture
+def slow_links(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "Multiple-Machines")
+    import slow_links
+
+    return slow_links
+
+
+def lines_of_a_run(timed=False):
+    """Worker 1 ends its first call of ten rounds at 3.0 s, worker 0 at 3.1 s; later they time rounds of 0.02 and 0.1 s."""
+    of_1 = {"timed_rounds": [{"pull": 0.005, "push": 0.015}] * 2 + [{"pull": 9.0}]} if timed else {}
+    of_0 = {"timed_rounds": [{"pull": 0.1}]} if timed else {}
+    return [
+        {"time": 1.0, "worker": 0, "global_step": 0, "test_accuracy": 0.1},
+        {"time": 1.5, "worker": 0, "global_step": 0, "test_accuracy": 0.12},
+        {"time": 2.5, "worker": 0, "global_step": 8, "test_accuracy": 0.9},
+        {"time": 3.0, "worker": 1, "global_step": 10, "staleness": {"0": 7, "2": 3}},
+        {"time": 3.1, "worker": 0, "global_step": 15, "staleness": {"1": 10}},
+        {"time": 3.5, "worker": 0, "global_step": 99, "test_accuracy": 0.95},
+        {"time": 4.0, "worker": 1, "global_step": 110, "staleness": {"0": 90}, **of_1},
+        {"time": 4.1, "worker": 0, "global_step": 115, "staleness": {"0": 90}, **of_0},
+    ]
+
+
+def test_time_counts_from_the_first_update(slow_links):
+    """It is made in the first call of the first worker that trains, so many rounds before that ends."""
+    lines = lines_of_a_run(timed=True)
+    assert slow_links.first_update(lines) == pytest.approx(3.1 - 10 * 0.1)  # worker 0 trains from 2.1 s on, worker 1 from 2.8 s
+    assert slow_links.first_update([line for line in lines if line["worker"] == 1]) == pytest.approx(3.0 - 10 * 0.02)
+    assert slow_links.first_update(lines_of_a_run()) == 3.0
+    curve = slow_links.curve_of(lines)
+    assert curve == [pytest.approx(point) for point in ((0, 0.12), (0.4, 0.9), (1.4, 0.95))]
+    assert slow_links.reached(curve) == pytest.approx(1.4) and slow_links.reached(curve[:2]) is None
+
+
+def test_picture_of_slow_links_has_a_panel_for_each_scheme(slow_links):
+    """A line for each network, and a dot where the accuracy is reached; the panels have the same axes."""
+    from matplotlib.figure import Figure
+
+    soon, never = [[0.0, 0.1], [0.5, 0.96], [4.0, 0.94]], [[0.0, 0.1], [4.0, 0.9]]
+    curves = {"fast": [soon, soon, soon, soon], "far": [soon, never, soon, never]}
+    runs = {
+        network: {
+            f"scheme {i}": {"curve": each, "samples_per_second": 1000 * i, "seconds": slow_links.reached(each)}
+            for i, each in enumerate(some)
+        }
+        for network, some in curves.items()
+    }
+    report, figure = {"networks": runs, "seconds": 5}, Figure()
+    slow_links.panels(figure, report)
+    shown = [axes for axes in figure.axes if axes.get_visible()]
+    assert [axes.get_title() for axes in shown] == list(runs["fast"])
+    assert {(axes.get_xlim(), axes.get_ylim()) for axes in shown} == {((0, 5), (0, 1))}
+    dots = [[np.ravel(line.get_xydata()).tolist() for line in axes.lines if line.get_marker() == "o"] for axes in shown]
+    assert dots == [[[0.5, 0.96]] * 2, [[0.5, 0.96]]] * 2
+    assert [[axes.lines[i].get_color() for i in (0, 2)] for axes in shown[::2]] == [["tab:blue", "tab:orange"]] * 2
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["fast", "far"]
+    assert slow_links.table(report).splitlines()[3] == "| scheme 1 | 1,000 | 0.5 | 1,000 | not in 5 |"
+
+
+def test_median_run_over_slow_links(slow_links):
+    """Of three runs, the curve of the middle one; of runs of which most never have the accuracy, none."""
+    runs = [{"samples_per_second": 10 * n, "seconds": n, "curve": [(0.0, 0.1), (float(n), 0.96)]} for n in (3, 1, 2)]
+    assert slow_links.median(runs) == {"samples_per_second": 20, "seconds": 2, "curve": [(0.0, 0.1), (2.0, 0.96)]}
+    never = {"samples_per_second": 9, "seconds": None, "curve": [(0.0, 0.1)]}
+    assert slow_links.median([never, runs[0], never])["seconds"] is None
+
+
+def test_compression_says_medians_and_the_share_of_the_bytes():
+    import compression
+
+    found = {way: {"accuracies": [0.9, 0.97, 0.98], "bytes": [100, 100]} for way in compression.WAYS}
+    found["int8, pull int8"] = {"accuracies": [0.95, 0.96, 0.99], "bytes": [26, 25]}
+    report = {"seeds": 3, "schemes": {"HogWild": found}}
+    fewer = {**found, "int8": {**found["int8"], "bytes": [20, 20]}}  # of which the table says the most
+    assert compression.table({**report, "schemes": {"HogWild": found, "AGN": fewer}}).splitlines()[2::2] == [
+        "| HogWild | " + "0.970 | " * 7 + "0.960 |",
+        "| bytes of a round, at most | " + "1 | " * 7 + "0.255 |",
+    ]
+    row = "| HogWild | 0.970 (0.900 to 0.980) | 0.970 (0.900 to 0.980) | 0.960 (0.950 to 0.990) | +0.000, -0.010 |"
+    assert compression.ranges(report).splitlines()[2:] == [row]
+
+
+def test_every_scheme_of_the_simulator_is_compressed():
+    """All but SparseLoCo, which refuses it."""
+    import compression
+    import workers
+
+    assert set(workers.SCHEMES) - set(compression.SCHEMES) == {"SparseLoCo"}
 
 
 def test_cost_model_finds_what_made_the_times():

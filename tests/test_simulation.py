@@ -16,12 +16,15 @@ import test_schemes
 import test_synchronous_schemes
 from absl import flags as absl_flags
 from oracle import Problem
+from order import races
 from runs import ROOT
 
 from common import data, models, tf
 from common.batches import Batches
+from common.compression import Compression
 from common.flags import TrainingFailed
 from common.replay import Replay
+from common.schedules import Schedule
 from common.simulation import Engine, Shards, messages_of, shards_of
 from common.virtual_time import RESTART, Costs, Span, VirtualTime
 
@@ -94,6 +97,64 @@ def test_many_steps_a_call_equal_one_step_a_call(engine, load_scheme, model, reg
     made = (outcomes.updated >= 0) & (outcomes.updated > outcomes.step_before)
     assert outcomes.updated[made].tolist() == [update.updated for update in replay.updates]
     replay.close()
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_what_uses_a_variable_has_an_order(engine, load_scheme, model, name):
+    """In the graph as TensorFlow's optimizer leaves it: else a run would differ from another, rarely, on a busy machine.
+
+    With a schedule: where a ps computes a factor that its optimizer makes no use of, the optimizer of graphs takes more away.
+    """
+    scheme, schedule = SCHEMES[name], Schedule("cosine", 2)
+    schedule.ask = lambda: 100
+    rule, hp = load_scheme(scheme.folder, scheme.name), hyperparameters(scheme)
+    ours = engine(rule, hp, model, schedule=schedule)
+    found = races(graph_that_runs(lambda: ours.run([0], [0]), ours.session))
+    assert found == []
+
+
+@pytest.mark.parametrize("name", ["AEASGD", "AEAMSGD"])
+def test_what_is_not_sent_and_what_is_given_are_added_in_order(engine, load_scheme, model, name):
+    """Both to x, in one step."""
+    scheme = SCHEMES[name]
+    rule, hp = load_scheme(scheme.folder, scheme.name), hyperparameters(scheme)
+    ours = engine(rule, hp, model, compression=Compression("int8"))
+    found = races(graph_that_runs(lambda: ours.run([0], [0]), ours.session))
+    assert found == []
+
+
+def graph_that_runs(run, session):
+    """Returns the `GraphDef` that TensorFlow makes of what `run()` runs in a session, in one call of it."""
+    metadata, call = tf.RunMetadata(), session.run
+    session.run = functools.partial(call, options=tf.RunOptions(output_partition_graphs=True), run_metadata=metadata)
+    run()
+    session.run = call
+    (graph,) = metadata.partition_graphs
+    return graph
+
+
+@pytest.mark.parametrize("is_read_first", [True, False, None])
+def test_a_race_is_found(graph, is_read_first):
+    """In a loop, in a branch: two operations on a variable of which nothing says which comes first."""
+    variable = tf.get_variable("v", initializer=0.0, use_resource=True)
+
+    def both():
+        read = None if is_read_first is False else variable.read_value()
+        with tf.control_dependencies([read] if is_read_first else []):
+            write = variable.assign(1.0, read_value=False)
+        with tf.control_dependencies([] if is_read_first is None else [write]):
+            read = variable.read_value() if read is None else read
+        with tf.control_dependencies([write]):
+            return tf.identity(read)
+
+    def body(i, total):
+        return i + 1, total + tf.cond(i > 1, both, lambda: variable.assign(2.0))
+
+    total = tf.while_loop(lambda i, _: i < 4, body, (0, 0.0), parallel_iterations=1)
+    with tf.Session(graph=graph) as session:
+        session.run(variable.initializer)
+        found = races(graph_that_runs(lambda: session.run(total), session))
+    assert len(found) == (is_read_first is None)
 
 
 def test_they_are_equal_to_the_last_bit(engine, hogwild, model, regression):
@@ -175,6 +236,28 @@ def hogwild_loop(center, draw, updates):
     return center, stale
 
 
+def overlap_loop(center, draw, updates):
+    """The same, but x is what was read when the push before the last was applied; it came while the worker trained."""
+    x, ahead = [(center, 0)] * WORKERS, [(center, 0, 2 * LATENCY)] * WORKERS
+    heap = [(seconds + LATENCY, i) for i, seconds in enumerate(SECONDS)]
+    heapq.heapify(heap)
+    stale: list[int] = []
+    by: list[int] = []
+    while len(stale) < updates:
+        now, i = heapq.heappop(heap)
+        (walk, version), total = x[i], 0
+        for _ in range(WINDOW):
+            g = gradient_of(walk, draw(i))
+            walk, total = walk - RATE * g, total + g
+        center = center - RATE * total
+        stale.append(sum(j != i for j in by[version:]))
+        by.append(i)
+        value, version, there = ahead[i]
+        x[i], ahead[i] = (value, version), (center, len(by), now + LATENCY)
+        heapq.heappush(heap, (max(now - LATENCY, there) + SECONDS[i] + LATENCY, i))
+    return center, stale
+
+
 def downpour_loop(center, draw, updates):
     """The same with Adagrad: of each worker along its window, and on the ps with the sum of the window's g."""
     x, pulled, heap = [center] * WORKERS, [0] * WORKERS, first_arrivals()
@@ -218,6 +301,7 @@ def synchronous_loop(center, draw, updates, backup_workers=0):
 
 LOOPS: dict[str, Any] = {
     "HogWild": hogwild_loop,
+    "HogWild, overlap": overlap_loop,
     "DOWNPOUR": downpour_loop,
     "Synchronous-SGD": synchronous_loop,
     "one backup worker": functools.partial(synchronous_loop, backup_workers=1),
@@ -249,6 +333,45 @@ def test_three_unequal_workers_equal_an_event_loop_in_numpy(engine, load_scheme,
         assert schedule.staleness().tolist() == more and max(more) > 2
 
 
+@pytest.mark.parametrize("name", ["HogWild, overlap", "DOWNPOUR, overlap"])
+@pytest.mark.parametrize(
+    "costs",
+    [
+        {"latency": 0.03},
+        {"latency": [0.001, 0.03, 0.01], "bandwidth_down": [2e3, 1e3, 1e4], "bandwidth_up": 5e2, "ps_bandwidth": 4e3},
+        {"read": 0.004, "apply": 0.003, "latency": 0.002, "rounds_per_call": 3, "call": 0.01},
+    ],
+    ids=lambda costs: ", ".join(costs),
+)
+def test_the_clock_knows_what_overlap_does(engine, load_scheme, model, regression, name, costs):
+    """Where workers wait for what they have read ahead, and where not: the staleness is that of the same steps in `Replay`."""
+    scheme, hp = SCHEMES[name], hyperparameters(SCHEMES[name])
+    rule = load_scheme(scheme.folder, scheme.name)
+    replay = Replay(rule, hp, model, lambda i: batches_of(regression, i, WORKERS, i), WORKERS)
+    messages = [(0, 24), (0, 0), (16, 0)]
+    ours = engine(rule, hp, model, messages=messages)
+    clock = VirtualTime(ours.actions, WORKERS, Costs(step=0.01, step_cv=0.5, **costs), ours.waiting)
+    schedule = clock.run(updates=60)
+    for step, worker in zip(schedule.steps, schedule.workers, strict=True):
+        assert replay.next_step(worker) == step
+        replay.step(worker)
+    assert schedule.staleness().tolist() == [update.staleness for update in replay.updates]
+    assert [update.updated for update in replay.updates] == list(range(1, 61))
+    ours.run(schedule.steps, schedule.workers)
+    np.testing.assert_allclose(ours.center, replay.center, rtol=2e-6, atol=2e-6)
+    replay.close()
+
+
+def test_a_late_worker_has_read_ahead_what_there_is(engine, load_scheme, model):
+    scheme, hp = SCHEMES["HogWild, overlap"], hyperparameters(SCHEMES["HogWild, overlap"])
+    ours = engine(load_scheme(scheme.folder, scheme.name), hp, model)
+    ours.run([0, 1, 2] * 5, [0] * 15)
+    now = ours.center
+    outcomes = ours.run([RESTART, 0], [1, 1])
+    assert outcomes.pulled[1] == ours.global_step == 5
+    assert ours.replicas[1].tobytes() == now.tobytes() != model.initial_parameters.tobytes()
+
+
 def test_samples_come_in_the_order_of_batches(regression):
     """In any pieces, of shards that differ in size."""
     shards, sizes = shards_of(regression, 3, BATCH, seed=7), {0: 14, 1: 13, 2: 13}
@@ -278,7 +401,7 @@ def test_bytes_of_a_round(load_scheme, model, regression, num_ps):
         scheme = SCHEMES[name]
         return messages_of(load_scheme(scheme.folder, scheme.name), hyperparameters(scheme), model, shards, num_ps)
 
-    assert of("HogWild") == [[0, size + 8], [0, 0], [size, 0]]
+    assert of("HogWild") == of("HogWild, overlap") == [[0, size + 8], [0, 0], [size, 0]]
     assert of("AEASGD") == [[0, 0], [0, size + 8], [size, 0]]
     assert of("DC-ASGD") == [[0, size + 8], [0, 0], [size, 0]]
     pull, train, push, wait = of("Synchronous-SGD")
@@ -486,6 +609,21 @@ def lines_of(run, worker):
     yield {"worker": worker, "global_step": 2000, "last_step": 2000, "time": 8.0, "test_loss": 0.5}
 
 
+def test_a_disagreement_says_where_it_is(program, monkeypatch):
+    """Between the clock and the scheme's operations, should one of them have a fault."""
+
+    def run(engine, steps, workers):
+        outcomes = original(engine, steps, workers)
+        outcomes.updated[np.flatnonzero(outcomes.updated == 3)[:1]] = 4
+        return outcomes
+
+    original = Engine.run
+    monkeypatch.setattr(Engine, "run", run)
+    where = r"worker 0, at 0\.02 virtual seconds \(event 11 of 18\): expected 3, found 4"
+    with pytest.raises(RuntimeError, match=rf"in 1 of 5 updates, first in step 2 of a round of {where}"):
+        program.simulate("HogWild", num_workers=2, steps=5, evaluation_secs=10)
+
+
 def test_gradients_that_are_thrown_away(program):
     """The clock knows in advance which: of three equal workers, all but one in each step."""
     result = program.simulate("Ringmaster-ASGD", num_workers=3, staleness_threshold=1, steps=20).result
@@ -560,7 +698,10 @@ def test_what_is_simulated_does_not_change_what_a_run_is_fitted_with(program, re
     assert 1000 * found.calibration["latency"] == pytest.approx(15.0, rel=0.1)
 
 
-@pytest.mark.parametrize("scheme, more", [("AEASGD", {}), ("AEAMSGD", {}), ("DOWNPOUR", {"window": 2, "n_fetch": 4})])
+@pytest.mark.parametrize(
+    "scheme, more",
+    [("AEASGD", {}), ("AEAMSGD", {}), ("DOWNPOUR", {"window": 2, "n_fetch": 4}), ("HogWild", {"overlap": True})],
+)
 def test_with_one_worker_latency_changes_nothing_but_the_time(program, scheme, more):
     """A push is made of what was there when it was sent, also if it arrives when its worker has long trained on."""
     near, far = (program.simulate(scheme, num_workers=1, steps=20, latency_ms=ms, **more) for ms in (0, 1000))
@@ -576,7 +717,7 @@ def test_with_one_worker_latency_changes_nothing_but_the_time(program, scheme, m
         ("HogWild", {"delays": [1, 2, 3]}, "--delays has 3 for 2 workers: give at most one for each"),
         ("HogWild", {"clock_only": True, "non_iid": 0.1}, "--non_iid is about samples, and --clock_only trains no model"),
         ("HogWild", {"clock_only": True, "parameters": 1e6, "model": "cnn"}, "--parameters takes the place of a model: leave"),
-        ("HogWild", {"overlap": True}, "HogWild pulls ahead, which the simulator does not know: leave out --overlap"),
+        ("DOWNPOUR", {"overlap": True, "window": 4, "n_fetch": 2}, "DOWNPOUR pulls ahead elsewhere than right after a push"),
         ("Synchronous-SGD", {"warm_start_steps": 5}, "--warm_start_steps means nothing to simulate.py"),
     ],
     ids=str,

@@ -11,6 +11,7 @@ from common.virtual_time import RESTART, Action, Costs, VirtualTime, Waiting
 SIZE = 100_000  # bytes of a model
 PULL, TRAIN, PUSH = Action(reads=True, down=SIZE), Action(local_steps=1), Action(writes=True, up=SIZE)
 ALONE = [PULL, TRAIN, PUSH]
+OVERLAP = [PULL._replace(ahead=True), TRAIN, PUSH]
 ELASTIC = [Action(local_steps=10), PULL, PUSH]
 TOGETHER = [PULL, TRAIN, PUSH, Action(waits=True)]
 PACED = [Action(waits=True), PULL, TRAIN, PUSH, Action(ticks=True)]
@@ -30,6 +31,48 @@ def test_one_worker_alone_takes_its_steps_and_round_trips():
     of_round = 0.002 + SIZE / 2e7 + STEP + SIZE / 1e7 + 0.002
     assert time.now == pytest.approx(0.002 + 10 * of_round)
     assert schedule.staleness().tolist() == [0] * 10
+
+
+@pytest.mark.parametrize("latency, of_round", [(0.002, STEP), (0.005, STEP), (0.02, (2 * 0.02 + STEP) / 2)])
+def test_overlap_waits_for_half_of_what_is_left(latency, of_round):
+    """What a pull asks for is needed one round later: two round trips and steps share the time of one."""
+    time = VirtualTime(OVERLAP, 1, Costs(step=STEP, latency=latency))
+    time.run(updates=10)
+    begun = time.now
+    schedule = time.run(updates=110)
+    assert time.now - begun == pytest.approx(100 * of_round)
+    assert schedule.staleness().tolist() == [0] * 100
+
+
+def test_with_overlap_a_call_ends_when_all_is_there():
+    time = VirtualTime(OVERLAP, 1, Costs(step=STEP, latency=0.002, rounds_per_call=1, call=0.001))
+    time.run(updates=10)
+    assert time.now == pytest.approx(10 * (STEP + 0.002) + 9 * (0.002 + 0.001))  # a step, a push; an answer, the call
+    # Ten rounds are so many ways one after the other, see HogWild/README.md.
+    for actions, ways in (ALONE, 22), (OVERLAP, 12):
+        ten = VirtualTime(actions, 1, Costs(step=1e-9, latency=1.0, rounds_per_call=10))
+        ten.run(updates=20)
+        assert ten.now == pytest.approx(2 * ways - 1)  # without the last answer
+    # What is read at the beginning of a call takes longer than its step and its push.
+    slow = VirtualTime(OVERLAP, 1, Costs(step=STEP, latency=0.002, bandwidth_down=SIZE / 0.05, rounds_per_call=1, call=0.001))
+    slow.run(updates=10)
+    assert slow.now == pytest.approx(9 * (0.002 + 0.05 + 0.002 + 0.001) + STEP + 0.002)
+
+
+@pytest.mark.parametrize("latency", [0, 0.003, 0.03])
+def test_overlap_doubles_the_staleness_of_equal_workers(latency):
+    schedule = VirtualTime(OVERLAP, 7, Costs(step=STEP, latency=latency)).run(updates=100)
+    assert schedule.staleness()[20:].tolist() == [12] * 80
+
+
+def test_workers_that_begin_late_or_anew_have_not_read_ahead():
+    """They begin with what there is then."""
+    late = VirtualTime(OVERLAP, 2, Costs(step=STEP, start=[0.0, 0.5])).run(updates=200)
+    anew = VirtualTime(OVERLAP, 2, Costs(step=STEP, latency=0.001, away=[(1, 0.2, 0.5)])).run(updates=200)
+    for schedule in late, anew:
+        assert schedule.staleness().max() <= 3
+        (begun,) = np.flatnonzero(schedule.steps == RESTART)
+        assert schedule.times[begun] == 0.5 and schedule.workers[begun] == 1
 
 
 def test_two_equal_links_take_the_time_of_one():
