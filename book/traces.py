@@ -7,6 +7,7 @@ operations in that order. A trace has the spans of all workers, and where x̃ an
 files are scripts, which a page that was opened from a disk may load, with JSON between their first line and their last.
 """
 
+import functools
 import json
 import os
 import sys
@@ -23,7 +24,7 @@ from common import notebook  # noqa: E402
 from common.virtual_time import Costs, VirtualTime  # noqa: E402
 
 WORKERS = [2, 4, 8]
-SLOWNESS = [1, 4]  # of the last worker: so many times the others' time for a local step
+SLOWNESS = [1, 3, 10]  # of the last worker: so many times the others' time for a local step
 LATENCY = [0.1, 1]  # of a message one way; a local step takes 1, on average
 END = 30.0  # of each trace
 STEP_CV = 0.15  # deviation by mean of the time of a step
@@ -41,28 +42,35 @@ SCHEMES = {
     "Local-SGD": ([2, 6], RATES, "learning_rate", []),
     "DiLoCo": ([2, 6], RATES, "local_learning_rate", ["--weight_decay=0"]),
 }
-START = (-2.0, 2.5)  # a and b of a worker that begins
+START = (-2.5, 1.8)  # a and b of a worker that begins
 
 
-def line(seed=0):
-    """800 points of y = 2x + noise of deviation 0.5, x in -0.5..1.5, and 200 to test: a long valley across both parameters."""
+@functools.cache
+def points(seed=0):
+    """800 points of two kinds, -1 around x = 0 and 1 around x = 1, of deviation 0.3, and 200 to test."""
     rng = np.random.default_rng(seed)
-    x = rng.uniform(-0.5, 1.5, [1000, 1]).astype(np.float32)
-    y = (2 * x + rng.normal(0, 0.5, x.shape)).astype(np.float32)
+    kind = rng.choice([-1, 1], [1000, 1])
+    x, y = ((1 + kind) / 2 + rng.normal(0, 0.3, kind.shape)).astype(np.float32), kind.astype(np.float32)
     return (x[200:], y[200:]), (x[:200], y[:200])
 
 
 def two_parameters():
-    """The model y = ax + b, which begins at `START`."""
+    """The model y = ax + b, which begins at `START`; the sign of y is the kind, the loss is the squared error."""
     import keras
 
     start = [keras.initializers.Constant(value) for value in START]
     return keras.Sequential([keras.Input([1]), keras.layers.Dense(1, kernel_initializer=start[0], bias_initializer=start[1])])
 
 
+def correct(a, b):
+    """Returns how many of the points to test have the right sign."""
+    _, (x, y) = points()
+    return int(np.sum(np.sign(a * x + b) == y))
+
+
 def valley():
     """Returns the loss over all samples: its matrix `[2, 2]` of second derivatives, where it is least, and its value there."""
-    (x, y), _ = line()
+    (x, y), _ = points()
     columns = np.concatenate([x, np.ones_like(x)], axis=1).astype(float)
     least, *_ = np.linalg.lstsq(columns, y[:, 0], rcond=None)
     return 2 * columns.T @ columns / len(x), least, float(np.mean((columns @ least - y[:, 0]) ** 2))
@@ -73,7 +81,7 @@ def engines(name, workers):
     from common import data, models, simulation
 
     windows, rates, rate_flag, flags = SCHEMES[name]
-    dataset, model = data.checked(line(), "line"), None
+    dataset, model = data.checked(points(), "points"), None
     for i, window in enumerate(windows):
         for k, rate in enumerate(rates):
             given = [f"--num_workers={workers}", f"--{rate_flag}={rate}", "--batch_size=8", *flags]
@@ -91,7 +99,7 @@ def trace(engine, workers, window, slowness, latency):
 
     Returns:
       {"spans": [[worker, number of the part in `PARTS`, start, end], ...] in the order of their start, "pushes": [[time,
-      worker, staleness, global step, x̃, x̃, x, x], ...]}; staleness is -1 of what was thrown away.
+      worker, staleness, global step, correct, x̃, x̃, x, x], ...]}; staleness is -1 of what was thrown away.
     """
     engine.restart()
     delay = np.zeros(workers)
@@ -106,8 +114,9 @@ def trace(engine, workers, window, slowness, latency):
         made = int(schedule.updated[i] - schedule.pulled[i])
         counted += made > 0
         step = counted // (engine.waiting.quorum or 1)
-        where = [*engine.center, *engine.replicas[worker]]
-        pushes.append([*_units(schedule.times[i]), worker, made - 1, step, *_units(*where)])
+        center = engine.center
+        where = _units(*center, *engine.replicas[worker])
+        pushes.append([*_units(schedule.times[i]), worker, made - 1, step, correct(*center), *where])
     spans = sorted((s.start, s.worker, s.part, min(s.end, END)) for s in clock.spans)
     return {
         "spans": [[worker, PARTS.index(part), *_units(begin, end)] for begin, worker, part, end in spans],
@@ -141,8 +150,9 @@ def index():
         rule = " ".join(simulate.parse([name])[0].scheme.__doc__.split("\n\n")[0].split())
         schemes.append({"name": name, "rule": rule, "windows": windows, "rates": rates})
     problem = {"matrix": matrix.tolist(), "least": least.tolist(), "floor": floor, "start": START}
+    problem |= {"tests": len(points()[1][0]), "correct": correct(*START)}
     choices = {"workers": WORKERS, "slowness": SLOWNESS, "latency": LATENCY}
-    return {"schemes": schemes, "choices": choices, "problem": problem, "parts": PARTS, "end": END, "unit": UNIT}
+    return {"schemes": schemes, "choices": choices, "problem": problem, "end": END, "unit": UNIT}
 
 
 def _write(path, value, call):
