@@ -77,6 +77,8 @@ def main():
     with chromium() as driver:
         resize(driver, 1280, 1400)
         open_player(driver, scheme=0, workers=1, slowness=1, latency=1, rate=1)
+        driver.execute_script("document.getElementById('player').classList.add('strip')")  # see static/book.css
+        driver.execute_script("window.dispatchEvent(new Event('resize'))")
         choose(driver, "time", MOMENT)
         Path(__file__).with_name("player.png").write_bytes(driver.find_element("id", "player").screenshot_as_png)
 

@@ -34,6 +34,7 @@ highlight_language = "none"
 suppress_warnings = ["misc.highlighting_failure", "ref.python"]
 
 autodoc_member_order = "bysource"
+toc_object_entries_show_parents = "hide"
 autodoc_typehints = "none"
 napoleon_use_param = False  # "x, y: ..." is about two arguments, not about a type
 napoleon_custom_sections = [("Attributes", "params_style")]
@@ -55,7 +56,7 @@ html_theme_options = {
 }
 
 IN_BACKTICKS = re.compile(r"(`[^`]*`)")
-CODE = re.compile(r"(\S):\n\n((?: {4,}\S.*\n(?:\n(?= {4}))?)+)")
+CODE = re.compile(r"(\S)(:?)\n\n((?: {4,}\S.*\n(?:\n(?= {4}))?)+)")
 GLOSSARY = "Basics-Tutorial/GLOSSARY"
 # Terms that in prose mostly mean something else
 ORDINARY = ("address", "collection", "exchange", "feed", "job", "stage", "summary", "target")
@@ -109,12 +110,13 @@ def files_of(folder):
 
 
 def plain_docstring(app, what, name, obj, options, lines):
-    """Adapts a docstring: it has names in backticks, indented code behind a colon, and no other markup."""
+    """Adapts a docstring: it has names in backticks, indented code, and no other markup."""
     text, code = "\n".join(lines), []
 
     def keep(match):
-        code.append(match[2])
-        return f"{match[1]}::\n\n\0"
+        code.append(match[3])
+        colons = "::" if match[2] else "\n\n::"
+        return f"{match[1]}{colons}\n\n\0"
 
     pieces = IN_BACKTICKS.split(CODE.sub(keep, text))
     for i, piece in enumerate(pieces):

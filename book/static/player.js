@@ -68,7 +68,7 @@ const player = (() => {
         .attr("aria-valuetext", text(chosen(name)));
       root.select(`output[for=${name}]`).text(text(chosen(name)));
     }
-    root.select(".rule").text(scheme().rule);
+    root.select(".rule").text(`${scheme().name}: ${scheme().rule}`);
   };
 
   const key = () => [state.window, state.rate, state.slowness, state.latency].join(" ");
@@ -149,14 +149,14 @@ const player = (() => {
     // The rows: a stretch of time that moves with the clock
     const row = d3.scaleBand(each, [top, top + n * lane]).paddingInner(0.15);
     picture.append("g").selectAll("text").data(each).join("text").attr("class", "end").attr("x", left - 6)
-      .attr("y", (i) => row(i) + lane / 2 + 2).attr("fill", (i) => WORKERS[i]).text((i) => `worker ${i}`);
+      .attr("y", (i) => row(i) + lane / 2 + 2).style("fill", (i) => WORKERS[i]).text((i) => `worker ${i}`);
     const perStep = width < 560 ? 26 : 42, x = d3.scaleLinear([0, 1], [0, perStep]);
     const lanes = picture.append("svg").attr("class", "lanes").attr("x", left).attr("y", 0).attr("width", room).attr("height", height).append("g");
     lanes.selectAll("rect").data(trace.spans).join("rect").attr("x", (s) => x(s.start)).attr("y", (s) => row(s.worker))
       .attr("width", (s) => Math.max(0.5, x(s.end - s.start))).attr("height", row.bandwidth()).attr("fill", (s) => COLORS[s.what]);
     const cursor = picture.append("line").attr("class", "cursor").attr("y1", top - 3).attr("y2", top + n * lane + 1);
     const legend = picture.append("g").attr("transform", `translate(${left} ${height - 15})`).selectAll("g").data(PARTS).join("g")
-      .attr("transform", (_, i) => `translate(${(i * room) / 4} 0)`);
+      .attr("transform", (_, i) => `translate(${[0, 0.32, 0.53, 0.74][i] * room} 0)`);
     legend.append("rect").attr("width", 10).attr("height", 10).attr("fill", (_, i) => COLORS[i]);
     legend.append("text").attr("x", 14).attr("y", 9).text(String);
     return () => {
@@ -175,7 +175,7 @@ const player = (() => {
     };
   };
 
-  const LEVELS = [16, 8, 4, 2, 1, 0.5, 0.25, 0.125, 0.03]; // of the loss, above the least
+  const LEVELS = [64, 32, 16, 8, 4, 2, 1, 0.5, 0.25, 0.125, 0.03]; // of the loss, above the least
   const valley = (picture, width, height) => {
     const { least, start, floor } = about.problem, cell = 2, half = [4.9, 4.1]; // the same for all choices: one can compare
     const x = d3.scaleLinear([least[0] - half[0], least[0] + half[0]], [0, width]);
@@ -186,7 +186,7 @@ const player = (() => {
     const lines = d3.contours().size([columns, rows]).thresholds(LEVELS.map((level) => -level))(
       d3.range(columns * rows).map((i) => floor - at(i)));
     picture.append("g").attr("class", "levels").selectAll("path").data(lines).join("path")
-      .attr("d", d3.geoPath(d3.geoIdentity().scale(cell))).attr("fill", (_, i) => d3.interpolateBlues(0.03 + 0.035 * i));
+      .attr("d", d3.geoPath(d3.geoIdentity().scale(cell))).attr("fill", (_, i) => d3.interpolateBlues(0.02 + 0.03 * i));
     titled(picture, "x̃ and the workers' x, over the loss");
     picture.append("path").attr("class", "cross").attr("d", d3.symbol(d3.symbolPlus, 90)).attr("transform", `translate(${x(least[0])} ${y(least[1])})`);
     picture.append("circle").attr("class", "start").attr("cx", x(start[0])).attr("cy", y(start[1])).attr("r", 4);
