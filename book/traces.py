@@ -129,7 +129,8 @@ PARTS = ["train", "push", "pull", "wait"]
 
 def _units(*values):
     """Whole numbers of `UNIT`, at most a hundred: what diverges is far from any picture."""
-    return [int(round(float(np.clip(np.nan_to_num(value, nan=100.0), -100, 100)) / UNIT)) for value in values]
+    near = np.clip(np.nan_to_num(np.asarray(values, float), nan=100.0), -100, 100)
+    return np.rint(near / UNIT).astype(int).tolist()
 
 
 def make(target, name, workers):
