@@ -10,7 +10,7 @@ const player = (() => {
   const SPEEDS = [1, 2, 4, 8]; // local steps a second
   const loaded = {}; // traces by the name of their file; null while it is on its way
   const state = { scheme: 0, workers: 1, window: 0, rate: 1, slowness: 0, latency: 0, speed: 1 };
-  let about, root, trace, wanted, timer = null, now = 0, panels = [];
+  let about, root, trace, wanted, timer = null, now = 0, narrow, panels = [];
 
   // ------------------------------------------------------------------------------------------------------------------
   // What the reader chooses
@@ -108,10 +108,11 @@ const player = (() => {
   // Pictures. Each function draws what does not change while a trace plays, and returns a function that draws a moment:
   // {done: the number of pushes until now, at: the state after them}
 
+  const isNarrow = () => root.node().clientWidth < 560 || root.classed("strip");
   const build = () => {
-    const narrow = root.node().clientWidth < 560;
+    narrow = isNarrow();
     const charts = [
-      ["cluster", cluster, narrow || root.classed("strip") ? 370 : 780, 120 + laneHeight() * chosen("workers") + 22],
+      ["cluster", cluster, narrow ? 370 : 780, 120 + laneHeight() * chosen("workers") + 22],
       ["valley", valley, 370, 330],
       ["staleness", staleness, 370, 104],
       ["loss", lossCurve, 370, 104],
@@ -141,21 +142,27 @@ const player = (() => {
     picture.append("g").attr("class", "links").selectAll("line").data(each).join("line")
       .attr("x1", ps[0]).attr("y1", ps[1]).attr("x2", place).attr("y2", 98);
     const messages = picture.append("g");
-    picture.append("rect").attr("class", "ps").attr("x", ps[0] - 34).attr("y", ps[1] - 15).attr("width", 68).attr("height", 28).attr("rx", 5);
+    picture.append("rect").attr("class", "ps").attr("x", ps[0] - 34).attr("y", ps[1] - 15).attr("width", 68)
+      .attr("height", 28).attr("rx", 5);
     picture.append("text").attr("class", "middle light").attr("x", ps[0]).attr("y", ps[1] + 4).text("ps: x̃");
     const boxes = picture.append("g").attr("class", "workers").selectAll("rect").data(each).join("rect")
-      .attr("x", (i) => place(i) - 14).attr("y", 86).attr("width", 28).attr("height", 24).attr("rx", 5).attr("stroke", (i) => WORKERS[i]);
-    picture.append("g").selectAll("text").data(each).join("text").attr("class", "middle light").attr("x", place).attr("y", 102).text(String);
+      .attr("x", (i) => place(i) - 14).attr("y", 86).attr("width", 28).attr("height", 24).attr("rx", 5)
+      .attr("stroke", (i) => WORKERS[i]);
+    picture.append("g").selectAll("text").data(each).join("text").attr("class", "middle light").attr("x", place)
+      .attr("y", 102).text(String);
     // The rows: a stretch of time that moves with the clock
     const row = d3.scaleBand(each, [top, top + n * lane]).paddingInner(0.15);
     picture.append("g").selectAll("text").data(each).join("text").attr("class", "end").attr("x", left - 6)
       .attr("y", (i) => row(i) + lane / 2 + 2).style("fill", (i) => WORKERS[i]).text((i) => `worker ${i}`);
     const perStep = width < 560 ? 26 : 42, x = d3.scaleLinear([0, 1], [0, perStep]);
-    const lanes = picture.append("svg").attr("class", "lanes").attr("x", left).attr("y", 0).attr("width", room).attr("height", height).append("g");
+    const lanes = picture.append("svg").attr("class", "lanes").attr("x", left).attr("y", 0).attr("width", room)
+      .attr("height", height).append("g");
     lanes.selectAll("rect").data(trace.spans).join("rect").attr("x", (s) => x(s.start)).attr("y", (s) => row(s.worker))
-      .attr("width", (s) => Math.max(0.5, x(s.end - s.start))).attr("height", row.bandwidth()).attr("fill", (s) => COLORS[s.what]);
+      .attr("width", (s) => Math.max(0.5, x(s.end - s.start))).attr("height", row.bandwidth())
+      .attr("fill", (s) => COLORS[s.what]);
     const cursor = picture.append("line").attr("class", "cursor").attr("y1", top - 3).attr("y2", top + n * lane + 1);
-    const legend = picture.append("g").attr("transform", `translate(${left} ${height - 15})`).selectAll("g").data(PARTS).join("g")
+    const legend = picture.append("g").attr("transform", `translate(${left} ${height - 15})`).selectAll("g").data(PARTS)
+      .join("g")
       .attr("transform", (_, i) => `translate(${[0, 0.32, 0.53, 0.74][i] * room} 0)`);
     legend.append("rect").attr("width", 10).attr("height", 10).attr("fill", (_, i) => COLORS[i]);
     legend.append("text").attr("x", 14).attr("y", 9).text(String);
@@ -170,7 +177,8 @@ const player = (() => {
       });
       messages.selectAll("circle").data(flying).join("circle").attr("class", "message").attr("r", 5)
         .attr("cx", (m) => m.at[0]).attr("cy", (m) => m.at[1]).attr("fill", (m) => COLORS[m.what]);
-      const doing = d3.rollup(going, (spans) => d3.min(spans, (span) => span.what), (span) => span.worker); // it may pull meanwhile
+      // Of what a worker does at once the first: it may train while a message of its own is on the way
+      const doing = d3.rollup(going, (spans) => d3.min(spans, (span) => span.what), (span) => span.worker);
       boxes.attr("fill", (i) => COLORS[doing.get(i)] ?? IDLE);
     };
   };
@@ -188,7 +196,8 @@ const player = (() => {
     picture.append("g").attr("class", "levels").selectAll("path").data(lines).join("path")
       .attr("d", d3.geoPath(d3.geoIdentity().scale(cell))).attr("fill", (_, i) => d3.interpolateBlues(0.02 + 0.03 * i));
     titled(picture, "x̃ and the workers' x, over the loss");
-    picture.append("path").attr("class", "cross").attr("d", d3.symbol(d3.symbolPlus, 90)).attr("transform", `translate(${x(least[0])} ${y(least[1])})`);
+    picture.append("path").attr("class", "cross").attr("d", d3.symbol(d3.symbolPlus, 90))
+      .attr("transform", `translate(${x(least[0])} ${y(least[1])})`);
     picture.append("circle").attr("class", "start").attr("cx", x(start[0])).attr("cy", y(start[1])).attr("r", 4);
     picture.append("text").attr("x", x(start[0]) + 8).attr("y", y(start[1]) - 6).text("start");
     const walk = picture.append("path").attr("class", "walk"), line = d3.line((s) => x(s.a), (s) => y(s.b));
@@ -207,7 +216,8 @@ const player = (() => {
     const x = d3.scaleLinear([0, about.end], [46, width - 8]);
     picture.append("g").attr("class", "axis").attr("transform", "translate(40 0)")
       .call(d3.axisLeft(y).tickValues(ticks).tickFormat(format).tickSize(-(width - 48)));
-    picture.append("g").attr("class", "axis").attr("transform", `translate(0 ${height - 10})`).call(d3.axisBottom(x).ticks(6).tickSize(4).tickFormat(""));
+    picture.append("g").attr("class", "axis").attr("transform", `translate(0 ${height - 10})`)
+      .call(d3.axisBottom(x).ticks(6).tickSize(4).tickFormat(""));
     return x;
   };
 
@@ -266,7 +276,8 @@ const player = (() => {
     fact.select("output").text(([, value]) => value);
     root.select("#time").property("value", now);
     root.select("#clock").text(`${now.toFixed(1)} of ${about.end} steps`);
-    root.select("#play").text(timer ? "❚❚ pause" : now >= about.end ? "↺ again" : "▶ play").attr("aria-pressed", timer !== null);
+    root.select("#play").text(timer ? "❚❚ pause" : now >= about.end ? "↺ again" : "▶ play")
+      .attr("aria-pressed", timer !== null);
   };
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -290,7 +301,8 @@ const player = (() => {
   const step = (way) => {
     pause();
     if (!trace) return;
-    const later = trace.pushes[count(now)], earlier = trace.pushes[d3.bisector((p) => p.time).left(trace.pushes, now - 1e-9) - 1];
+    const later = trace.pushes[count(now)];
+    const earlier = trace.pushes[d3.bisector((push) => push.time).left(trace.pushes, now - 1e-9) - 1];
     seek(way > 0 ? later?.time ?? about.end : earlier?.time ?? 0);
   };
 
@@ -298,8 +310,9 @@ const player = (() => {
     const { target, key } = event;
     if (event.ctrlKey || event.metaKey || event.altKey || target.isContentEditable) return;
     if (!root.node().contains(target) && target !== document.body) return;
+    const moves = { ArrowLeft: -1, ArrowRight: 1 }[key];
     if (key === " " && target.tagName !== "BUTTON" && target.tagName !== "SELECT") toggle();
-    else if ((key === "ArrowLeft" || key === "ArrowRight") && !["INPUT", "SELECT"].includes(target.tagName)) step(key === "ArrowLeft" ? -1 : 1);
+    else if (moves && !["INPUT", "SELECT"].includes(target.tagName)) step(moves);
     else return;
     event.preventDefault();
   };
@@ -311,12 +324,13 @@ const player = (() => {
     root = d3.select("#player");
     root.selectAll("*").remove();
     buildControls();
-    root.append("div").attr("class", "pictures").selectAll("div").data(["cluster", "valley", "staleness", "loss", "accuracy"]).join("div")
+    root.append("div").attr("class", "pictures").selectAll("div")
+      .data(["cluster", "valley", "staleness", "loss", "accuracy"]).join("div")
       .attr("class", String);
     showControls();
     load();
     document.addEventListener("keydown", onKey);
-    window.addEventListener("resize", () => { if (trace) build(); });
+    window.addEventListener("resize", () => { if (trace && narrow !== isNarrow()) build(); });
   };
   const receive = ({ name, traces }) => {
     loaded[name] = traces;
