@@ -76,7 +76,7 @@ def until(driver, script, seconds=60):
 def main():
     with chromium() as driver:
         resize(driver, 1280, 1400)
-        open_player(driver, scheme=0, workers=1, slowness=1, latency=1, rate=1)
+        open_player(driver, scheme=0, workers=1, slowness=2, latency=1, rate=1)
         driver.execute_script("document.getElementById('player').classList.add('strip')")  # see static/book.css
         driver.execute_script("window.dispatchEvent(new Event('resize'))")
         choose(driver, "time", MOMENT)

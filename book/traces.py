@@ -24,7 +24,7 @@ from common import notebook  # noqa: E402
 from common.virtual_time import Costs, VirtualTime  # noqa: E402
 
 WORKERS = [2, 4, 8]
-SLOWNESS = [1, 3, 10]  # of the last worker: so many times the others' time for a local step
+SLOWNESS = [1, 2, 4]  # of the last worker: so many times the others' time for a local step
 LATENCY = [0.1, 1]  # of a message one way; a local step takes 1, on average
 END = 30.0  # of each trace
 STEP_CV = 0.15  # deviation by mean of the time of a step
@@ -117,7 +117,11 @@ def trace(engine, workers, window, slowness, latency):
         center = engine.center
         where = _units(*center, *engine.replicas[worker])
         pushes.append([*_units(schedule.times[i]), worker, made - 1, step, correct(*center), *where])
-    spans = sorted((s.start, s.worker, s.part, min(s.end, END)) for s in clock.spans)
+    spans = [(s.start, s.worker, s.part, min(s.end, END)) for s in clock.spans]
+    for worker in range(workers):  # who waits still
+        last = max((end for _, of, _, end in spans if of == worker), default=0.0)
+        spans += [(last, worker, "wait", END)] if last < END else []
+    spans.sort()
     return {
         "spans": [[worker, PARTS.index(part), *_units(begin, end)] for begin, worker, part, end in spans],
         "pushes": pushes,

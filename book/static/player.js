@@ -21,7 +21,7 @@ const player = (() => {
   const steps = (value) => `${value} step${value === 1 ? "" : "s"}`;
   const CONTROLS = [
     ["workers", "workers", String],
-    ["slowness", "last worker", (v) => (v === 1 ? "as fast" : `${v} × slower`)],
+    ["slowness", "last worker", (v) => (v === 1 ? "as fast" : `${v}× slower`)],
     ["latency", "latency", steps],
     ["window", "window", steps],
     ["rate", "learning rate", String],
