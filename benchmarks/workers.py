@@ -197,7 +197,7 @@ def draw(report, path):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 11), layout="constrained")
+    figure = Figure(figsize=(13, 13), layout="constrained")
     panels(figure, report)
     FigureCanvasAgg(figure).print_png(path)
 
