@@ -1,4 +1,4 @@
-"""Collects the sources of the book: what git tracks, as it is, and a page for each script that a reader may want to see.
+"""Collects the sources of the book: the files that git tracks, and a page for each script that a reader may want to see.
 
     python book/collect.py book/_build/source
 

@@ -14,6 +14,7 @@ import browser
 import pytest
 from browser import HTML, choose, open_page, open_player, resize, until
 from collect import ROOT, reading_order, tracked
+from skips import skip_for
 
 PAGES = sorted(str(path.relative_to(HTML)) for path in HTML.rglob("*.html") if "_static" not in path.parts)
 LINKS = re.compile(r'<[a-z][^<>]*?\s(?:href|src)="([^"<>]*)"')
@@ -36,8 +37,7 @@ def names_in(page):
 @pytest.fixture(scope="module")
 def driver():
     """A browser; where nothing may be skipped, the tests fail without one."""
-    if why := browser.lacking():
-        (pytest.fail if os.environ.get("TESTS_MAY_SKIP") == "no" else pytest.skip)(why)
+    skip_for(browser.lacking())  # a reader's machine need not have one
     with browser.chromium() as driver:
         yield driver
 
@@ -103,7 +103,7 @@ def test_contents_are_in_reading_order():
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook(path):
-    """Its committed outputs are shown, and what one downloads is the notebook itself."""
+    """Its committed outputs are shown, and the download is the notebook itself."""
     page = text_of(str(path.with_suffix(".html")))
     [link] = re.findall(r'<p class="download"><a href="([^"]+)"', page)
     assert (HTML / path.parent / link).read_bytes() == (ROOT / path).read_bytes()

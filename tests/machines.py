@@ -2,13 +2,12 @@
 
 import contextlib
 import importlib.util
-import os
 import shutil
 import subprocess
 from pathlib import Path
 
-import pytest
 from runs import ROOT
+from skips import skip_for
 
 spec = importlib.util.spec_from_file_location("hosts", ROOT / "Multiple-Machines" / "hosts.py")
 assert spec and spec.loader
@@ -20,14 +19,6 @@ def need(*programs):
     """Skips the test, with a line that says why, where hosts or programs cannot be had; where they must be, it fails."""
     missing = [program for program in programs if shutil.which(program) is None]
     skip_for(f"{', '.join(missing)} missing" if missing else hosts.why_not())
-
-
-def skip_for(why):
-    """Skips the test if there is a reason, a line; where nothing may be skipped, it fails."""
-    if why and os.environ.get("TESTS_MAY_SKIP") == "no":
-        pytest.fail(why)
-    if why:
-        pytest.skip(why)
 
 
 @contextlib.contextmanager

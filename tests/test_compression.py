@@ -5,11 +5,11 @@ import math
 import time
 import types
 
-import machines
 import numpy as np
 import pytest
 import runs
 from oracle import RATE, Problem, sparse_again
+from skips import skip_for
 
 from common import isolation, notebook, tf
 from common.center import GlobalParameters
@@ -601,7 +601,7 @@ def build():
 @pytest.mark.cluster
 def test_a_quarter_of_the_bytes(tmp_path):
     """What the kernel counts for an update of a run, both ways, from one line of metrics to another."""
-    machines.skip_for(isolation.why_no_own_network())  # without one it counts what all the machine sends
+    skip_for(isolation.why_no_own_network())  # without one it counts what all the machine sends
     (tmp_path / "large.py").write_text(LARGE_MODEL)
 
     def bytes_of_an_update(name, *flags):
