@@ -1,5 +1,6 @@
 """The names that a user's script imports from `common`: DistributedSession, its hooks, and the boilerplate that uses them."""
 
+import itertools
 import json
 import os
 import re
@@ -490,7 +491,10 @@ def test_boilerplate_as_one_ps_and_two_workers(cluster_of, tmp_path, how):
         for job, index in [("ps", 0), ("worker", 0), ("worker", 1)]
     }
     printed = {task: tasks.finish(process) for task, process in started.items()}  # each of them ends with 0, the ps too
-    assert_trained(printed.pop(("worker", 0)))
+    reported = assert_trained(printed.pop(("worker", 0)))
+    # The other worker may count step 1000 while the chief is in its own last step, which then reports 1000 or 1001.
+    assert all(after - before >= 200 for before, after in itertools.pairwise(reported))
+    assert reported and reported[-1] <= 1001
     assert set(printed.values()) == {""}
     assert [path.name for path in tmp_path.iterdir()] == ["worker-0"]
     assert steps_in(tmp_path / "worker-0")[-1] >= 1000
@@ -502,14 +506,16 @@ def test_boilerplate_alone(tmp_path):
         [sys.executable, SCRIPT], env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=runs.SECONDS
     )
     assert done.returncode == 0, done.stderr
-    assert_trained(done.stdout)
+    assert assert_trained(done.stdout) == [0, 200, 400, 600, 800]
     assert steps_in(tmp_path / "runs" / "Distributed-Session")[-1] == 1000
 
 
 def assert_trained(printed):
+    """Returns the steps at which the chief has reported a loss."""
     *reports, last = printed.splitlines()
-    assert len(reports) == 5 and all(re.fullmatch(r"step \d+, loss \d+\.\d{3}", line) for line in reports)
+    assert all(re.fullmatch(r"step \d+, loss \d+\.\d{3}", line) for line in reports)
     assert re.fullmatch(r"test accuracy \d\.\d{3}", last) and float(last.split()[-1]) >= 0.9
+    return [int(re.match(r"step (\d+)", line).group(1)) for line in reports]
 
 
 UNCONDITIONAL = """
