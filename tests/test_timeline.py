@@ -99,7 +99,7 @@ def lanes_of(worker, window, seconds, message, until=12.0):
 
 
 def test_a_message_travels_while_its_worker_goes_on():
-    """The slower worker never waits: x̃ is there before its steps are done. The faster one waits for x̃, not for its own message."""
+    """The slower worker never waits: x̃ is there before its steps are done. The faster one waits for x̃."""
     slow, of_slow = lanes_of(1, 2, (1.0, 2.0), 0.5)
     assert slow[:4] == [("train", 0, 2, 1), ("train", 2, 6, 2), ("train", 6, 8, 1), ("train", 8, 12, 2)]
     assert of_slow[:3] == [("send", 2, 2.5, 0), ("receive", 2.5, 3, 0), ("send", 8, 8.5, 0)]
