@@ -513,9 +513,10 @@ def test_boilerplate_alone(tmp_path):
 def assert_trained(printed):
     """Returns the steps at which the chief has reported a loss."""
     *reports, last = printed.splitlines()
-    assert all(re.fullmatch(r"step \d+, loss \d+\.\d{3}", line) for line in reports)
+    found = [re.fullmatch(r"step (\d+), loss \d+\.\d{3}", line) for line in reports]
+    assert all(found), printed
     assert re.fullmatch(r"test accuracy \d\.\d{3}", last) and float(last.split()[-1]) >= 0.9
-    return [int(re.match(r"step (\d+)", line).group(1)) for line in reports]
+    return [int(match.group(1)) for match in found if match]
 
 
 UNCONDITIONAL = """
