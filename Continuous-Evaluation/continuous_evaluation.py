@@ -111,7 +111,7 @@ def values_in(checkpoint, model):
 class Best:
     """The best checkpoint so far, in a folder of its own, from where it can be restored like any other.
 
-    What `evaluation.json` says is the best, also to a process that takes over from one that was killed.
+    `evaluation.json` names it, also to a process that takes over from one that was killed.
 
     Attributes:
       loss: its validation loss, infinite if there is none yet.
@@ -162,7 +162,7 @@ class Best:
         return str(self._folder / name)
 
     def keep(self, copy, **notes):
-        """Makes the copy the best one, and what it replaces is removed. All or nothing."""
+        """Makes the copy the best one, and removes the one before. All or nothing."""
         from common.run_dir import write_json
 
         notes = {"checkpoint": Path(copy).name, **notes}

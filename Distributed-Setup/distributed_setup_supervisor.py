@@ -1,7 +1,7 @@
 """One ps and one worker, in a session of `Supervisor`, which programs used before `MonitoredTrainingSession` came.
 
-Graph, model and data are those of distributed_setup.py, and so are the files that it writes: what differs is how the session
-is opened, kept and closed.
+Graph, model and data are those of distributed_setup.py, and so are the files that it writes. It
+opens, keeps and closes the session in another way.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""What a loss is to be compared with: models that count, and learn nothing else. Prints a table."""
+"""Baselines for a loss: models that count, and learn nothing else. Prints a table."""
 
 import numpy as np
 

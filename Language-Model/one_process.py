@@ -1,4 +1,4 @@
-"""The same model in one process, by Keras's `fit`: what several are compared with. As many samples, a cosine schedule, too."""
+"""The same model in one process, by Keras's `fit`, to compare several with. As many samples, a cosine schedule, too."""
 
 import argparse
 import time

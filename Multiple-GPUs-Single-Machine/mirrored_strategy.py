@@ -59,7 +59,7 @@ class FirstReplica:
 def train(task, settings):
     """Trains with a replica on each device and returns the exit status: 0, or 130 after Ctrl-C, when a checkpoint is saved.
 
-    What differs from `non_distributed_setup.train` is the scope, the batch size, and who evaluates.
+    It differs from `non_distributed_setup.train` in the scope, the batch size, and in who evaluates.
 
     Args:
       task: None.

@@ -188,7 +188,7 @@ def train(hosts, script, *flags):
 
 
 class _Delay:
-    """What joins hosts where each packet is to arrive `delay` seconds later: a thread that has an end of each host's `eth0`.
+    """Joins hosts so that each packet arrives `delay` seconds later: a thread that has an end of each host's `eth0`.
 
     A packet first passes the link of its sender, then that of its receiver, each of which carries `bytes_per_second` each way;
     None is no limit. Packets that cannot pass yet wait; none is dropped.

@@ -9,8 +9,8 @@ def ringmaster_asgd(center, local, hp):
     """x ← x̃;  x̃ ← x̃ − η g(x) if τ < R, else nothing.
 
     τ, the staleness of a gradient, is the number of updates by others since this worker's pull. The ps counts it, and decides:
-    counting and applying are one indivisible action, over all ps tasks, and so is the pull. Whether its gradient was applied or
-    thrown away, the worker begins anew from the present x̃. A gradient that is thrown away is no update, and makes none stale.
+    counting and applying are one indivisible action, over all ps tasks, and so is the pull. In both cases the worker begins
+    anew from the present x̃. A gradient that the ps throws away is no update, and makes no other gradient stale.
     R = 1 applies only fresh gradients, R = ∞ is HogWild.
 
     R is `hp.staleness_threshold`, η `hp.learning_rate`. With `hp.window` T > 1, g is the sum of the gradients along T local

@@ -7,12 +7,16 @@ beside this file.
 
 Time counts from the first update. Megabytes are what the interface of the ps's host has carried, both ways, by the count of the
 kernel, less 4 bytes a parameter for each evaluation, which is no part of a scheme: worker 0 pulls the parameters for it.
+
+With --simulated the same runs are made in the simulator, which needs no root: five seeds of each, which give the same figures
+each time. It counts the updates and local steps until the loss, and writes `simulated.json`.
 """
 
 import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -58,10 +62,12 @@ SCHEMES = {
 def main():
     """Runs all, and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each scheme (default: 3)")
+    parser.add_argument("--rounds", type=int, help="runs of each scheme, each with another seed (default: 3, or 5 simulated)")
     parser.add_argument("--epochs", type=float, default=3, help=f"of {BASELINE} (default: 3)")
     parser.add_argument("--schemes", help="names out of the table, separated by semicolons, to run no others; writes no file")
+    parser.add_argument("--simulated", action="store_true", help="in the simulator: updates and local steps until the loss")
     options = parser.parse_args()
+    options.rounds = options.rounds if options.rounds is not None else 5 if options.simulated else 3
     names = options.schemes.split(";") if options.schemes else list(SCHEMES)
     if options.rounds < 1 or options.epochs <= 0:
         parser.error("--rounds must be at least 1, and --epochs greater than 0")
@@ -69,10 +75,16 @@ def main():
         parser.error(f"--schemes: there is no {unknown[0]!r}; there are {'; '.join(SCHEMES)}")
     if BASELINE not in names:
         parser.error(f"--schemes needs {BASELINE}, whose loss is the one to reach")
-    problem = hosts.why_not()
+    problem = None if options.simulated else hosts.why_not()
     if problem:
         parser.error(problem)
     os.chdir(HERE.parent)
+    if options.simulated:
+        report = simulated(names, options.rounds, options.epochs)
+        print(f"\n{simulated_table(report)}")
+        if not options.schemes:
+            (HERE / "simulated.json").write_text(json.dumps(report, indent=1) + "\n")
+        return
     runs: dict[str, list] = {name: [] for name in names}
     for seed in range(options.rounds):
         with hosts.Hosts(3, bytes_per_second=BYTES_PER_SECOND, delay=DELAY) as three:
@@ -120,6 +132,54 @@ def one_run(three, script, times, evaluation_secs, epochs, seed):
         for now, mb, line in zip(times_, megabytes, evaluations, strict=True)
     ]
     return {"parameters": result["parameters"], "curve": curve}
+
+
+def simulated(names, rounds, epochs):
+    """Returns the report of the same runs in virtual time: of each scheme and seed, the updates and local steps to the loss."""
+    runs: dict[str, list] = {name: [] for name in names}
+    for seed in range(rounds):
+        for name, of_one in runs.items():
+            script, times, _ = SCHEMES[name]
+            with tempfile.TemporaryDirectory() as folder:
+                words = [script.partition("/")[0], *script.split()[1:], *PROBLEM.split()]
+                words += ["--num_workers=2", f"--latency_ms={DELAY * 1e3:g}", f"--mbit={BYTES_PER_SECOND * 8 / 1e6:g}"]
+                words += [f"--run_dir={folder}/run", f"--epochs={epochs * times}", f"--seed={seed}"]
+                program = [sys.executable, "Simulation/simulate.py", *words]
+                subprocess.run(program, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+                result = json.loads(Path(folder, "run", "result.json").read_text())
+                lines = [line for line in read_metrics(f"{folder}/run") if line.get("test_loss") is not None]
+            steps = result["samples"] / result["global_steps"] / result["batch_size"] / result["num_workers"]
+            curve = [(line["time"], line["global_step"], line["test_loss"]) for line in lines]
+            of_one.append([(seconds, updates, steps * updates, loss) for seconds, updates, loss in curve])
+            print(f"{name}, seed {seed}: loss {of_one[-1][-1][3]:.4f}", flush=True)
+    target = statistics.median(curve[-1][3] for curve in runs[BASELINE])
+    report = {"command": "bash Slow-Links/run.sh --simulated", "rounds": rounds, "loss": round(target, 4), "schemes": {}}
+    for name, curves in runs.items():
+        found = [reached(curve, target) for curve in curves]
+        report["schemes"][name] = {
+            what: [None if each is None else round(each[i], 2) for each in found] for i, what in ((1, "updates"), (2, "steps"))
+        }
+    return report
+
+
+def simulated_table(report):
+    """Returns a Markdown table: the updates, and the local steps of a worker, until the loss: median and range of the seeds."""
+    head = "updates | local steps of a worker | reached by"
+    lines = [f"| until a test loss of {report['loss']:.3f} | {head} |", "|---|---:|---:|---:|"]
+    for name, of_one in report["schemes"].items():
+        cells = []
+        for what in "updates", "steps":
+            median, low, high = (f"{value:,.0f}" for value in median_and_range(of_one[what]))
+            cells.append(f"{median} ({low} to {high})".replace("inf", "never"))
+        known = sum(each is not None for each in of_one["updates"])
+        lines.append(f"| {name} | {' | '.join(cells)} | {known} of {report['rounds']} |")
+    return "\n".join(lines)
+
+
+def median_and_range(values):
+    """Returns median, minimum and maximum of numbers, of which None stands for infinity."""
+    numbers = [float("inf") if value is None else value for value in values]
+    return statistics.median(numbers), min(numbers), max(numbers)
 
 
 class Carried:

@@ -8,8 +8,8 @@ from common.main import main
 def sparseloco(center, local, hp):
     """x ← x̃;  H local steps x ← AdamW(x, g(x));  E ← β E + (x̃ − x);  Δ̂ = Q(TopK(E));  E ← E − Δ̂;  x̃ ← x̃ − α (1/n) Σ_i Δ̂^i.
 
-    A worker sends only k of each chunk of values, the largest, and rounds them. What it has not sent stays in its E, and what
-    stays there shrinks by β a round. So E takes the part of the outer momentum, which there is none of.
+    A worker sends only k of each chunk of values, the largest, and rounds them. It keeps the rest in its E, which shrinks by β
+    a round. So E takes the place of an outer momentum; the scheme has none.
     AdamW is Adam whose weight decay is no part of the gradient, x ← x − η' λ x beside it. Its moments stay with the worker.
 
     H is `hp.window`, η' `hp.local_learning_rate`, λ `hp.weight_decay`, β `hp.error_decay`, α `hp.learning_rate`, k `hp.top` of

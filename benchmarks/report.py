@@ -39,6 +39,7 @@ TABLES: dict[str, tuple[Any, Any]] = {  # name: file, and what makes a table of 
     "ranges of compression": ("compression.json", compression.ranges),
     "slow links": (MACHINES / "slow_links.json", slow_links.table),
     "until loss": (LINKS / "until_loss.json", until_loss.table),
+    "until loss simulated": (LINKS / "simulated.json", until_loss.simulated_table),
 }
 
 

@@ -287,7 +287,7 @@ def _refuse_layers(keras_model):
             )
 
 
-# Operations that move numbers, or take means of them: what they give of probabilities alone are no logits either.
+# Operations that move numbers, or take means of them: their results from probabilities alone are no logits either.
 _MOVES = {"Identity", "Cast", "Reshape", "Squeeze", "ExpandDims", "Transpose", "StridedSlice", "Slice", "GatherV2", "Pack"}
 _MOVES |= {"Split", "SplitV", "Unpack", "ConcatV2", "Mean", "Sum", "AddV2", "AddN", "Mul", "RealDiv"}
 

@@ -196,7 +196,7 @@ def read_ahead():
 
 @contextlib.contextmanager
 def outside_of_rounds():
-    """What is built in this context comes after no step, as the first value of a variable."""
+    """Operations built in this context come after no step, as the first value of a variable does."""
     with _building(None), tf.control_dependencies(None):
         yield
 
@@ -594,7 +594,7 @@ class _Chain:
         self.here = own or self.here  # the worker's of the step before
         round.here = self.here
         self.there = self.there + on_ps  # on the ps since the last read
-        # What the ps did with a push began after it had left the worker: no need to tell the ps again.
+        # The ps began with a push after it had left the worker: no need to tell the ps again.
         round.operations = self.there if on_ps else self.here + self.there
         if step.may_go_on is not None:
             round.blocking += step.operations

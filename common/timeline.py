@@ -2,6 +2,9 @@
 
 The workers are those of `common.replay.Replay`, on a problem of two parameters. Their clock is made up: a local step and a
 message take as long as the caller says. So the picture shows the order of things, not the speed of a machine.
+
+A worker does one thing at a time. Only the messages of `send` and `receive` travel while their worker goes on (`BESIDE`): they
+are drawn in a lane of their own, under the bar of the worker.
 """
 
 import heapq
@@ -17,8 +20,11 @@ COLORS = {
     "push": "tab:orange",
     "dropped": "tab:red",
     "pull and push": "tab:purple",
+    "send": "tab:orange",
+    "receive": "tab:green",
     "wait": "lightgray",
 }
+BESIDE = "send", "receive"  # parts that go on while the worker does something else
 
 
 class Span(NamedTuple):
@@ -36,7 +42,9 @@ def part_of(action):
     if action.local_steps:
         return "train"
     if action.waits:
-        return "wait"
+        return "receive" if action.reads else "wait"
+    if action.fragment is not None:
+        return "send"
     if action.writes:
         return "pull and push" if action.reads else "push"
     return "pull" if action.reads else None
@@ -49,7 +57,7 @@ def spans(scheme, hp, seconds=(1.0, 1.2, 1.7), message=0.6, until=20.0):
       scheme: generator function, see `common.steps`.
       hp: the hyperparameters that it asks for, as a namespace.
       seconds: how long a local step takes, of each worker.
-      message: how long a pull, or a push, takes.
+      message: how long a pull, or a push, takes; a `send` or a `receive`, too, while the worker goes on.
       until: no step begins later.
     """
     line, n = data.load("linear"), len(seconds)
@@ -63,6 +71,9 @@ def spans(scheme, hp, seconds=(1.0, 1.2, 1.7), message=0.6, until=20.0):
     waiting: dict[int, float] = {}
     latest = [0] * n  # of each worker, the number of its last span
     there = [0.0] * n  # when what each worker has read ahead is there
+    sent = [0] * n  # how often each worker has sent, with `send`
+    made: list[float] = []  # when each update of what was sent is made: when the messages of all have arrived
+    received = [0] * n  # how often each worker has received
     heap: list[tuple] = []  # (end of what it does, its begin, worker)
 
     def begin(worker, now):
@@ -74,6 +85,15 @@ def spans(scheme, hp, seconds=(1.0, 1.2, 1.7), message=0.6, until=20.0):
             waiting[worker] = now
             return
         takes = steps * seconds[worker] if part == "train" else message if part and part != "wait" else 0.0
+        if part == "send":
+            found.append(Span(worker, part, now, now + message, 0))
+            takes, sent[worker] = 0.0, sent[worker] + 1
+            if min(sent) > len(made):  # the last message of this update; the ps answer by themselves
+                made.append(now + message)
+                found.extend(Span(each, "receive", now + message, now + 2 * message, 0) for each in range(n))
+        elif part == "receive":
+            part, takes = "wait", max(0.0, made[received[worker]] + message - now)
+            received[worker] += 1
         if action.ahead:
             takes, there[worker] = max(0.0, there[worker] - now), now + message
         if takes:
@@ -106,13 +126,18 @@ def draw(scheme, hp, seconds=(1.0, 1.2, 1.7), message=0.6, until=20.0):
 
     found = spans(scheme, hp, seconds, message, until)
     figure, axes = plt.subplots(figsize=(11, 0.55 * len(seconds) + 0.9), layout="constrained")
-    for worker, part, start, end, steps in found:
-        axes.broken_barh([(start, end - start)], (worker - 0.36, 0.72), color=COLORS[part], lw=0)
-        for k in range(1, steps):
-            axes.plot([start + k * (end - start) / steps] * 2, [worker - 0.36, worker + 0.36], color="white", lw=1)
     shown = [part for part in COLORS if any(span.part == part for span in found)]
+    has_lanes = any(part in BESIDE for part in shown)
+    bottom = 0.14 if has_lanes else 0.36
+    for worker, part, start, end, steps in found:
+        low, high = (0.18, 0.36) if part in BESIDE else (-0.36, bottom)
+        axes.broken_barh([(start, end - start)], (worker + low, high - low), color=COLORS[part], lw=0)
+        for k in range(1, steps):
+            axes.plot([start + k * (end - start) / steps] * 2, [worker + low, worker + high], color="white", lw=1)
     one = all(span.steps == 1 for span in found if span.part == "train")
-    names = {"train": "local step" if one else "local steps", "wait": "waits for others", "dropped": "push, thrown away"}
+    names = {"train": "local step" if one else "local steps", "dropped": "push, thrown away"}
+    names |= {"wait": "waits" if has_lanes else "waits for others"}
+    names |= {"send": "send, beside the steps", "receive": "receive, beside the steps"}
     handles = [plt.Rectangle((0, 0), 1, 1, color=COLORS[part]) for part in shown]
     axes.legend(
         handles,

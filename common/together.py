@@ -127,8 +127,8 @@ class Together:
     def receive(self, p, vector):
         """Ends when the update is made that this worker has sent something for; then v_p ← x̃_p. One message from each ps.
 
-        The ps wait and read by themselves: what they read is on its way as soon as the update is made, while the worker does
-        what comes between the two steps.
+        The ps wait and read by themselves: x̃_p is on its way as soon as the update is made, while the worker makes the steps
+        between the two.
 
         Args:
           p: number of the fragment.

@@ -4,8 +4,8 @@
     python tests/chaos.py --rounds=1 --seed=1 --first=137  # that round again: the same scheme, faults and times
 
 A round is one run of a scheme through its launcher. At times drawn from the seed a task, drawn too, gets SIGKILL or SIGSTOP, or
-the launcher gets SIGKILL and is started again with --resume. What has to hold in the end is in `Round.problems`; how much
-training is lost with a ps, in `Round._losses`. The folder of a round that failed is kept.
+the launcher gets SIGKILL and is started again with --resume. `Round.problems` has what must hold in the end,
+`Round._losses` how much training is lost with a ps. The folder of a round that failed is kept.
 """
 
 import argparse

@@ -196,7 +196,7 @@ def hyperparameters():
 
 @pytest.fixture
 def run_dir(tmp_path):
-    """The folder of a run. Whatever happens in a test, none of the run's processes outlives it."""
+    """The folder of a run. None of the run's processes outlives the test, whatever happens in it."""
     folder = tmp_path / "run"
     yield folder
     left = runs.processes(folder)

@@ -214,6 +214,17 @@ def test_loss_is_reached_between_two_evaluations(monkeypatch):
     assert rows[1:] == ["| few | 16 | 3.0 | 10.0 | 2.00 | 100.0 | 2 of 3 |", "| none | never |  |  |  |  | 1 of 3 |"]
 
 
+def test_median_and_range_of_seeds_that_never_reach_the_loss(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "Slow-Links")
+    import until_loss
+
+    of_one = [None, 7, None]
+    schemes = {"all": {"updates": [3, 1, 2], "steps": [1500, 500, 1000]}, "one": {"updates": of_one, "steps": of_one}}
+    rows = until_loss.simulated_table({"loss": 2.0, "rounds": 3, "schemes": schemes}).splitlines()[2:]
+    assert rows[0] == "| all | 2 (1 to 3) | 1,000 (500 to 1,500) | 3 of 3 |"
+    assert rows[1] == "| one | never (7 to never) | never (7 to never) | 1 of 3 |"
+
+
 @pytest.fixture
 def slow_links(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "Multiple-Machines")

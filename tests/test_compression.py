@@ -279,7 +279,7 @@ def test_exact(model, batches, replay, folder, kind, num_ps):
 @pytest.mark.parametrize("kind", BIASED)
 @pytest.mark.parametrize("num_ps", [1, 2])
 def test_error_feedback_loses_nothing(replay, model, kind, num_ps):
-    """What was sent and what is kept is the sum of the gradients: with a rate of 1, x̃ − x̃₀ is what was sent."""
+    """All messages and E together are the sum of the gradients: with a rate of 1, x̃ − x̃₀ is the sum of the messages."""
     gradients = []
 
     def scheme(center, local, hp):

@@ -44,7 +44,7 @@ def hear(name):
         return pipe.readline().strip()
 
 def wait_until_told(pid):
-    "Until the fork server has seen the end of that task. What it sees next it tells next."
+    "Until the fork server has seen the end of that task. It tells what it sees next after that."
     while os.path.exists(f"/proc/{pid}"):
         pass
 
@@ -640,7 +640,7 @@ def test_silent_task_is_said_to_do_what_it_said_last(looking):
 
 
 def test_task_that_makes_no_progress(looking, monkeypatch):
-    """It lives, but its data function sleeps. What was never done before may take ten times as long."""
+    """It lives, but its data function sleeps. A part that was never done before may take ten times as long."""
     looking = Looking(monkeypatch, check_secs={"loading the data": 0.1})
     for name, what in ("worker 0", "running a call"), ("worker 1", "loading the data"), ("worker 2", "building the graph"):
         looking.doing(name, 1.0, what)

@@ -126,7 +126,7 @@ def test_a_worker_that_begins_anew_comes_into_step(place, initialized):
 
 
 def test_a_chief_that_comes_back_does_not_disturb_the_turns(place, initialized):
-    """What is on its way does not count any more; it is the turn of the fragment that the others send next, or have begun."""
+    """A message on its way does not count any more; it is the turn of the fragment that the others send next, or have begun."""
     center, *workers = place(fragments=3, num_workers=2)
     steps = [build_steps(plain(), center, local, None) for local in workers]
     session = initialized(center, *workers)

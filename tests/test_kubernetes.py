@@ -1,7 +1,7 @@
 """Multiple-Machines/kubernetes: its manifests fit the published schemas, and what they start trains.
 
-There is no cluster here. What Kubernetes and the training operator make of a manifest, `pods_of` and `Pod` say in a few lines:
-which pods there are, how they are called, and what is in their environment.
+There is no cluster here. In a few lines `pods_of` and `Pod` do what Kubernetes and the training operator make of a manifest:
+which pods there are, their names, and their environment.
 """
 
 import contextlib

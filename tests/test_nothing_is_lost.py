@@ -150,7 +150,7 @@ def test_scripts_with_a_main_loop_of_their_own_count_all_runs(run_dir, script, l
 
 @OWN_LOOPS
 def test_a_list_of_checkpoints_from_elsewhere_harms_nothing(run_dir, tmp_path, script, launched):
-    """What it names elsewhere is neither read nor removed: these scripts let TensorFlow itself keep the list."""
+    """Nothing reads or removes what it names elsewhere: these scripts let TensorFlow itself keep the list."""
 
     def train(*flags):
         how = ["--launch"] if launched else []

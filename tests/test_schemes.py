@@ -440,7 +440,7 @@ def test_replicas_stay_apart(model, known_batches, batches, load_scheme, name):
 
 
 def test_overlap_is_one_round_staler(model, walk, batches):
-    """What came since the pull of the round before; own updates are none of it. The first two rounds begin with the same x̃."""
+    """It counts others' updates since the pull of the round before. The first two rounds begin with the same x̃."""
     scheme = SCHEMES["HogWild, overlap"]
     # Rounds in turn: one update of the other in each round since.
     assert [tau for _, tau, _ in walk(scheme, in_turn(3)).log] == [0, *[1] * 19]

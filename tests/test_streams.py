@@ -107,7 +107,7 @@ def start_of(number, lengths):
 
 
 def test_a_worker_goes_on_where_it_was(files):
-    """Whatever block or epoch that was, and however many samples a batch has."""
+    """In any block or epoch, with any number of samples in a batch."""
     stream = streams.load(settings(**files(25, 13), num_workers=2))
     whole = epoch_of(stream, 1, batches=50)
     for begin in (6, 7, 17, 40):

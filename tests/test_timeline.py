@@ -2,6 +2,7 @@
 
 import types
 
+import matplotlib.pyplot as plt
 import pytest
 
 from common import tf, timeline
@@ -75,6 +76,61 @@ def test_pulls_ahead():
     found = timeline.spans(ahead, hp, seconds=(0.25,), message=0.5, until=4.0)
     assert [part for _, part, *_ in found[:4]] == ["train", "push"] * 2
     assert [(span.start, span.end) for span in found[:3]] == [(0, 0.25), (0.25, 0.75), (0.75, 1)]
+
+
+def in_turn(center, local, hp):
+    """Send a fragment, and receive it after more local steps, which go on meanwhile."""
+    sgd = tf.train.GradientDescentOptimizer(hp.learning_rate)
+    others, known = center.together(local), local.copy("known")
+    for p in range(2):
+        own = center.fragment(p)
+        yield local.train(1, sgd)
+        yield others.send(p, sgd, known[own] - local.value[own])
+        yield local.train(hp.window, sgd)
+        yield others.receive(p, known)
+
+
+def lanes_of(worker, window, seconds, message, until=12.0):
+    """Returns what a worker of `in_turn` does, and what travels meanwhile."""
+    hp = types.SimpleNamespace(window=window, learning_rate=0.1, fragments=2)
+    found = timeline.spans(in_turn, hp, seconds, message, until)
+    own = [tuple(span)[1:] for span in sorted(found, key=lambda span: span.start) if span.worker == worker]
+    return tuple([span for span in own if (span[0] in timeline.BESIDE) == beside] for beside in (False, True))
+
+
+def test_a_message_travels_while_its_worker_goes_on():
+    """The slower worker never waits: x̃ is there before its steps are done. The faster one waits for x̃."""
+    slow, of_slow = lanes_of(1, 2, (1.0, 2.0), 0.5)
+    assert slow[:4] == [("train", 0, 2, 1), ("train", 2, 6, 2), ("train", 6, 8, 1), ("train", 8, 12, 2)]
+    assert of_slow[:3] == [("send", 2, 2.5, 0), ("receive", 2.5, 3, 0), ("send", 8, 8.5, 0)]
+    assert of_slow[3] == ("receive", 8.5, 9, 0)  # which the worker takes at 12, when nothing begins any more
+    fast, of_fast = lanes_of(0, 2, (1.0, 2.0), 0.5)
+    assert fast[:3] == [("train", 0, 1, 1), ("train", 1, 3, 2), ("train", 3, 4, 1)]
+    assert of_fast[:3] == [("send", 1, 1.5, 0), ("receive", 2.5, 3, 0), ("send", 4, 4.5, 0)]
+    assert fast[3:6] == [("train", 4, 6, 2), ("wait", 6, 8, 0), ("wait", 8, 9, 0)]  # for the send at 8, then for the messages
+    assert of_fast[3] == ("receive", 8.5, 9, 0)
+
+
+def test_a_message_that_takes_longer_than_the_steps():
+    """Then its worker waits until the fragment is back."""
+    bar, lane = lanes_of(0, 1, (1.0, 1.0), 2.0)
+    assert bar[:4] == [("train", 0, 1, 1), ("train", 1, 2, 1), ("wait", 2, 5, 0), ("train", 5, 6, 1)]
+    assert lane[:3] == [("send", 1, 3, 0), ("receive", 3, 5, 0), ("send", 6, 8, 0)]
+
+
+def test_the_lane_is_drawn_only_where_something_travels(monkeypatch):
+    """Under the bar, and not on it."""
+    plt.switch_backend("agg")
+    monkeypatch.setattr(plt, "show", lambda: None)
+
+    def rows(scheme):
+        timeline.draw(scheme, types.SimpleNamespace(window=2, learning_rate=0.1, fragments=2), (1.0,), 0.5, 6.0)
+        boxes = [each.get_paths()[0].get_extents() for each in plt.gca().collections]
+        plt.close()
+        return {(round(box.y0, 2), round(box.y1, 2)) for box in boxes}
+
+    assert rows(asynchronous) == {(-0.36, 0.36)}
+    assert rows(in_turn) == {(-0.36, 0.14), (0.18, 0.36)}
 
 
 @pytest.mark.parametrize("scheme", [asynchronous, synchronous])

@@ -35,7 +35,7 @@ def test_one_worker_alone_takes_its_steps_and_round_trips():
 
 @pytest.mark.parametrize("latency, of_round", [(0.002, STEP), (0.005, STEP), (0.02, (2 * 0.02 + STEP) / 2)])
 def test_overlap_waits_for_half_of_what_is_left(latency, of_round):
-    """What a pull asks for is needed one round later: two round trips and steps share the time of one."""
+    """A worker needs what a pull asks for one round later: two round trips and steps share the time of one."""
     time = VirtualTime(OVERLAP, 1, Costs(step=STEP, latency=latency))
     time.run(updates=10)
     begun = time.now
@@ -76,7 +76,7 @@ def test_workers_that_begin_late_or_anew_have_not_read_ahead():
 
 
 def test_two_equal_links_take_the_time_of_one():
-    """What comes first of a message goes on while the rest is on the link before."""
+    """The first part of a message goes on while the rest is on the link before."""
     costs = Costs(step=STEP, bandwidth_up=1e7, bandwidth_down=1e7)
     of_one, of_two = VirtualTime(ALONE, 1, costs), VirtualTime(ALONE, 1, dataclasses.replace(costs, ps_bandwidth=1e7))
     for time in of_one, of_two:
