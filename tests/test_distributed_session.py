@@ -515,7 +515,7 @@ def assert_trained(printed):
     *reports, last = printed.splitlines()
     assert all(re.fullmatch(r"step \d+, loss \d+\.\d{3}", line) for line in reports)
     assert re.fullmatch(r"test accuracy \d\.\d{3}", last) and float(last.split()[-1]) >= 0.9
-    return [int(re.match(r"step (\d+)", line).group(1)) for line in reports]
+    return [int(line.partition(",")[0].removeprefix("step ")) for line in reports]
 
 
 UNCONDITIONAL = """
