@@ -15,7 +15,7 @@ def downpour(center, local, hp):
     slots for the a of all workers. In the paper's pseudocode the worker's steps are plain SGD; Adagrad there is this
     collection's reading. n_push is `hp.window`, n_fetch `hp.n_fetch` or else the same, η `hp.learning_rate`.
 
-    With `hp.overlap` each fetch is made while the steps before it run: x ← x̃ as it was at the fetch before.
+    With `hp.overlap` each pull is made while the steps before it run: x ← x̃ as it was at the pull before.
 
     A round is the least number of steps after which both intervals begin anew.
     """
@@ -30,7 +30,7 @@ def downpour(center, local, hp):
     while step < steps:
         if step % n_fetch == 0:
             yield local.pull(center)  # x ← x̃
-        few = min(n_fetch - step % n_fetch, n_push - step % n_push)  # steps until there is something to fetch or to push
+        few = min(n_fetch - step % n_fetch, n_push - step % n_push)  # steps until there is something to pull or to push
         yield local.train(few, adagrad, accumulate=step % n_push > 0)  # x ← Adagrad(x, g);  a ← a + g
         step += few
         if step % n_push == 0:

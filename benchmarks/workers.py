@@ -204,7 +204,10 @@ def draw(report, path):
 
 def panels(figure, report):
     """Draws the same into a figure of Matplotlib."""
+    from matplotlib import patheffects
+
     names, workers = list(report["schemes"]), report["workers"]
+    halo = {"path_effects": [patheffects.withStroke(linewidth=3, foreground="white")], "zorder": 4}  # legible over a line
     rows = -(-len(names) // 4)
     grid = list(figure.subplots(rows, 4, sharex=True, sharey=True, squeeze=False).flat)
     for axes, name in zip(grid, names, strict=False):
@@ -214,10 +217,11 @@ def panels(figure, report):
         plots.spread(axes, workers, usual, marker="o", color="tab:blue", label="the folder's rate")
         for n, ((own, _), (rate, values)) in zip(workers, pairs, strict=True):
             if rate != own:
-                axes.annotate(rate, (n, np.median(values)), (0, 5), textcoords="offset points", ha="center", fontsize=8)
+                above = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center", "fontsize": 9}
+                axes.annotate(rate, (n, np.median(values)), **above, **halo)
         title = name.replace("SGD-different", "SGD\ndifferent").replace("-learning-rates", " learning rates")
         axes.set_title(f"{title}, η = {SCHEMES[name]:g}", fontsize=10)
-        axes.set(xscale="log", xlim=(0.5, 2 * workers[-1]), ylim=(-0.03, 1.12))
+        axes.set(xscale="log", xlim=(0.4, 3 * workers[-1]), ylim=(-0.03, 1.12))
         axes.xaxis.set_major_formatter("{x:,g}")
         axes.minorticks_off()
         axes.grid(alpha=0.3)

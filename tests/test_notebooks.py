@@ -42,6 +42,8 @@ def test_form(path):
             source = "".join(cell["source"])
             assert "NBVAL" not in source, "a cell whose outputs are compared has the tag nbval-check-output"
             assert not [line for line in source.splitlines() if len(line) > 88], "a page of 1,280 pixels cuts longer lines"
+            hidden = cell["metadata"].get("jupyter", {}).get("source_hidden", False)
+            assert hidden or "plt.subplots" not in source, "code that draws is folded"
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -56,3 +58,12 @@ def test_exercises_name_lines_that_are_there(path):
     exercises = " ".join(texts).partition("## Exercises")[2].partition("<details>")[0]
     assert exercises
     assert set(re.findall(r"[Ss]et `(\w+ = [^`]+)` to", exercises)) <= lines
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_each_exercise_has_a_folded_solution(path):
+    cells = json.loads(path.read_text())["cells"]
+    text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    exercises, _, solutions = text.partition("## Exercises")[2].partition("<details><summary>Solutions</summary>")
+    numbers = re.findall(r"^(\d+)\. ", exercises, re.MULTILINE)
+    assert numbers and numbers == re.findall(r"^(\d+)\. ", solutions, re.MULTILINE)
