@@ -46,14 +46,15 @@ class Choice(NamedTuple):
     what: str
 
 
-# Those that change plain SGD least come first; the first one that keeps workers busy is the pick. 500 is H in DiLoCo's paper.
+# Those that change plain SGD least come first; the first one that keeps workers busy is the pick. 500 is H in DiLoCo's paper;
+# a window of Streaming-DiLoCo is for one of two fragments.
 CHOICES = (
     Choice("Synchronous-SGD", 1, "each update is that of one machine with a larger batch, so no gradient is stale"),
     Choice("Dynamic-SGD", 1, "nobody waits for a slower worker, and a stale gradient counts less"),
     Choice("DOWNPOUR", 20, "nobody waits for a slower worker, and there is one exchange for several local steps"),
     Choice("DiLoCo", 500, "there is one exchange for many local steps, and what workers send is not stale"),
     Choice("Asynchronous-DiLoCo", 500, "there is one exchange for many local steps, and nobody waits for a slower worker"),
-    Choice("Streaming-DiLoCo", 500, "a part of the parameters at a time is on its way while workers compute"),
+    Choice("Streaming-DiLoCo", 250, "a part of the parameters at a time is on its way while workers compute"),
     Choice("SparseLoCo", 500, "workers send only the largest values, in two bits each"),
 )
 
@@ -319,8 +320,11 @@ def advice(estimates, settings):
     if found.ps_load > 0.5:
         more = f"more of them divide that, as --num_ps={2 * settings.num_ps}"
         lines.append(f"The links of the ps are in use for {found.ps_load:.0%} of the time: {more}.")
-    window = f" --window={found.window}" if found.window > 1 else ""
-    lines.append(f"    bash {found.name}/run.sh --num_ps={settings.num_ps} --num_workers={settings.workers}{window}")
+    words = {"num_ps": settings.num_ps, "num_workers": settings.workers}
+    words |= {"window": found.window} if found.window > 1 else {}
+    defaults = {"batch_size": 32, "compress": "none", "compress_pull": "none", "topk": None}
+    words |= {name: value for name, none in defaults.items() if (value := getattr(settings, name)) != none}
+    lines.append(" ".join([f"    bash {found.name}/run.sh", *(f"--{name}={value}" for name, value in words.items())]))
     lines.append(
         "Not considered: accuracy. The longer a window and the staler a gradient, the more samples it takes to learn the same; "
         "only training tells how many (benchmarks/README.md, Slow-Links/README.md)."

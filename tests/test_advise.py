@@ -174,6 +174,10 @@ def test_what_it_says():
     assert text[2].startswith("The links of the ps are in use for 60% of the time: ") and "--num_ps=2" in text[2]
     assert text[3] == "    bash Dynamic-SGD/run.sh --num_ps=1 --num_workers=8"
     assert text[4].startswith("Not considered: accuracy.")
+    asked = settings(window=10, batch_size=8, compress="topk", topk=0.1, compress_pull="int8")
+    found["DOWNPOUR"] = found.pop("Dynamic-SGD")._replace(name="DOWNPOUR", window=10)
+    command = next(line for line in advise.advice(list(found.values()), asked) if "bash" in line)
+    assert command.endswith("--num_workers=8 --window=10 --batch_size=8 --compress=topk --compress_pull=int8 --topk=0.1")
 
 
 @pytest.mark.parametrize(
