@@ -12,18 +12,18 @@ import itertools
 import json
 import math
 import os
-import runpy
 import sys
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import calibrate
 import numpy as np
 from absl import flags as absl_flags
 
-from common import fit, flags, main, notebook, plots, progress, run_dir
+from common import fit, flags, notebook, plots, progress, run_dir
 from common.flags import TrainingFailed, UserError, define_number, define_numbers
+from common.folders import flags_of_one_run, folder_of
 from common.virtual_time import Costs, VirtualTime
 
 # Flags for processes, checkpoints and files, which a simulation does not have.
@@ -34,55 +34,6 @@ WITHOUT = (
 )
 POINTS = 30  # evaluations of a run
 MBIT = 1e6 / 8
-
-
-class Folder(NamedTuple):
-    """What a scheme's script says in its call of `common.main.main`."""
-
-    name: str
-    scheme: Any
-    check: Any
-    without: tuple
-    optimizer_on: str
-    defaults: dict
-
-
-def folder_of(name):
-    """Returns the `Folder` of a scheme: the name of its folder, or the path of a script. Its own flags are defined then.
-
-    Raises:
-      UserError: if there is none, or if it is no scheme.
-    """
-    script = Path(name) if name.endswith(".py") else fit.script_of(name)
-    if not script.is_file():
-        raise UserError(f"there is no script {name}")
-    found: list[Folder] = []
-
-    def capture(scheme=None, train=None, pace="own", without=(), check=None, evaluate=None, optimizer_on="ps", **defaults):
-        if scheme is None:
-            raise UserError(f"{script.name} has a main loop of its own, and no scheme that virtual workers could run")
-        if pace != "own":  # as in `common.main`: workers that wait for each other begin together
-            without = (*without, "warm_start_steps")
-        found.append(Folder(script.resolve().parent.name, scheme, check, without, optimizer_on, defaults))
-
-    original, main.main = main.main, capture
-    try:
-        with _importable_from(script.parent):
-            runpy.run_path(str(script), run_name="__main__")
-    finally:
-        main.main = original
-    if not found:
-        raise UserError(f"{script} does not call common.main.main(scheme, ...), as a scheme's script does")
-    return found[0]
-
-
-@contextlib.contextmanager
-def _importable_from(folder):
-    sys.path.insert(0, str(folder.resolve()))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder.resolve()))
 
 
 def define_own():
@@ -108,18 +59,7 @@ def define_own():
     define_number("trace_secs", None, "virtual seconds in timeline.png and trace.json (default: some rounds)", least=0)
 
 
-@contextlib.contextmanager
-def _flags_of_one_run():
-    """Removes, at the end, the flags defined in its block: they are global, and another run in this process defines its own."""
-    before = set(absl_flags.FLAGS)
-    try:
-        yield
-    finally:
-        for name in flags.own_names(absl_flags.FLAGS) - before:
-            delattr(absl_flags.FLAGS, name)
-
-
-@_flags_of_one_run()
+@flags_of_one_run()
 def parse(arguments):
     """Returns the `Folder` and the settings that a command line asks for.
 
@@ -242,21 +182,17 @@ class Run:
 
     def __init__(self, folder, settings):
         from common import data, models, training
-        from common.compression import compression_of
 
         self.settings, self.lines, self.final, self._folder, self._training = settings, [], None, folder, training
         self._dataset = dataset = data.load(settings.data, settings.seed)
-        small = settings.clock_only and settings.parameters
-        # Only the steps and the number of bytes count here, so any model will do; but a compressed message has blocks of many
-        # values.
-        some = ("digits", "mlp") if compression_of(settings) else ("linear", "linear")
-        self._shown = data.load(some[0]) if small else dataset
-        spec, sizes = some[1] if small else settings.model, flags.sizes(settings)
+        small = settings.clock_only and settings.parameters  # only the steps count here, so any model will do
+        self._shown = data.load("linear") if small else dataset
+        spec, sizes = "linear" if small else settings.model, flags.sizes(settings)
         self.model = models.build(spec, self._shown, settings.seed, settings.loss, **sizes)
         measured = [calibrate.read(path) for path in settings.calibrate]
         for run in measured:
             calibrate.check(run, settings, self.model.description)
-        self.engine = engine = self._engine(settings, settings.parameters / self.model.size if small else 1)
+        self.engine = engine = self._engine(settings)
         self.actions, self.waiting, self.costs = engine.actions, engine.waiting, costs_of(settings)
         self.optimizers, self.calibration = engine.optimizers, None
         self.last = self._last_of(self._gradients())
@@ -266,8 +202,8 @@ class Run:
             engine.close()
             self.engine = None
 
-    def _engine(self, settings, scale=1):
-        """Returns the `common.simulation.Engine` of so many workers; the bytes of messages are multiplied by `scale`."""
+    def _engine(self, settings):
+        """Returns the `common.simulation.Engine` of so many workers."""
         from common import simulation
         from common.compression import compression_of
         from common.schedules import schedule_of
@@ -278,8 +214,11 @@ class Run:
         else:
             shards = simulation.shards_of(dataset, n, settings.batch_size, settings.seed, settings.non_iid)
         compression = compression_of(settings)
-        messages = simulation.messages_of(scheme, settings, self.model, shards, settings.num_ps, compression)
-        messages = [[round(scale * size) for size in each] for each in messages]
+        if settings.clock_only and settings.parameters:
+            actions, _ = simulation.round_of_size(scheme, settings, settings.parameters, n, settings.num_ps, compression)
+            messages = [(action.up, action.down) for action in actions]
+        else:
+            messages = simulation.messages_of(scheme, settings, self.model, shards, settings.num_ps, compression)
         engine = simulation.Engine(
             *(scheme, settings, self.model, shards, settings.num_ps),
             schedule=schedule_of(settings),

@@ -6,6 +6,7 @@ import importlib.util
 import mmap
 import os
 import pickle
+import random
 import re
 import sys
 from pathlib import Path
@@ -77,7 +78,7 @@ def _named(part, name):
 
 
 def load(spec, seed=0):
-    """Returns the `Data` that `--data=spec` names: digits, linear, mnist, text or FILE.py:FUNCTION.
+    """Returns the `Data` that `--data=spec` names: digits, linear, mnist, mnist1d, quadratic, text or FILE.py:FUNCTION.
 
     A task of a launcher gets what the check of the input has left for all of them, if it has: see `share`.
 
@@ -86,7 +87,8 @@ def load(spec, seed=0):
     """
     if (kept := shared()) is not None:
         return kept
-    loaders = {"digits": digits, "linear": lambda: linear(seed), "mnist": mnist, "text": text}
+    loaders = {"digits": digits, "linear": lambda: linear(seed), "mnist": mnist, "mnist1d": mnist1d}
+    loaders |= {"quadratic": quadratic, "text": text}
     if spec in loaders:
         arrays = loaders[spec]()
     elif ":" in spec:
@@ -132,6 +134,62 @@ def mnist():
     return tuple(
         ((x[..., None] / 255).astype(np.float32), y.astype(np.int32)) for x, y in ((x_train, y_train), (x_test, y_test))
     )
+
+
+def mnist1d():
+    """MNIST-1D, whose generator is a package: series [n, 40, 1] of ten kinds, 4,000 for the training and 1,000 for the test.
+
+    Ten templates, moved, stretched, sheared and with noise, as the authors' `make_dataset` does it with its own seed (Greydanus
+    and Kobak 2020, https://arxiv.org/abs/2011.14439). Nothing is downloaded. It takes a second of processor time.
+    """
+    try:
+        from mnist1d.data import get_dataset_args, make_dataset
+    except ImportError:
+        raise UserError("--data=mnist1d comes with the package mnist1d, which is not installed: pip install mnist1d") from None
+    states = random.getstate(), np.random.get_state()
+    try:
+        made = make_dataset(get_dataset_args())  # seeds the generators of this process
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+    return (made["x"][..., None], made["y"]), (made["x_test"][..., None], made["y_test"])
+
+
+LEAST_LOSS = 0.01  # of the best parameters of `quadratic`, on training and test set
+LARGEST, CONDITION = 1.0, 1000.0  # of the eigenvalues of its Hessian: the largest one, and how many times the smallest that is
+_PARAMETERS = 40
+
+
+def quadratic():
+    """Linear least squares with a known solution: x [n, 40], y [n, 1], n = 1,000 for the training and 200 for the test.
+
+    For `--model=dense`, y = x w without a bias, the squared error of each half is exactly
+
+        LEAST_LOSS + ½ (w − w*)ᵀ H (w − w*),
+
+    with w* of `quadratic_optimum`. The eigenvalues of H are spread evenly on a logarithmic scale from 1 to 1/1,000, in
+    directions that are none of the axes; w* has a component of 1 in each. It is the same for all seeds.
+    """
+    values = LARGEST * CONDITION ** -np.linspace(0, 1, _PARAMETERS)
+    rng = np.random.default_rng(1)
+
+    def half(n):
+        # The columns of q and the noise are orthogonal to each other, and have length 1. H = 2 xᵀ x / n.
+        q = np.linalg.qr(rng.normal(size=[n, _PARAMETERS + 1]))[0]
+        x = np.sqrt(n / 2) * q[:, :-1] * np.sqrt(values) @ _directions().T
+        return x, x @ quadratic_optimum() + np.sqrt(n * LEAST_LOSS) * q[:, -1:]
+
+    return half(1000), half(200)
+
+
+def quadratic_optimum():
+    """Returns w*, the best parameters of `quadratic`, an array `[40, 1]`."""
+    return _directions().sum(axis=1, keepdims=True)
+
+
+def _directions():
+    """Returns the eigenvectors of the Hessian of `quadratic`, the columns of an array `[40, 40]`, that of the largest first."""
+    return np.linalg.qr(np.random.default_rng(0).normal(size=[_PARAMETERS, _PARAMETERS]))[0]
 
 
 ALPHABET = "\n" + "".join(map(chr, range(32, 127)))  # of a language model: 96 characters, each the number of its place

@@ -70,10 +70,10 @@ def train(scheme, model, data, *, run_dir=None, pace="own", verbose=True, **flag
       scheme: the name of a folder of this project, as "DOWNPOUR"; or a scheme, a generator function of (center, local, hp), see
         Write-Your-Own-Scheme.
       model: a `keras.Model`, which is not changed, and whose weights are where training begins; a function that returns one;
-        or "linear", "mlp", "cnn", "transformer".
+        or "linear", "dense", "mlp", "cnn", "cnn1d", "transformer".
       data: ((x_train, y_train), (x_test, y_test)), each pair with weights of the samples as a third if they have some; a
         function that returns that, or a pair of `tf.data.Dataset`s; files, as "DIR/*.csv"; or "digits", "linear", "mnist",
-        "text". See "Data of your own" in README.md.
+        "mnist1d", "quadratic", "text". See "Data of your own" in README.md.
       run_dir: folder for all that the run writes; runs/SCHEME/TIME by default.
       pace: of a scheme that is a function, see `common.main.main`.
       verbose: whether to show the progress meanwhile.

@@ -21,7 +21,13 @@ PULL_COMPRESSIONS = ("none", "bf16", "int8")
 TRANSFORMER = {"layers": 1, "width": 64, "heads": 4}  # of --model=transformer, unless flags say otherwise
 
 # Data that come with this project and models that fit them: there is no need to check them before a run, if other flags are so
-FITTING = {"digits": ("linear", "mlp"), "linear": ("linear", "mlp"), "text": ("linear", "transformer")}
+FITTING = {
+    "digits": ("linear", "mlp"),
+    "linear": ("linear", "mlp"),
+    "text": ("linear", "transformer"),
+    "mnist1d": ("linear", "mlp", "cnn1d"),
+    "quadratic": ("dense", "linear", "mlp"),
+}
 KNOWN = {
     "learning_rate_schedule": (None, *SCHEDULES),
     "callback": (None,),
@@ -218,12 +224,13 @@ def define(defaults):
     define_number("epochs", own("epochs"), "passes over the training set, all workers together", above=0, most=2**32)
     define_integer("steps", None, "stop at this many global updates (default: from --epochs)", least=1)
     define_number("seconds", None, "stop after this many seconds of training", above=0, most=SECONDS)
-    text = "digits, linear, mnist, text, FILE.py:FUNCTION, or files, as 'DIR/*.csv', '*.parquet', '*.tfrecord'"
+    names = "digits, linear, mnist, mnist1d, quadratic, text"
+    text = f"{names}, FILE.py:FUNCTION, or files, as 'DIR/*.csv', '*.parquet', '*.tfrecord'"
     flags.DEFINE_string("data", own("data", "digits"), text)
     flags.DEFINE_string("test_data", None, "files for the test (default: every tenth record of --data's)")
     flags.DEFINE_string("label", None, "column of labels in files (default: the last called label, target, y, or the last)")
     flags.DEFINE_string("parse", None, "FILE.py:FUNCTION that makes (x, y) of a record of a *.tfrecord, a scalar string tensor")
-    flags.DEFINE_string("model", own("model", "mlp"), "linear, mlp, cnn, transformer, or FILE.py:FUNCTION")
+    flags.DEFINE_string("model", own("model", "mlp"), "linear, dense, mlp, cnn, cnn1d, transformer, or FILE.py:FUNCTION")
     for name, most, text in (
         ("layers", 1000, "blocks of --model=transformer"),  # each is some 400 operations of the graph
         ("width", INT32, "of --model=transformer, the length of the vector of a place, a multiple of --heads"),

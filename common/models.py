@@ -71,8 +71,9 @@ def named(spec):
         raise UserError(said) from error
 
 
-BUILT_IN = ("linear", "mlp", "cnn", "transformer")
+BUILT_IN = ("linear", "mlp", "cnn", "cnn1d", "dense", "transformer")
 _LAYERS = {
+    "dense": lambda layers, outputs: [layers.Flatten(), layers.Dense(outputs, use_bias=False)],
     "linear": lambda layers, outputs: [layers.Flatten(), layers.Dense(outputs)],
     "mlp": lambda layers, outputs: [
         layers.Flatten(),
@@ -85,6 +86,14 @@ _LAYERS = {
         layers.MaxPooling2D(),
         layers.Conv2D(32, 3, padding="same", activation="relu"),
         layers.MaxPooling2D(),
+        layers.Flatten(),
+        layers.Dense(outputs),
+    ],
+    "cnn1d": lambda layers, outputs: [
+        layers.Conv1D(16, 3, padding="same", activation="relu"),
+        layers.MaxPooling1D(),
+        layers.Conv1D(32, 3, padding="same", activation="relu"),
+        layers.MaxPooling1D(),
         layers.Flatten(),
         layers.Dense(outputs),
     ],
@@ -102,6 +111,8 @@ _count_of = {
     "cnn": lambda shape, outputs: (
         _dense(9 * shape[2], 16) + _dense(9 * 16, 32) + _dense((shape[0] // 4) * (shape[1] // 4) * 32, outputs)
     ),
+    "cnn1d": lambda shape, outputs: _dense(3 * shape[1], 16) + _dense(3 * 16, 32) + _dense(shape[0] // 4 * 32, outputs),
+    "dense": lambda shape, outputs: math.prod(shape) * outputs,
 }
 
 
@@ -123,7 +134,14 @@ def _built_in(spec, data, sizes):
         )
     outputs = data.num_classes if data.is_classification else int(np.prod(data.y_train.shape[1:], dtype=int))
     if spec == "cnn" and (len(shape) != 3 or min(shape[:2]) < 4):
-        raise UserError(f"--model=cnn needs images of shape [height, width, channels], not samples of shape {list(shape)}")
+        series = "; --model=cnn1d takes series of shape [length, channels]" if len(shape) == 2 and shape[0] >= 4 else ""
+        raise UserError(
+            f"--model=cnn needs images of shape [height, width, channels], not samples of shape {list(shape)}{series}"
+        )
+    if spec == "cnn1d" and (len(shape) != 2 or shape[0] < 4):
+        raise UserError(
+            f"--model=cnn1d needs series of shape [length, channels], of 4 places or more, not samples of shape {list(shape)}"
+        )
     classes = f"the labels are classes 0 to {data.num_classes - 1}, and " if data.is_classification else ""
     renumber = "; number them without gaps, as np.unique(y, return_inverse=True) does" if data.is_classification else ""
     _check_size(f"{classes}--model={spec}", _count_of[spec](shape, outputs), renumber)

@@ -21,6 +21,7 @@ from common.together import Pace, Together
 from common.virtual_time import RESTART, Action, Waiting
 
 MOST_SAMPLES = 1_000_000  # whose numbers are fed to one call
+MOST_PARAMETERS = 2**30  # of a model in a graph
 
 
 class Engine:
@@ -83,7 +84,7 @@ class Engine:
             )
             self._local = local
             if schedule and last_of:
-                schedule.ask = lambda: last_of(self._waiting().quorum or 1)
+                schedule.ask = lambda: last_of(_waiting_of(center, local).quorum or 1)
             own = _per_worker(hyperparameters(hp, center, local), local)
             self.steps = build_steps(scheme, center, local, own)
             mine = [v for v in tf.local_variables() if v not in before]
@@ -189,20 +190,12 @@ class Engine:
         )
         local.index = None
         self._samples_of = np.array(windows)
-        self.waiting = self._waiting()
+        self.waiting = _waiting_of(center, local)
         self.actions = _actions(self.steps, self._samples_of // batches.batch_size, messages or [(0, 0)] * len(self.steps))
         return [array.stack() for array in arrays]
 
     def _variables(self):
         return [reference.deref() for reference in self._rows]
-
-    def _waiting(self):
-        waits = self._center.waits(self._local)
-        if isinstance(waits, Pace):
-            return Waiting(staleness=waits.staleness)
-        if isinstance(waits, Together):
-            return Waiting(quorum=waits.gradients_per_update, fragments=self._center.fragments)
-        return Waiting(threshold=self._center.threshold(self._local))
 
     @property
     def center(self):
@@ -552,6 +545,14 @@ def messages_of(scheme, hp, model, shards, num_ps, compression=None):
     They are read off the graph of a worker in a cluster: its edges from one device to another. Where an edge carries a tensor
     whose size is not known before it is sent, it counts as nothing.
     """
+    return [[action.up, action.down] for action in round_of(scheme, hp, model, shards, num_ps, compression)[0]]
+
+
+def round_of(scheme, hp, model, shards, num_ps, compression=None):
+    """Returns the `common.virtual_time.Action`s of a round, and the `Waiting` of the scheme: all that the clock has to know.
+
+    Arguments and bytes are those of `messages_of`. Nothing is run.
+    """
     with tf.Graph().as_default() as graph:
         device_fn = tf.train.replica_device_setter(ps_tasks=num_ps, worker_device=_WORKER)
         options = {"compression": compression, "fragments": fragments_of(hp)}
@@ -562,12 +563,45 @@ def messages_of(scheme, hp, model, shards, num_ps, compression=None):
             local = LocalParameters(center, model, batches, "worker", tf.constant(0), shards.num_workers)
             own = _per_worker(hyperparameters(hp, center, local), local)
             build_steps(scheme, center, local, own)  # makes what is made once
-            found, next_step = [], steps_apart(scheme, center, local, own)
-            earlier = set(graph.get_operations())
+            steps, windows, messages, next_step = [], [], [], steps_apart(scheme, center, local, own)
+            earlier, batches.drawn = set(graph.get_operations()), 0
             while (step := next_step([tf.no_op()])) is not None:
-                found.append(_bytes_of(step, earlier))
-                earlier = set(graph.get_operations())
-    return found
+                steps.append(step)
+                windows.append(batches.drawn // batches.batch_size)
+                messages.append(_bytes_of(step, earlier))
+                earlier, batches.drawn = set(graph.get_operations()), 0
+    return _actions(steps, windows, messages), _waiting_of(center, local)
+
+
+def round_of_size(scheme, hp, parameters, num_workers, num_ps, compression=None):
+    """Returns the same as `round_of`, for any model of so many parameters. It takes no memory."""
+    size = min(int(parameters), MOST_PARAMETERS)
+    samples = np.zeros([1, 1], np.float32), np.zeros([1, 1], np.float32)
+    shards = Shards(samples, [np.zeros(1, int)] * num_workers, hp.batch_size, range(num_workers))
+    actions, waiting = round_of(scheme, hp, _Sized(size), shards, num_ps, compression)
+    if parameters > size:  # so many that what does not grow with them, as a global step, is nothing beside them
+        scale = parameters / size
+        actions = [each._replace(up=round(scale * each.up), down=round(scale * each.down)) for each in actions]
+    return actions, waiting
+
+
+class _Sized:
+    """In place of a `common.models.Model`, what `round_of` needs of one of so many parameters. It cannot be trained."""
+
+    def __init__(self, size):
+        self.size, self.initial_parameters, self.initial_state = size, np.broadcast_to(np.float32(0), [size]), []
+
+    def loss_and_gradient(self, parameters, state, *samples):
+        return parameters[0], tf.identity(parameters), state
+
+
+def _waiting_of(center, local):
+    waits = center.waits(local)
+    if isinstance(waits, Pace):
+        return Waiting(staleness=waits.staleness)
+    if isinstance(waits, Together):
+        return Waiting(quorum=waits.gradients_per_update, fragments=center.fragments)
+    return Waiting(threshold=center.threshold(local))
 
 
 _WORKER = "/job:worker/task:0"

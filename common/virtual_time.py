@@ -78,7 +78,7 @@ class Costs:
     deviation by mean; the steps on one machine have `step_cv`. 0 stands for no variation.
 
     Attributes:
-      step: of a local step, on average over all machines.
+      step: per worker, of a local step; on average over all machines, if they differ by `machine_cv`.
       delay: per worker, what each local training takes longer.
       round: per worker, what a round takes besides local steps and messages.
       call: what a session call takes besides its rounds.
@@ -94,7 +94,7 @@ class Costs:
       num_ps: between so many ps the bytes of a message are divided.
     """
 
-    step: float = 0.01
+    step: Any = 0.01
     machine_cv: float = 0.0
     step_cv: float = 0.0
     delay: Any = 0.0
@@ -224,7 +224,7 @@ class VirtualTime:
         n, rng = num_workers, np.random.default_rng(seed)
         self._rng = rng
         cv = costs.machine_cv
-        means = rng.gamma(1 / cv**2, cv**2, n) * costs.step if cv else np.full(n, float(costs.step))
+        means = rng.gamma(1 / cv**2, cv**2, n) * costs.step if cv else np.full(n, costs.step, float)
         self.step_means = means
         per = lambda value: np.broadcast_to(np.asarray(value, float), [n]).tolist()  # noqa: E731
         self._means, self._delay, self._round = means.tolist(), per(costs.delay), per(costs.round)

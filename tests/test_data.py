@@ -1,5 +1,7 @@
 """common/data.py: data sets, what is refused, shards, and the order of batches."""
 
+import random
+import socket
 import sys
 from typing import Any
 
@@ -81,6 +83,62 @@ def test_mnist_without_a_network(monkeypatch, user_error):
         data.load("mnist")
 
 
+@pytest.fixture(scope="module")
+def mnist1d():
+    return data.load("mnist1d")
+
+
+def test_mnist1d(mnist1d):
+    """Ten kinds of series, about as many of each, of mean 0 and deviation 1 all together."""
+    assert (mnist1d.x_train.shape, mnist1d.x_test.shape) == ((4000, 40, 1), (1000, 40, 1))
+    assert (mnist1d.x_train.dtype, mnist1d.y_train.dtype) == (np.float32, np.int32) and mnist1d.num_classes == 10
+    assert np.bincount(np.concatenate([mnist1d.y_train, mnist1d.y_test])).tolist() == [500] * 10
+    x = np.concatenate([mnist1d.x_train, mnist1d.x_test])
+    assert abs(x.mean()) < 1e-5 and abs(x.std() - 1) < 1e-5
+    assert not set(map(bytes, mnist1d.x_train)) & set(map(bytes, mnist1d.x_test))
+
+
+def test_mnist1d_is_the_same_every_time_and_needs_no_network(mnist1d, monkeypatch):
+    """Whatever the seed; the generators of random numbers of this process go on where they were."""
+
+    def connect(*_):
+        raise AssertionError("it asks the network")
+
+    monkeypatch.setattr(socket, "socket", connect)
+    np.random.seed(5)
+    random.seed(5)
+    again = data.load("mnist1d", seed=1)
+    drawn = np.random.random(), random.random()
+    np.random.seed(5)
+    random.seed(5)
+    assert drawn == (np.random.random(), random.random())
+    assert all(np.array_equal(a, b) for a, b in zip(again, mnist1d))
+
+
+def test_mnist1d_is_not_installed(monkeypatch, user_error):
+    monkeypatch.setitem(sys.modules, "mnist1d.data", None)
+    with user_error("--data=mnist1d comes with the package mnist1d, which is not installed: pip install mnist1d"):
+        data.load("mnist1d")
+
+
+def test_quadratic():
+    """The loss of each half is its least one, and a quadratic form whose eigenvalues are 1 to 1/1,000."""
+    quadratic, best = data.load("quadratic"), data.quadratic_optimum()
+    assert [a.shape for a in (*quadratic.train, *quadratic.test)] == [(1000, 40), (1000, 1), (200, 40), (200, 1)]
+    values = np.geomspace(1, 1e-3, 40)
+    for x, y in ((np.float64(x), np.float64(y)) for x, y in (quadratic.train, quadratic.test)):
+        hessian = 2 * x.T @ x / len(x)
+        found, vectors = np.linalg.eigh(hessian)
+        np.testing.assert_allclose(found[::-1], values, rtol=1e-4)
+        np.testing.assert_allclose(np.abs(vectors.T @ best), np.ones([40, 1]), rtol=1e-3)
+        np.testing.assert_allclose(np.linalg.lstsq(x, y)[0], best, rtol=1e-3, atol=1e-3)
+        w = best + np.random.default_rng(0).normal(size=best.shape)
+        loss = np.mean((x @ w - y) ** 2)
+        np.testing.assert_allclose(loss, data.LEAST_LOSS + 0.5 * ((w - best).T @ hessian @ (w - best)).item(), rtol=1e-5)
+    assert np.abs(vectors).max(axis=0).max() < 0.9  # no direction is one of the axes
+    assert all(np.array_equal(a, b) for a, b in zip(quadratic, data.load("quadratic", seed=1)))
+
+
 def test_text():
     """Windows follow each other, in the training set and then in the test set: no character is in both."""
     text = data.load("text")
@@ -110,9 +168,8 @@ def test_characters_have_places_in_the_alphabet():
 
 @pytest.mark.parametrize("spec", ["digit", "", "data.py"])
 def test_no_such_data(user_error, spec):
-    with user_error(
-        f"--data must be one of digits, linear, mnist, text, FILE.py:FUNCTION, or files as 'DIR/*.csv', not {spec!r}"
-    ):
+    names = "digits, linear, mnist, mnist1d, quadratic, text"
+    with user_error(f"--data must be one of {names}, FILE.py:FUNCTION, or files as 'DIR/*.csv', not {spec!r}"):
         data.load(spec)
 
 

@@ -96,6 +96,39 @@ def test_cnn_needs_images(user_error, shape):
         models.build("cnn", classes(9, shape, 2))
 
 
+def test_cnn_says_what_series_need(user_error):
+    with user_error("not samples of shape [40, 1]; --model=cnn1d takes series of shape [length, channels]"):
+        models.build("cnn", classes(9, [40, 1], 2))
+
+
+@pytest.mark.parametrize("dataset, outputs", [(classes(9, [40, 1], 4), (4,)), (numbers(9, [5, 3], [2]), (2,))])
+def test_cnn_of_series(dataset, outputs):
+    model = models.build("cnn1d", dataset)
+    assert model.keras_model(dataset.x_train).shape == (9, *outputs)
+    assert models._count_of["cnn1d"](dataset.x_train.shape[1:], outputs[0]) == model.size
+
+
+@pytest.mark.parametrize("shape", [[64], [3, 8], [8, 8, 1]])
+def test_cnn_needs_series(user_error, shape):
+    with user_error("--model=cnn1d needs series of shape [length, channels], of 4 places or more", f"{shape}"):
+        models.build("cnn1d", classes(9, shape, 2))
+
+
+def test_dense_layer_without_a_bias():
+    """At 0 its output is 0; its loss is that of least squares."""
+    quadratic, best = data.load("quadratic"), data.quadratic_optimum()
+    model = models.build("dense", quadratic)
+    assert model.shapes == [(40, 1)] and model.minimizes == "mean squared error"
+    assert models._count_of["dense"]((40,), 1) == 40
+    with tf.Graph().as_default(), tf.Session() as session:
+        at = tf.placeholder(tf.float32, [40])
+        loss, gradient, _ = model.loss_and_gradient(at, [], *quadratic.train)
+        least, slope = session.run([loss, gradient], {at: best.ravel()})
+        zero = session.run(loss, {at: np.zeros(40)})
+    assert least == pytest.approx(data.LEAST_LOSS, rel=1e-4) and np.abs(slope).max() < 1e-5
+    assert zero == pytest.approx(data.LEAST_LOSS + np.geomspace(1, 1e-3, 40).sum() / 2, rel=1e-4)
+
+
 def test_seed_gives_the_initial_values():
     dataset = classes(9, [4], 2)
     one, same, other = (models.build("mlp", dataset, seed).initial_parameters for seed in (1, 1, 2))
@@ -296,7 +329,7 @@ def test_model_in_place_of_a_function(user_error, images, tmp_path):
 
 @pytest.mark.parametrize("spec", ["mpl", "", "m.py"])
 def test_no_such_model(user_error, spec):
-    with user_error(f"--model must be one of linear, mlp, cnn, transformer or FILE.py:FUNCTION, not {spec!r}"):
+    with user_error(f"--model must be one of linear, mlp, cnn, cnn1d, dense, transformer or FILE.py:FUNCTION, not {spec!r}"):
         models.build(spec, classes(9, [3], 4))
 
 

@@ -25,7 +25,7 @@ from common.compression import Compression
 from common.flags import TrainingFailed
 from common.replay import Replay
 from common.schedules import Schedule
-from common.simulation import Engine, Shards, messages_of, shards_of
+from common.simulation import MOST_PARAMETERS, Engine, Shards, messages_of, round_of, round_of_size, shards_of
 from common.virtual_time import RESTART, Costs, Span, VirtualTime
 
 WORKERS, BATCH = 3, 4
@@ -409,6 +409,37 @@ def test_bytes_of_a_round(load_scheme, model, regression, num_ps):
     assert push[0] >= size
 
 
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_round_of_a_size_is_that_of_any_model_of_that_size(engine, load_scheme, model, regression, name):
+    scheme = SCHEMES[name]
+    load, hp = load_scheme(scheme.folder, scheme.name), hyperparameters(scheme)
+    shards = shards_of(regression, WORKERS, BATCH, 0)
+    hp.batch_size = BATCH
+    for num_ps, packed in [(2, None)] + [(1, Compression("int8"))] * (name == "HogWild"):
+        of_model = round_of(load, hp, model, shards, num_ps, packed)
+        assert round_of_size(load, hp, model.size, WORKERS, num_ps, packed) == of_model
+
+
+@pytest.mark.parametrize("name", ["Semi-Synchronous-SGD", "Ringmaster-ASGD", "Streaming-DiLoCo"])
+def test_a_round_is_that_of_the_engine(engine, load_scheme, model, regression, name):
+    scheme = SCHEMES[name]
+    load, hp = load_scheme(scheme.folder, scheme.name), hyperparameters(scheme)
+    shards = shards_of(regression, WORKERS, BATCH, 0)
+    ours = engine(load, hp, model, messages=messages_of(load, hp, model, shards, 1))
+    assert round_of(load, hp, model, shards, 1) == (ours.actions, ours.waiting)
+
+
+def test_bytes_of_a_model_of_any_size(load_scheme):
+    """What does not grow with the model, as the global step, counts once."""
+    hp = types.SimpleNamespace(learning_rate=0.1, window=1, batch_size=1, overlap=False, num_workers=2)
+    hogwild = load_scheme("HogWild", "hogwild")
+    for size in 1000, 25_000_000, MOST_PARAMETERS:
+        pull, _, push = round_of_size(hogwild, hp, size, 2, 1)[0]
+        assert (pull.down, push.up) == (4 * size + 8, 4 * size)
+    pull, _, push = round_of_size(hogwild, hp, 7e9, 2, 1)[0]
+    assert push.up == 28e9 and 0 < pull.down - 28e9 < 100
+
+
 def test_a_worker_begins_anew(engine, load_scheme, model):
     """Its x is x̃, its optimizer is as at first; the others notice nothing."""
     scheme = SCHEMES["AEAMSGD"]
@@ -531,6 +562,7 @@ def test_clock_alone(tmp_path):
     """For more workers than there are samples, and a model that no machine here could hold."""
     printed, result = simulate(tmp_path, "HogWild", "--num_workers=5000", "--clock_only", "--parameters=1e12", "--steps=20000")
     assert result["bytes_up"] == 4e12 and "test_loss" not in result
+    assert result["bytes_down"] == pytest.approx(4e12, rel=1e-6)
     assert result["global_steps"] == 20_000 and result["staleness_max"] == 4999
 
 

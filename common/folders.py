@@ -1,0 +1,72 @@
+"""What the folder of a scheme says: its function, and the defaults and checks of its script's flags."""
+
+import contextlib
+import runpy
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from absl import flags as absl_flags
+
+from common import fit, flags, main
+from common.flags import UserError
+
+
+class Folder(NamedTuple):
+    """What a scheme's script says in its call of `common.main.main`."""
+
+    name: str
+    scheme: Any
+    check: Any
+    without: tuple
+    optimizer_on: str
+    defaults: dict
+
+
+def folder_of(name):
+    """Returns the `Folder` of a scheme: the name of its folder, or the path of a script. Its own flags are defined then.
+
+    Raises:
+      UserError: if there is none, or if it is no scheme.
+    """
+    script = Path(name) if name.endswith(".py") else fit.script_of(name)
+    if not script.is_file():
+        raise UserError(f"there is no script {name}")
+    found: list[Folder] = []
+
+    def capture(scheme=None, train=None, pace="own", without=(), check=None, evaluate=None, optimizer_on="ps", **defaults):
+        if scheme is None:
+            raise UserError(f"{script.name} has a main loop of its own, and no scheme that virtual workers could run")
+        if pace != "own":  # as in `common.main`: workers that wait for each other begin together
+            without = (*without, "warm_start_steps")
+        found.append(Folder(script.resolve().parent.name, scheme, check, without, optimizer_on, defaults))
+
+    original, main.main = main.main, capture
+    try:
+        with _importable_from(script.parent):
+            runpy.run_path(str(script), run_name="__main__")
+    finally:
+        main.main = original
+    if not found:
+        raise UserError(f"{script} does not call common.main.main(scheme, ...), as a scheme's script does")
+    return found[0]
+
+
+@contextlib.contextmanager
+def _importable_from(folder):
+    sys.path.insert(0, str(folder.resolve()))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder.resolve()))
+
+
+@contextlib.contextmanager
+def flags_of_one_run():
+    """Removes, at the end, the flags defined in its block: they are global, and another run in this process defines its own."""
+    before = set(absl_flags.FLAGS)
+    try:
+        yield
+    finally:
+        for name in flags.own_names(absl_flags.FLAGS) - before:
+            delattr(absl_flags.FLAGS, name)
