@@ -29,7 +29,7 @@ def downpour(center, local, hp):
     step = 0
     while step < steps:
         if step % n_fetch == 0:
-            yield local.pull(center)  # x ← x̃
+            yield local.pull(center, n_fetch)  # x ← x̃
         few = min(n_fetch - step % n_fetch, n_push - step % n_push)  # steps until there is something to pull or to push
         yield local.train(few, adagrad, accumulate=step % n_push > 0)  # x ← Adagrad(x, g);  a ← a + g
         step += few

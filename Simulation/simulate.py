@@ -181,14 +181,20 @@ class Run:
     """
 
     def __init__(self, folder, settings):
-        from common import data, models, training
+        from common import data, models, tables, training
 
         self.settings, self.lines, self.final, self._folder, self._training = settings, [], None, folder, training
         self._dataset = dataset = data.load(settings.data, settings.seed)
         small = settings.clock_only and settings.parameters  # only the steps count here, so any model will do
         self._shown = data.load("linear") if small else dataset
         spec, sizes = "linear" if small else settings.model, flags.sizes(settings)
-        self.model = models.build(spec, self._shown, settings.seed, settings.loss, **sizes)
+        self.model = models.build(spec, self._shown, settings.seed, settings.loss, tables_on_ps=True, **sizes)
+        tables.check_flags(settings, self.model.tables)
+        if self.model.tables:
+            raise UserError(
+                "the model has tables on the ps (common.Embedding), and the simulator does not know how many of their rows a "
+                "message has: use keras.layers.Embedding, whose table every worker has whole"
+            )
         measured = [calibrate.read(path) for path in settings.calibrate]
         for run in measured:
             calibrate.check(run, settings, self.model.description)

@@ -43,8 +43,12 @@ def parse(**more):
 
 
 def environment(num_workers):
-    """Returns TensorFlow's variables that give each of so many workers its share of the cores, as the schemes have them."""
-    return {name: value for name, value in launch.environment(num_workers).items() if name.startswith("TF_")}
+    """Returns TensorFlow's variables that tasks begin with: threads for a share of the cores, as the schemes have them.
+
+    And servers may listen on ports that are reserved.
+    """
+    found = {name: value for name, value in launch.environment(num_workers).items() if name.startswith("TF_")}
+    return found | {"TF_GRPC_REUSE_PORT": "true"}
 
 
 def write_result(options, scheme, parameters, steps, samples, seconds, accuracy, loss):

@@ -7,6 +7,7 @@ Memory is the private memory of a task (RssAnon of Linux), in MB; the folder of 
 """
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,18 @@ def megabytes(pid):
     """Memory of a process that is its own."""
     line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("RssAnon"))
     return int(line.split()[1]) / 1024
+
+
+def most_megabytes(pid):
+    """The most memory that a process has had at a time, with the pages that it shares with others."""
+    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 1024
+
+
+def processor_seconds(pid):
+    """Time that the processor has worked for a process."""
+    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def main():

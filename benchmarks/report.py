@@ -16,6 +16,7 @@ import predictions
 import run
 import scaling
 import startup
+import tables
 import time_to_accuracy
 import workers
 
@@ -37,6 +38,9 @@ TABLES: dict[str, tuple[Any, Any]] = {  # name: file, and what makes a table of 
     "workers": ("workers.json", workers.table),
     "compression": ("compression.json", compression.table),
     "ranges of compression": ("compression.json", compression.ranges),
+    "tables": ("tables.json", tables.table),
+    "targets of tables": ("tables.json", tables.targets),
+    "sizes of tables": ("tables.json", tables.sizes),
     "slow links": (MACHINES / "slow_links.json", slow_links.table),
     "until loss": (LINKS / "until_loss.json", until_loss.table),
     "until loss simulated": (LINKS / "simulated.json", until_loss.simulated_table),

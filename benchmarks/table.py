@@ -18,6 +18,7 @@ from pathlib import Path
 
 COLUMNS = {
     "test accuracy": ("test_accuracy", ".3f"),
+    "test AUC": ("test_auc", ".4f"),
     "test loss": ("test_loss", ".4f"),
     "staleness, mean": ("staleness_mean", ".2f"),
     "staleness, max": ("staleness_max", ".0f"),
@@ -70,9 +71,11 @@ def table(commands, rounds):
     for _ in range(rounds):
         for command in commands:
             results[command].append(run(command))
-    lines = [f"| command | {' | '.join(COLUMNS)} |", "|---" + "|---:" * len(COLUMNS) + "|"]
+    every = [result for of_command in results.values() for result in of_command]
+    columns = {name: column for name, column in COLUMNS.items() if median(every, *column)}  # none that would be empty
+    lines = [f"| command | {' | '.join(columns)} |", "|---" + "|---:" * len(columns) + "|"]
     for command, of_command in results.items():
-        lines.append(f"| `{command}` | {' | '.join(median(of_command, *column) for column in COLUMNS.values())} |")
+        lines.append(f"| `{command}` | {' | '.join(median(of_command, *column) for column in columns.values())} |")
     return "\n".join(lines)
 
 

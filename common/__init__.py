@@ -1,7 +1,8 @@
 """The package that schemes, scripts and notebooks share. Your own scripts may import from here:
 
 `from common import DistributedSession, EarlyStoppingHook, LoadCheckpoint, SemiSyncRunHook, StopAtTimeHook, TaskSpec, tf`; and
-`train`, which trains a Keras model as a folder's run.sh does.
+`train`, which trains a Keras model as a folder's run.sh does; `Embedding`, a layer whose table is on the ps, and `rows_of`,
+which reads its rows from a checkpoint.
 """
 
 import contextlib
@@ -134,6 +135,8 @@ _MODULES = {
     "LoadCheckpoint": "hooks",
     "EarlyStoppingHook": "hooks",
     "SemiSyncRunHook": "hooks",
+    "Embedding": "embedding",
+    "rows_of": "tables",
 }
 
 

@@ -62,13 +62,14 @@ class Batches:
     Attributes:
       arrays: (x, y) or (x, y, weights).
       order: first and second, as above.
+      index_type: of the indices that `next` returns.
     """
 
     def __init__(self, x, y, batch_size, seed, name="batches", weights=None, position=None):
         self.num_samples, self.batch_size = len(arrays_in(x)[0]), batch_size
         self._check = lambda window: check_batch(x, y, batch_size, window)
         self.arrays = (x, y) if weights is None else (x, y, weights)
-        self.order = order_of(self.num_samples, seed)
+        self.order, self.index_type = order_of(self.num_samples, seed), tf.int64
         self.init_feed_dict: dict = {}
         with tf.variable_scope(name):
             names = "x", "y", "weights"
@@ -196,6 +197,11 @@ def local_variable(name, initial_value):
     """Returns a variable of this worker's own: initialized in every session anew, in no checkpoint."""
     collections = [tf.GraphKeys.LOCAL_VARIABLES]
     return tf.get_variable(name, initializer=initial_value, trainable=False, collections=collections, use_resource=True)
+
+
+def make_local(next_creator, **arguments):
+    """As a `tf.variable_creator_scope`: variables become this worker's own."""
+    return next_creator(**{**arguments, "collections": [tf.GraphKeys.LOCAL_VARIABLES]})
 
 
 def assign_part(vector, value, part):

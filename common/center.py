@@ -11,11 +11,14 @@ from common.compression import Packed, PackedPieces, Packing, pack_sparse, read_
 from common.coordination import Clocks, Lock
 from common.dynamic import Dynamic
 from common.exact import Exact
-from common.flags import UserError
+from common.flags import ROOM, UserError
 from common.messages import AtUpdate, arrived, gradient_of, parts_of, tensors_of
+from common.rowwise_adagrad import RowwiseAdagrad
 from common.schedules import factor_is
 from common.steps import Optimizers, Step, before_read, before_write, check_pieces, made_with, number_of_packed, worker
+from common.tables import ROW_BY_ROW, SCHEMES, Table, WithRows, find_on_ps
 from common.together import Pace, Ring, Together
+from common.vocabulary import Vocabulary
 
 
 class GlobalParameters:
@@ -29,10 +32,15 @@ class GlobalParameters:
       schedule: a `common.schedules.Schedule`, or another function of the global step, of the learning rate; None for none.
       compression: a `common.compression.Compression` of what workers send and get; None for none.
       fragments: parts of the vector that are exchanged each on its own, see `fragments_of`; each lies on all ps tasks.
+      tables: the `common.tables.Spec`s of tables beside the vector, of which workers pull and push rows.
+      max_rows: of each table without an end, see `common.vocabulary`.
 
     Attributes:
       size: of the vector.
       pieces, sizes: the variables that it is made of, one on each ps, or as many as there are fragments, and their sizes.
+      tables: the `common.tables.Table`s.
+      targets: `pieces`, and behind them those of all tables: to what an update adds, one after the other.
+      find: looks rows up on the ps, see `common.tables.find_on_ps`; None without tables.
       fragments: as above.
       step: the global step, a variable: the number of updates.
       lock: for actions that must be indivisible over all ps tasks.
@@ -42,7 +50,17 @@ class GlobalParameters:
       local_steps: of which all updates so far are made, a variable, int64; None if each is made of as many, see `dynamic`.
     """
 
-    def __init__(self, initial_parameters, num_ps=1, device_fn=None, schedule=None, compression=None, fragments=1):
+    def __init__(
+        self,
+        initial_parameters,
+        num_ps=1,
+        device_fn=None,
+        schedule=None,
+        compression=None,
+        fragments=1,
+        tables=(),
+        max_rows=ROOM,
+    ):
         self.schedule, self.decay, self.has_decayed = schedule, None, False
         self.compression, self.fragments, self.local_steps = compression, fragments, None
         self.size = len(initial_parameters)
@@ -58,6 +76,13 @@ class GlobalParameters:
             device_fn,
         )
         self.sizes = [int(piece.shape[0]) for piece in self.pieces]
+        if tables and compression is not None:
+            raise UserError("--compress: rows of tables (common.Embedding) are sent as they are: leave it out")
+        kinds = [(spec, (Table, ()) if spec.rows else (Vocabulary, (max_rows,))) for spec in tables]
+        self.tables = [kind(spec, num_ps, device_fn, *more) for spec, (kind, more) in kinds]
+        self.optimizer_of_rows = None  # else one in place of the scheme's, for all tables; `common.schedules` sets it
+        self.targets = self.pieces + [piece for table in self.tables for piece in table.pieces]
+        self.find = find_on_ps(self.tables) if tables else None
         with tf.device(device_fn):
             self.step = tf.train.get_or_create_global_step()
         self.init_feed_dict = {feed: initial_parameters}
@@ -158,6 +183,13 @@ class GlobalParameters:
           UserError: if nothing in it can be packed.
         """
         sizes = self.sizes if fragment is None else [self.sizes[i] for i in self.numbers(fragment)]
+        if isinstance(message, WithRows):
+            return [*parts_of(message.vector, sizes), *message.parts()], []
+        if self.tables:
+            raise UserError(
+                "with common.Embedding, an update is made of `local.gradient`, or a multiple of it, which has the gradients of "
+                f"rows, as in {SCHEMES}; for other schemes take keras.layers.Embedding, whose table every worker has whole"
+            )
         if self.compression is None or self.compression.push == "none":
             return parts_of(message, sizes), []
         flag = f"--compress={self.compression.push}"
@@ -201,7 +233,7 @@ class GlobalParameters:
 
         parts, kept = self.parts(message)
         step = self._update(parts, kept, apply)
-        check_pieces(optimizer, self.pieces)
+        check_pieces(optimizer, self.targets)
         return step
 
     def add(self, difference):
@@ -218,7 +250,7 @@ class GlobalParameters:
         """Calls `apply(i, piece, part)` for each piece i of x̃ and what has arrived there of a message; counts one update."""
         sent, applied = [tensor.op for part in parts for tensor in tensors_of(part)], []
         with tf.control_dependencies(None):  # what went before on the worker reaches the ps with its part
-            for i, (piece, part) in enumerate(zip(self.pieces, parts, strict=True)):
+            for i, (piece, part) in enumerate(zip(self.targets, parts, strict=True)):
                 if any(isinstance(each, Packed) for each in tf.nest.flatten(part, expand_composites=True)):
                     with tf.device(piece.device):
                         part = arrived(part)
@@ -251,6 +283,8 @@ class GlobalParameters:
         With weight decay λ it is piece ← piece − η λ piece before, no part of the gradient: AdamW, if the optimizer is Adam
         (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101).
         """
+        if self.tables:
+            return self._apply_with_rows(optimizer, pairs)
         if self.decay is None:
             return optimizer.apply_gradients(pairs)
         self.has_decayed, decayed, here = True, [], []
@@ -261,6 +295,38 @@ class GlobalParameters:
                     decayed.append(piece.assign_sub(self.decay * piece.read_value(), read_value=False))
         with tf.control_dependencies(decayed):
             return optimizer.apply_gradients([(gradient, piece) for gradient, (_, piece) in zip(here, pairs, strict=True)])
+
+    def make_slots(self, optimizer, pairs):
+        """Makes what an optimizer keeps beside its pieces, as under a condition that is not possible: by what is never run."""
+        if not self.tables:
+            return optimizer.apply_gradients(pairs)
+        of_vector, of_rows = self._by_kind(pairs)
+        optimizer.apply_gradients(of_vector if self.optimizer_of_rows else pairs)
+        if self.optimizer_of_rows:
+            self.optimizer_of_rows.apply_gradients([(gradient, piece) for gradient, piece, _ in of_rows])
+
+    def _by_kind(self, pairs):
+        """Returns the pairs of x̃, and triples of a gradient, its piece of a table, and the table."""
+        owner = {piece.ref(): table for table in self.tables for piece in table.pieces}
+        return (
+            [pair for pair in pairs if pair[1].ref() not in owner],
+            [(gradient, piece, owner[piece.ref()]) for gradient, piece in pairs if piece.ref() in owner],
+        )
+
+    def _apply_with_rows(self, optimizer, pairs):
+        """As `apply`, where some of the pairs are pieces of tables, and `tf.IndexedSlices` of their rows."""
+        own = self.optimizer_of_rows or optimizer
+        if type(own).__name__ not in (*ROW_BY_ROW, RowwiseAdagrad.__name__):
+            raise UserError(
+                f"{type(own).__qualname__} changes every row of a table (common.Embedding) at each update: give "
+                "--table_optimizer=sgd, adagrad or rowwise_adagrad, which change only rows that have a gradient"
+            )
+        if self.decay is not None:
+            raise UserError("--weight_decay changes every row of a table (common.Embedding) at each update: leave it out")
+        of_vector, of_rows = self._by_kind(pairs)
+        applied = [optimizer.apply_gradients(of_vector)] if of_vector else []
+        applied += [table.apply(own, gradient, piece) for gradient, piece, table in of_rows]
+        return applied[0] if len(applied) == 1 else tf.group(*applied)
 
     def count(self, after):
         """Counts one update after these operations; returns the operation, and the global step that it makes."""

@@ -2,6 +2,8 @@
 
 import contextlib
 import fcntl
+import glob
+import itertools
 import math
 import os
 import re
@@ -21,7 +23,14 @@ from common.coordination import Lock
 from common.flags import TrainingFailed, UserError, why_unwritable
 from common.words import say
 
+
+class NotFinite(Exception):
+    """Rows of a table are NaN or infinite."""
+
+
 KEPT = 5  # checkpoints in a folder; older ones are removed
+TABLES = "tables/"  # how the names of tables begin, and of what lies beside them, see `common.tables`
+PART_BYTES = 2**22  # of a table, as it is read and written: with larger ones saving takes more time and memory from training
 
 
 @contextlib.contextmanager
@@ -75,7 +84,8 @@ def _is_ours(path, folder):
 
 
 def _files_of(path):
-    return f"{path}.data-00000-of-00001", f"{path}.index"
+    """The files of a checkpoint: one with data, or one for each part of tables, and the index."""
+    return *(sorted(glob.glob(f"{glob.escape(path)}.data-?????-of-?????")) or [f"{path}.data-00000-of-00001"]), f"{path}.index"
 
 
 def newest_good_checkpoint(folder):
@@ -121,10 +131,13 @@ def _damage(path):
     trainable = {_name_and_slice(v)[0] for v in tf.trainable_variables()}
     try:
         checkpoint = tf.train.load_checkpoint(path)
-        for name in checkpoint.get_variable_to_shape_map():
-            value = checkpoint.get_tensor(name)
-            if name in trainable and not np.isfinite(value).all():
-                return f"{name} has values that are not finite"
+        dtypes = checkpoint.get_variable_to_dtype_map()
+        for name, shape in checkpoint.get_variable_to_shape_map().items():
+            is_table = name.startswith(TABLES)
+            parts = rows_in(path, name, shape, dtype=dtypes[name]) if is_table else [(0, checkpoint.get_tensor(name))]
+            for _, value in parts:
+                if (name in trainable or is_table) and not np.isfinite(value).all():
+                    return f"{name} has values that are not finite"
     except (tf.errors.OpError, IndexError, ValueError, RuntimeError) as error:
         return str(error).splitlines()[0].removeprefix(f"TensorBundle at {path} ")
     return None
@@ -136,7 +149,37 @@ def _name_and_slice(variable):
     return (part.full_name, part.spec) if part else (variable.op.name, "")
 
 
-def write_checkpoint(folder, step, names, slices, values):
+def spec_of(shape, start, count):
+    """Rows of a variable, as `tf.raw_ops.SaveV2` takes them."""
+    return f"{' '.join(map(str, shape))} {':'.join([f'{start},{count}', *('-' for _ in shape[1:])])}"
+
+
+def pieces_of(shape):
+    """Cuts rows of `shape` into parts of `PART_BYTES` at most; returns pairs of the first and how many."""
+    count = max(1, PART_BYTES // (4 * math.prod(shape[1:])))
+    return [(start, min(count, shape[0] - start)) for start in range(0, shape[0], count)]
+
+
+def rows_in(path, name, shape, first=0, count=None, width=None, dtype=tf.float32):
+    """Yields rows of a table in a checkpoint, in parts of `PART_BYTES` at most: pairs of the number of the first, and an array.
+
+    Args:
+      path, name: of the checkpoint, and of the table there.
+      shape: of the whole table.
+      first, count: of the rows; all by default.
+      width: as many rows come at a time as of a table of this width; by default of its own.
+      dtype: of the table.
+    """
+
+    def read(spec):
+        return tf.raw_ops.RestoreV2(prefix=path, tensor_names=[name], shape_and_slices=[spec], dtypes=[dtype])[0].numpy()
+
+    with ThreadPoolExecutor(1) as another:  # in this thread a graph may be open, in which nothing is executed
+        for start, n in pieces_of([shape[0] if count is None else count, *([width] if width else shape[1:])]):
+            yield first + start, another.submit(read, spec_of(shape, first + start, n)).result()
+
+
+def write_checkpoint(folder, step, names, slices, values, parts=()):
     """Writes `model.ckpt-STEP` into a folder, lists it as the newest there, and removes what is older than the newest few.
 
     One of the same step that is there stays until the new one is whole, and listed as `model.ckpt-0STEP`; then that takes its
@@ -146,6 +189,7 @@ def write_checkpoint(folder, step, names, slices, values):
     Args:
       names, slices: of the values, as `tf.raw_ops.SaveV2` takes them.
       values: arrays.
+      parts: gives further names, slices and values, one after the other: of what no worker has whole.
 
     Raises:
       TrainingFailed: if it cannot be written.
@@ -154,17 +198,19 @@ def write_checkpoint(folder, step, names, slices, values):
         turn = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fcntl.flock(turn, fcntl.LOCK_EX)
+            _remove_unfinished(folder)
             known = [os.path.basename(path) for path in checkpoints_in(folder)]
             new, again = f"model.ckpt-{step}", f"model.ckpt-0{step}"
             others = [name for name in known if name not in (new, again)]
             first = again if new in known else new
             _remove(folder, first)  # an index that is left might be read with the new data
             path = os.path.join(folder, first)
-            tf.raw_ops.SaveV2(prefix=path, tensor_names=names, shape_and_slices=slices, tensors=values)
+            _write(path, names, slices, values, parts)
             _list(folder, [*others, first])
             if first == again:
                 _remove(folder, new)
-                for source, target in zip(_files_of(path), _files_of(os.path.join(folder, new))):
+                for source in _files_of(path):
+                    target = os.path.join(folder, new) + source.removeprefix(path)
                     try:
                         os.link(source, target)
                     except OSError:  # this file system has no second names
@@ -176,15 +222,35 @@ def write_checkpoint(folder, step, names, slices, values):
             os.close(turn)  # which gives the lock back, as the end of the process does
 
 
+def _remove_unfinished(folder):
+    """Removes what a process has left that died while it wrote a checkpoint in parts. Nobody else writes meanwhile."""
+    for file in Path(folder).glob("model.ckpt-*"):
+        name, _, rest = file.name.partition(".data-")
+        if ".part-" in file.name or (rest and not Path(folder, f"{name}.index").exists()):
+            file.unlink(missing_ok=True)
+
+
+def _write(path, names, slices, values, parts):
+    """Writes a checkpoint. All of it has to be finite, as `NotFinite` says otherwise."""
+    written: list[str] = []
+    for some in itertools.chain([(names, slices, values)], (([name], [spec], [value]) for name, spec, value in parts)):
+        if written and not np.isfinite(some[2][0]).all():
+            raise NotFinite
+        written.append(f"{path}.part-{len(written)}")
+        tf.raw_ops.SaveV2(prefix=written[-1], tensor_names=some[0], shape_and_slices=some[1], tensors=some[2])
+    tf.raw_ops.MergeV2Checkpoints(checkpoint_prefixes=written, destination_prefix=path, delete_old_dirs=False)
+
+
 def _list(folder, names):
     """Lists the last few of these checkpoints as those of the folder; without the folder's name, so that it can be moved."""
     tf.train.update_checkpoint_state(os.path.abspath(folder), names[-1], names[-KEPT:])
 
 
 def _remove(folder, name):
-    for path in _files_of(os.path.join(folder, name)):
+    path = os.path.join(folder, name)
+    for file in (*_files_of(path), *glob.glob(f"{glob.escape(path)}.part-*")):
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+            os.unlink(file)
 
 
 # When a worker saves, as a share of --checkpoint_secs since the last time: the chief first, another one if that did not.
@@ -202,7 +268,8 @@ class Keeper(tf.train.SessionRunHook):
     chief's folder saves after `OTHERS_AFTER` of the time. A claim on the ps of the global step decides which one.
 
     A checkpoint is read under the lock of `GlobalParameters`: it holds all of an update that takes this lock, or nothing of
-    it. If an update without this lock is in progress, the checkpoint may contain its part on one ps but not on the next. The
+    it. If an update without this lock is in progress, the checkpoint may contain its part on one ps but not on the next. Tables
+    are read after that, some rows at a time, while training goes on: an update may be in some of them, and in x̃, or not. The
     name of a checkpoint has the step that it holds. It also holds `samples` and `seconds`: how many samples these parameters
     were trained with, and for how long, in all runs together that it comes from.
 
@@ -238,13 +305,15 @@ class Keeper(tf.train.SessionRunHook):
         self._newest = None  # the step of the newest checkpoint that this worker has saved
         self._after = every_secs * (CHIEF_AFTER if self._is_chief else OTHERS_AFTER)
         self._mark = Path(folder, "folder-id")
-        self._variables = tf.global_variables()
+        every = tf.global_variables()
+        self._variables = [v for v in every if not v.op.name.startswith(TABLES)]
+        self._parts_of_tables = [part for table in center.tables for part in table.parts(every)]
         options = {"trainable": False, "collections": [], "use_resource": True}
         with tf.device(center.step.device), tf.control_dependencies(None):
             self._whole = tf.get_variable("whole", initializer=True, **options)
             self._began = tf.get_variable("began", initializer=tf.zeros([], tf.float64), **options)
             before = tf.get_variable("samples_before", initializer=tf.zeros([], tf.int64), **options)
-            self.has_lost = tf.report_uninitialized_variables([*self._variables, self._whole, self._began, before])
+            self.has_lost = tf.report_uninitialized_variables([*every, self._whole, self._began, before])
             self._is_lost = tf.raw_ops.DestroyResourceOp(resource=self._whole.handle, ignore_lookup_error=True)
             self.samples_before = before.read_value()
             self._step = step = center.step.read_value()
@@ -345,6 +414,21 @@ class Keeper(tf.train.SessionRunHook):
         """Counts the last so many seconds not as training."""
         session.run(self._pause, {self._paused: seconds})
 
+    @property
+    def variables(self):
+        """What a `tf.train.Saver` is to restore: all but tables, which `restore_tables` does."""
+        return self._variables
+
+    def restore_tables(self, session, checkpoint):
+        """Gives tables, and what lies beside them, the values that they have in a checkpoint.
+
+        Raises:
+          UserError: if it has no such table.
+        """
+        shapes = tf.train.load_checkpoint(checkpoint).get_variable_to_shape_map() if self._parts_of_tables else {}
+        for part in self._parts_of_tables:
+            part.restore(session, checkpoint, shapes)
+
     def lose(self, session):
         """Called by the chief: from now until `begin_run`, the values on the ps are not valid initial parameters."""
         session.run(self._is_lost)
@@ -384,8 +468,14 @@ class Keeper(tf.train.SessionRunHook):
                 print(f"no checkpoint of step {step}: its parameters are not finite", flush=True)
                 return None
             names, slices = [*self._names, "samples", "seconds"], [*self._slices, "", ""]
+            parts = (found for part in self._parts_of_tables for found in part.read(session))
             with ThreadPoolExecutor(1) as another:  # in this thread a graph may be open, in which nothing is executed
-                another.submit(write_checkpoint, self._folder, step, names, slices, [*values, samples, seconds]).result()
+                values = [*values, samples, seconds]
+                try:
+                    another.submit(write_checkpoint, self._folder, step, names, slices, values, parts).result()
+                except NotFinite:
+                    print(f"no checkpoint of step {step}: its tables are not finite", flush=True)
+                    return None
             self._newest = step
             session.run(self._note_saved, {self._time: now})
         return values
@@ -456,6 +546,55 @@ class Keeper(tf.train.SessionRunHook):
             self._thread.join()
         if self._is_chief and session.run(self._step) != self._newest:
             self.save(session)
+
+
+class Part:
+    """The rows of a table on one ps, or what an optimizer keeps of them: read and written a few at a time.
+
+    Args:
+      variable: a piece of the table, or what lies beside one.
+    """
+
+    def __init__(self, variable):
+        self._own, part = [int(n) for n in variable.shape], variable._get_save_slice_info()
+        self._name, self._shape, self._start = (variable.op.name, self._own, 0)
+        if part:
+            self._name, self._shape, self._start = part.full_name, [int(n) for n in part.full_shape], part.var_offset[0]
+        self._begin, self._count = tf.placeholder(tf.int64, []), tf.placeholder(tf.int64, [])
+        self._value = tf.placeholder(tf.float32, [None, *self._own[1:]])
+        with tf.device(variable.device), tf.control_dependencies(None):
+            self._rows = variable.sparse_read(tf.range(self._begin, self._begin + self._count))
+            self._zeros = variable.assign(tf.zeros(self._own), read_value=False)
+            ends = {"begin": [self._begin], "end": [self._begin + self._count], "strides": tf.ones([1], tf.int64)}
+            self._write = tf.raw_ops.ResourceStridedSliceAssign(ref=variable.handle, value=self._value, **ends)
+
+    def read(self, session):
+        """Yields what `write_checkpoint` takes as `parts`."""
+        for start, count in pieces_of(self._own):
+            value = session.run(self._rows, {self._begin: start, self._count: count})
+            yield self._name, spec_of(self._shape, self._start + start, count), value
+
+    def restore(self, session, checkpoint, shapes):
+        """See `Keeper.restore_tables`."""
+        check_shape(checkpoint, shapes, self._name, self._shape)
+        session.run(self._zeros)
+        for start, value in rows_in(checkpoint, self._name, self._shape, self._start, self._own[0]):
+            session.run(self._write, {self._begin: start - self._start, self._count: len(value), self._value: value})
+
+
+def check_shape(checkpoint, shapes, name, expected):
+    """Raises a `UserError` if a checkpoint has no variable of this name and shape, in which None fits any number.
+
+    Args:
+      checkpoint: its path.
+      shapes: of what it has, {name: list}.
+    """
+    shape = shapes.get(name)
+    if shape is None or not tf.TensorShape(shape).is_compatible_with(expected):
+        had = "not there" if shape is None else f"of shape {shape}"
+        raise UserError(
+            f"{checkpoint} does not fit: {name} is {had}, expected {expected}; give what it was made with, or another --run_dir"
+        )
 
 
 class Trained(tf.train.CheckpointSaverListener):

@@ -22,6 +22,11 @@ class Lock:
     def __init__(self, device, name):
         self.device, self._name, self._mutex = device, name, None
 
+    def make(self):
+        """Makes it, outside of conditions and loops, as `held` may be in one."""
+        with tf.device(self.device), tf.control_dependencies(None):
+            self._mutex = tf.raw_ops.MutexV2(container="", shared_name=self._name)
+
     @contextlib.contextmanager
     def held(self, after):
         """Operations made in this context run under the lock, which is taken when those of `after` have ended.
@@ -29,8 +34,7 @@ class Lock:
         It is given back when those ended that the caller has put into the list that this yields; it gets the release added.
         """
         if self._mutex is None:
-            with tf.device(self.device), tf.control_dependencies(None):
-                self._mutex = tf.raw_ops.MutexV2(container="", shared_name=self._name)
+            self.make()
         with tf.device(self.device), tf.control_dependencies(after):
             lock = tf.raw_ops.MutexLock(mutex=self._mutex)
         done: list[Any] = []

@@ -345,7 +345,8 @@ def _in_types_of_training(axis, array, name):
         return array
     kind = array.dtype.kind
     if kind not in "fiub":
-        raise UserError(f"{name} holds {array.dtype}, expected numbers")
+        hint = "; keras.layers.Hashing(2**53) makes ids of them, for common.Embedding" if axis == "x" and kind in "US" else ""
+        raise UserError(f"{name} holds {array.dtype}, expected numbers{hint}")
     if array.ndim == 0 or len(array) == 0:
         raise UserError(f"{name} has no samples")
     if array.size == 0:

@@ -40,16 +40,25 @@ class Exact:
                 with tf.device(center.step.device):
                     self._step = local_variable("pulled_step", tf.zeros([], tf.int64))
                 return
+            if center.tables:
+                raise UserError(
+                    "the ps would have to keep all rows that this worker has pulled, of each table (common.Embedding): take a "
+                    "scheme that compares x̃ with nothing, or keras.layers.Embedding"
+                )
             for i, piece in enumerate(center.pieces):
                 with tf.device(piece.device):
                     self._pieces.append(local_variable(f"pulled_value_{i}", tf.zeros(piece.shape)))
 
     def pull(self):
         """x ← x̃, as one indivisible action, which the ps tasks remember."""
-        center, value = self._center, self._local.value
+        center, value, window, mine = self._center, self._local.value, self._local.window_of_tables(), []
+        if window:
+            mine += window.draw()
         with tf.control_dependencies(None):
             with tf.device(center.step.device), tf.control_dependencies(before_read(center.step.device)):
                 before = [tf.no_op()]
+            if window:  # the lock is taken when all ps know which rows this worker needs
+                before += window.ask()
             with center.lock.held(before) as done:
                 with tf.device(center.step.device):
                     step = center.step.read_value()
@@ -58,13 +67,15 @@ class Exact:
                 for piece in center.pieces:
                     with tf.device(piece.device):
                         values.append(piece.read_value())
+                if window:
+                    done += window.read(lambda device: [step])
                 packed = center.packed(values)
                 for i, (piece, (_, there)) in enumerate(zip(center.pieces, packed, strict=True)):
                     with tf.device(piece.device):
                         done += [self._pieces[i].assign(there, read_value=False) if self._pieces else values[i].op]
         here = [each for each, _ in packed]
         x = tf.concat(here, axis=0) if len(here) > 1 else here[0]
-        mine = value.assign(x, read_value=False), *self._local.note(step)
+        mine += [value.assign(x, read_value=False), *self._local.note(step), *(window.take() if window else [])]
         return Step((*mine, *done), pulled=step, done=((self, "pull"),))
 
     def push(self, optimizer, message, at_ps=None):
@@ -91,7 +102,7 @@ class Exact:
             with tf.device(center.step.device), tf.control_dependencies(None):
                 made = [tf.identity(steps)]
         with tf.control_dependencies(None):  # what went before reaches the ps with its part
-            for piece, part in zip(center.pieces, parts, strict=True):
+            for piece, part in zip(center.targets, parts, strict=True):
                 with tf.device(piece.device):
                     here.append(arrived(part))
             with center.lock.held([tensor.op for part in [*here, *made] for tensor in tensors_of(part)]) as done:
@@ -110,7 +121,7 @@ class Exact:
                     read.append(staleness.op)
 
                 def gradient(i):
-                    with tf.device(center.pieces[i].device):
+                    with tf.device(center.targets[i].device):
                         pulled = self._pieces[i].read_value() if self._pieces else None
                         return gradient_of(here[i], at_ps, AtUpdate(center, i, pulled, staleness, step))
 
@@ -119,10 +130,10 @@ class Exact:
                         applied, updated, step_before = self._apply_if_fresh(optimizer, gradient, late, read)
                     else:
                         optimizer, applied, step_before = center.optimizers.use(optimizer), [], None
-                        for i, piece in enumerate(center.pieces):
+                        for i, piece in enumerate(center.targets):
                             with tf.device(piece.device):
                                 applied.append(center.apply(optimizer, [(gradient(i), piece)]))
-                        check_pieces(optimizer, center.pieces)
+                        check_pieces(optimizer, center.targets)
                         count, updated = center.count(read)
                         applied.append(count)
                     if made:
@@ -146,11 +157,11 @@ class Exact:
         """
         center = self._center
         # Slots cannot be made under a condition. This is never run, nor is the optimizer's.
-        pairs = [(gradient(i), piece) for i, piece in enumerate(center.pieces)]
-        optimizer = center.optimizers.use(optimizer, lambda own: own.apply_gradients(pairs))
+        pairs = [(gradient(i), piece) for i, piece in enumerate(center.targets)]
+        optimizer = center.optimizers.use(optimizer, lambda own: center.make_slots(own, pairs))
 
         def apply():
-            return center.apply(optimizer, [(gradient(i), piece) for i, piece in enumerate(center.pieces)])
+            return center.apply(optimizer, [(gradient(i), piece) for i, piece in enumerate(center.targets)])
 
         with tf.device(center.step.device):
             is_fresh = late < math.ceil(min(self.threshold, 2**62))

@@ -87,6 +87,8 @@ def train(scheme, model, data, *, run_dir=None, pace="own", verbose=True, **flag
     """
     name = scheme if isinstance(scheme, str) else getattr(scheme, "__name__", type(scheme).__name__)
     folder = Path(run_dir or f"runs/{name}/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S.%f}").resolve()
+    if _is_model(model) and any(hasattr(layer, "is_on_ps") for layer in model._flatten_layers()):
+        raise UserError("the model has a table (common.Embedding), which begins on the ps: give a function that makes it")
     model = _SentModel(model) if _is_model(model) else model
     with tempfile.TemporaryDirectory(prefix="sent-") as sent:
         script, problem = _script_of(scheme, pace, flags, Path(sent)), Path(sent, "problem.py")
@@ -116,15 +118,26 @@ class Run:
 
     @functools.cached_property
     def model(self):
-        """The trained `keras.Model`, compiled with what was minimized."""
-        from common import models
+        """The trained `keras.Model`, compiled with what was minimized; with its tables, if it has some (`common.Embedding`).
+
+        Raises:
+          UserError: if they were not saved.
+        """
+        from common import models, tables
+        from common.checkpoints import checkpoints_in
 
         flags = {**self._flags, "num_workers": self.result["num_workers"], "run_dir": self.path}
         dataset, loss = _loaded(self._data, flags), self._flags.get("loss")
-        if isinstance(self._model, str):
-            built = models.build(self._model, dataset, loss=loss, **sizes(Settings(**self._flags)))
-        else:
-            built = models.checked(self._model(), dataset, loss)
+        were_on_ps = bool(self.result.get("tables"))
+        if were_on_ps and not (self.path / "model.keras").exists():
+            raise UserError(f"{self.path} has no model.keras, as its tables were not saved: `common.rows_of` reads rows")
+        with tables.on_ps(self.result["tables_seed"]) if were_on_ps else contextlib.nullcontext():
+            if isinstance(self._model, str):
+                built = models.build(self._model, dataset, loss=loss, **sizes(Settings(**self._flags)))
+            else:
+                built = models.checked(self._model(), dataset, loss)
+        if were_on_ps:
+            built.fill(tables.whole(checkpoints_in(self.path / "checkpoints")[-1], spec) for spec in built.tables)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the model's own optimizer has slots, which no scheme trains
             built.keras_model.load_weights(self.path / "model.keras")

@@ -13,6 +13,8 @@ INT32, INT64 = 2**31 - 1, 2**63 - 1  # the graph's counters
 FLOAT32, LEAST_FLOAT32 = (2 - 2**-23) * 2.0**127, 2.0**-149  # the graph's numbers: the largest, and the smallest but 0
 ABSL_READS = {"flagfile", "undefok"}  # flags that absl reads before all others, whether they are defined or not
 SECONDS = threading.TIMEOUT_MAX  # the longest wait that 64 bits of nanoseconds can count, 292 years
+ROOM = 1_000_000  # rows of a table without an end
+TABLE_OPTIMIZERS = ("scheme", "sgd", "adagrad", "rowwise_adagrad")  # see common.schedules.hyperparameters
 LOCAL_OPTIMIZERS = ("sgd", "momentum", "adagrad", "adam")  # see LocalParameters.optimizer
 
 SCHEDULES = ("cosine", "linear")
@@ -274,6 +276,13 @@ def define(defaults):
     # Keras takes 32 bits, and each worker adds its index.
     define_integer("seed", own("seed", 0), "of initial values and of the order of samples", least=0, most=2**31)
     flags.DEFINE_string("run_dir", None, "folder for all that the run writes (default: runs/SCHEME/TIME)")
+    text = "whether model.keras is written if the model has tables on the ps (common.Embedding), which it then has whole"
+    flags.DEFINE_enum("save_tables", "yes", ["yes", "no"], text)
+    text = "what changes the rows of tables (common.Embedding) on the ps; scheme: the optimizer that the scheme has there"
+    flags.DEFINE_enum("table_optimizer", "scheme", TABLE_OPTIMIZERS, text)
+    define_number("table_learning_rate", None, "of --table_optimizer (default: --learning_rate)", above=0)
+    text = "rows for which there is room on all ps together, of each table without an end (common.Embedding(None, width))"
+    define_integer("max_rows", ROOM, text, least=1, most=2**31 - 1)
     flags.DEFINE_bool("resume", False, "go on from the newest checkpoint in --run_dir")
     define_number("checkpoint_secs", own("checkpoint_secs", 5), "seconds between checkpoints", above=0, most=SECONDS)
     text = "seconds between evaluations on the test set while training goes on"

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from common import tf
-from common.batches import assign_part, local_variable
+from common.batches import assign_part, local_variable, make_local
 from common.flags import UserError
 from common.schedules import factor_is
 from common.steps import (
@@ -21,6 +21,7 @@ from common.steps import (
     read_ahead,
     spent,
 )
+from common.tables import ROW_BY_ROW, SCHEMES, Window, found_by
 
 STATE_SAMPLES = 2000  # with so many the moving means of a model are estimated anew, where it is evaluated
 
@@ -50,6 +51,8 @@ class LocalParameters:
       overlap: whether `pull` is `pull_ahead`, as `--overlap` says.
       copies: the names of the vectors that begin as x does, see `copy`.
       dynamic: the `common.dynamic.Dynamic` of this worker, if it has one.
+      window: local steps between two pulls, if there are tables; `common.schedules.hyperparameters` sets it.
+      local_steps: how many the calls of `train` have had together; those of `dynamic` count as one.
     """
 
     def __init__(
@@ -91,13 +94,45 @@ class LocalParameters:
         self._read_ahead: tuple[Any, ...] = ()
         self.decay = None
         self.optimizers = Optimizers()
-        self.windows = 0
+        self.windows, self.local_steps = 0, 0
+        self.tables, self.find, self.window = center.tables, center.find, 1
+        self._window: Any = None
+        self._left = 0  # local steps for which there are rows
+
+    def window_of_tables(self, steps=None):
+        """Returns the `common.tables.Window` for the next pull; None if there are no tables. `steps` as of `pull`."""
+        if not self.tables:
+            return None
+        steps = self.window if steps is None else steps
+        if self._window is None:
+            with outside_of_rounds(), tf.variable_scope(self.name):
+                self._window = Window(self.tables, self.model, self.batches, steps, lambda: self.index)
+        if self._left or self._window.steps != steps:
+            raise UserError(
+                f"with tables (common.Embedding) each pull is for {self._window.steps} local steps, and all have to be made "
+                "before the next: say local.pull(center, steps)"
+            )
+        self._left = steps
+        return self._window
+
+    def told_of_tables(self):
+        """Returns tensors from which `common.tables.what_travelled` tells what this worker pulled."""
+        return self._window.told() if self._window else ()
+
+    def _only_vector(self, word):
+        """Raises a `UserError` if there are tables, for what works with all parameters of a worker."""
+        if self.tables:
+            raise UserError(
+                f"{word} needs all parameters on the worker, and tables (common.Embedding) are on the ps: take another scheme, "
+                f"as {SCHEMES}; or keras.layers.Embedding"
+            )
 
     def state_at(self, parameters):
         """Returns the state of the model, tensors, at parameters `[size]` that are not x, as x̃; see `Model.state_at`."""
         count = math.ceil(min(self.batches.num_samples, STATE_SAMPLES) / self.batches.batch_size)
         state = [v.read_value() for v in self.state]
-        return self.model.state_at(parameters, state, lambda k: self.batches.samples(self.batches.batch(k)), count)
+        with found_by(self.find):
+            return self.model.state_at(parameters, state, lambda k: self.batches.samples(self.batches.batch(k)), count)
 
     def note(self, step):
         """Keeps a global step that was pulled, for the schedule of the learning rate; returns operations, none without one."""
@@ -125,10 +160,12 @@ class LocalParameters:
 
         Its size is that of x, unless one is given.
         """
+        self._only_vector("local.vector")
         return self._own_vector(name, lambda: tf.zeros([size or self.model.size]))
 
     def copy(self, name):
         """Returns a vector `[size]` of this worker's own that begins as x does, as a copy of x̃; else as `vector`."""
+        self._only_vector("local.copy")
         self.copies.add(name)
         return self._own_vector(name, lambda: self.value.initial_value)
 
@@ -154,8 +191,12 @@ class LocalParameters:
 
     @property
     def gradient(self):
-        """The sum of the gradients of the last local training, a variable `[size]`."""
-        return self.vector("gradient")
+        """The sum of the gradients of the last local training, a variable `[size]`; with tables a `common.tables.WithRows`."""
+        return self._window.gradient(self._gradient) if self._window else self._gradient
+
+    @property
+    def _gradient(self):
+        return self._own_vector("gradient", lambda: tf.zeros([self.model.size]))
 
     @property
     def share(self):
@@ -177,12 +218,21 @@ class LocalParameters:
             raise UserError("local.difference is what `local.compare(center)` finds: yield that before")
         return self.vector("difference")
 
-    def pull(self, center):
-        """x ← x̃. One message from each ps. With `--overlap` it is `pull_ahead`."""
+    def pull(self, center, steps=None):
+        """x ← x̃. One message from each ps. With `--overlap` it is `pull_ahead`.
+
+        With tables it draws the samples of the local steps until the next pull, and gets the rows that they need.
+
+        Args:
+          center: the `common.center.GlobalParameters`.
+          steps: local steps until the next pull; `--window` by default.
+        """
         if self.overlap:
             return self.pull_ahead(center)
         value, step = center.read(packed=True)
-        return Step((self.value.assign(value, read_value=False), *self.note(step)), pulled=step)
+        window = self.window_of_tables(steps)
+        rows = window.pull(step) if window else []
+        return Step((self.value.assign(value, read_value=False), *self.note(step), *rows), pulled=step)
 
     def pull_ahead(self, center):
         """x ← x̃ as it was at the pull before, which has read it for this one; and this one reads it for the next.
@@ -190,6 +240,8 @@ class LocalParameters:
         So the worker goes on while x̃ is on its way, and x lacks what it has pushed since the pull before. At first x is x̃. One
         message from each ps.
         """
+        if self.tables:
+            raise UserError("--overlap: rows of tables (common.Embedding) are not pulled ahead: leave it out")
         if not self._read_ahead:
             with outside_of_rounds(), tf.variable_scope(self.name):
                 value, step = center.read()
@@ -219,11 +271,13 @@ class LocalParameters:
 
     def compare(self, center):
         """d ← x − x̃, which is in `difference` afterwards. One message from each ps."""
+        self._only_vector("local.compare")
         value, step = center.read(packed=True)
         return Step((self.vector("difference").assign(self.value - value, read_value=False), *self.note(step)), pulled=step)
 
     def add(self, difference):
         """x ← x + difference, a tensor `[size]`."""
+        self._only_vector("local.add")
         with tf.control_dependencies(made_with(self, "give")):  # what is added first decides how sums are rounded
             changed = self.value.assign_add(difference, read_value=False)
         return Step((changed,), done=((self, "take"),))
@@ -262,18 +316,29 @@ class LocalParameters:
           accumulate: adds the g to what is in `gradient`, instead of to zero.
         """
         self.windows += 1
+        if self.tables:
+            self._check_tables(window, optimizer, at, accumulate)
         if isinstance(window, tf.Tensor) != (self.dynamic is not None):
             raise UserError("the window of local.train is a number; where the scheme has center.dynamic, it is `dynamic.steps`")
-        dynamic = self.dynamic
+        dynamic, first = self.dynamic, self._window.steps - self._left if self._window else 0
+        self.local_steps += 1 if dynamic else window
+        self._left -= 0 if dynamic else window
         if dynamic:
             slept = [dynamic.begin(window, self.delay)]
         else:
             slept = [tf.py_func(lambda: time.sleep(self.delay), [], [])] if self.delay else []
         with tf.control_dependencies(slept):
-            indices = spent("input", lambda: self.batches.next(window, *([dynamic.most] if dynamic else [])), slept)
-        x, before = self.value, self.gradient.read_value() if accumulate else tf.zeros([self.model.size])
+            if self.tables:
+                indices = self._window.batches_of(first, window)
+                begun = self._window.begin(optimizer, accumulate, self.optimizers)
+            else:
+                indices = spent("input", lambda: self.batches.next(window, *([dynamic.most] if dynamic else [])), slept)
+                begun = []
+        x, before = self.value, self._gradient.read_value() if accumulate else tf.zeros([self.model.size])
 
-        def change(g):
+        def change(g, of_rows=()):
+            if of_rows:
+                return self._change_rows(optimizer, g, of_rows)
             with tf.control_dependencies([] if self.decay is None else [self._shrink(self.decay)]):
                 return self.apply(optimizer, g) if isinstance(optimizer, tf.train.Optimizer) else optimizer(g)
 
@@ -281,9 +346,10 @@ class LocalParameters:
             present = x.read_value()
             own = indices[t]
             samples = spent("input", lambda: self.batches.samples(own), own)
-            loss, g = self._loss_and_gradient(at(present) if at else present, *samples)
-            with tf.control_dependencies([g]), self._scheduled(t):  # x is read before it is written
-                return loss, g, change(g)
+            loss, g, of_rows = self._loss_and_gradient(at(present) if at else present, *samples)
+            first = [g, *begun] if window == 1 else [g]  # x is read before it is written
+            with tf.control_dependencies(first), self._scheduled(t):
+                return loss, g, change(g, of_rows)
 
         def next_step(t, total, loss):
             step_loss, g, changed = step(t)
@@ -298,17 +364,56 @@ class LocalParameters:
                 # An unrolled window would cost tens of seconds of graph optimization. An optimizer's slots cannot be
                 # created inside the loop, hence the call beforehand, whose operation is never run.
                 change(before)
-                walk = tf.while_loop(lambda t, *_: t < window, next_step, (0, before, 0.0), parallel_iterations=1)
+                with tf.control_dependencies(begun):  # nothing else in a loop waits for what is outside of it
+                    zero = tf.constant(0)
+                walk = tf.while_loop(lambda t, *_: t < window, next_step, (zero, before, 0.0), parallel_iterations=1)
                 changed, total, loss = walk
                 loss /= tf.cast(window, tf.float32) if dynamic else window
         loss = tf.identity(loss)
+        if self._window:
+            with tf.control_dependencies([changed]):
+                changed = tf.group(changed, *self._window.keep())
         timed = dynamic.end(window, slept[0], [changed, loss]) if dynamic else []
-        return Step((self.gradient.assign(total, read_value=False), loss.op, changed, *timed), (loss,))
+        return Step((self._gradient.assign(total, read_value=False), loss.op, changed, *timed), (loss,))
+
+    def _check_tables(self, window, optimizer, at, accumulate):
+        """Raises a `UserError` if rows of tables cannot be trained so."""
+        if at is not None or not isinstance(optimizer, tf.train.Optimizer):
+            self._only_vector("local.train with `at`, or with a function in place of an optimizer,")
+        if self._window is None:
+            self._only_vector("local.train without a pull before it")
+        if type(optimizer).__name__ not in ROW_BY_ROW:
+            raise UserError(
+                f"{type(optimizer).__qualname__} changes rows of a table (common.Embedding) that no gradient is for: on the "
+                "workers choose GradientDescentOptimizer or AdagradOptimizer"
+            )
+        if self.decay is not None:
+            raise UserError("--weight_decay changes every row of a table (common.Embedding) at each step: leave it out")
+        if isinstance(window, tf.Tensor) or window > self._left:
+            raise UserError(
+                "with tables (common.Embedding) a worker trains no more local steps than its last pull has got rows for: say "
+                "local.pull(center, steps)"
+            )
+        if accumulate and self._left == self._window.steps:
+            raise UserError(
+                "with tables (common.Embedding) the gradients of a push are those of the rows of one pull: --n_push has to be "
+                "--n_fetch, or a divisor of it"
+            )
+
+    def _change_rows(self, optimizer, g, of_rows):
+        """x ← optimizer(x, g), and so the rows; their gradients are added up. Returns the operation."""
+        pairs, added = [(g, self.value)], []
+        for own, (values, at) in zip(self._window.own, of_rows, strict=True):
+            pairs.append((tf.IndexedSlices(values, at), own.rows))
+            added.append(own.add(values, at))
+        optimizer = self.optimizers.use(optimizer)
+        with tf.control_dependencies(added), tf.variable_creator_scope(make_local):
+            return optimizer.apply_gradients(pairs)
 
     def apply(self, optimizer, g):
         """x ← optimizer(x, g), for a function that `train` gets. The optimizer's slots stay on this worker."""
         optimizer = self.optimizers.use(optimizer)
-        with tf.variable_creator_scope(_make_local):  # its slots
+        with tf.variable_creator_scope(make_local):  # its slots
             return optimizer.apply_gradients([(g, self.value)])
 
     def adamw(self, learning_rate, weight_decay):
@@ -334,12 +439,15 @@ class LocalParameters:
         return kinds[hp.local_optimizer](rate)
 
     def _loss_and_gradient(self, parameters, *samples):
-        loss, gradient, state = self.model.loss_and_gradient(parameters, [v.read_value() for v in self.state], *samples)
-        if self._clip_norm is not None:
+        values, of_rows = (parameters, [v.read_value() for v in self.state], *samples), []
+        if self.tables:
+            weights = () if len(samples) > 2 else (None,)
+            loss, gradient, state, of_rows = self.model.gradients(*values, *weights, self._window.own)
+        else:
+            loss, gradient, state = self.model.loss_and_gradient(*values)
+        if self._clip_norm is not None and of_rows:
+            gradient, of_rows = self._window.clipped(gradient, of_rows, self._clip_norm)
+        elif self._clip_norm is not None:
             gradient = tf.clip_by_norm(gradient, self._clip_norm)
         with tf.control_dependencies([v.assign(s, read_value=False) for v, s in zip(self.state, state, strict=True)]):
-            return tf.identity(loss), tf.identity(gradient)
-
-
-def _make_local(next_creator, **arguments):
-    return next_creator(**{**arguments, "collections": [tf.GraphKeys.LOCAL_VARIABLES]})
+            return tf.identity(loss), tf.identity(gradient), of_rows

@@ -144,6 +144,7 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
         without = (*without, "start_secs", "clip_norm", "learning_rate_schedule", "warmup_steps", "weight_decay")
         without = (*without, "validation", "patience", "callback")
         without = (*without, "test_data", "label", "parse")
+        without = (*without, "table_optimizer", "table_learning_rate", "save_tables", "max_rows")  # its tables are in the model
     if "launch" in without:
         without = (*without, "gpus")
     settings = flags.parse(values, arguments, script.name, without)

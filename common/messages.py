@@ -93,16 +93,26 @@ class AtUpdate:
         self._center, self._i, self._pulled, self._staleness, self._step = center, i, pulled, staleness, step
 
     @property
+    def is_of_table(self):
+        """Whether this is no piece of the vector x̃, but of a table, of which rows arrive."""
+        return self._i >= len(self._center.sizes)
+
+    def _piece(self, name):
+        if self.is_of_table:
+            raise UserError(f"rows of a table (common.Embedding) have no at_update.{name}: a scheme with it takes no tables")
+        return self._i
+
+    @property
     def size(self):
-        return self._center.sizes[self._i]
+        return self._center.sizes[self._piece("size")]
 
     def slot(self, name):
         """Returns this piece of a further global vector, a variable, see `GlobalParameters.slot`."""
-        return self._center.slot(name)[self._i]
+        return self._center.slot(name)[self._piece("slot")]
 
     @property
     def value(self):
-        return self._center.pieces[self._i].read_value()
+        return self._center.pieces[self._piece("value")].read_value()
 
     @property
     def pulled(self):
@@ -128,6 +138,9 @@ def gradient_of(part, at_ps, at_update, name="at_ps"):
     Raises:
       UserError: if that is none.
     """
+    if at_update.is_of_table:
+        values = at_ps(part.values, at_update) if at_ps else part.values
+        return tf.IndexedSlices(values, part.indices)
     gradient = at_ps(part, at_update) if at_ps else part
     if hasattr(gradient, "read_value"):  # as what `slot.assign(...)` returns
         gradient = gradient.read_value()

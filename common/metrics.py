@@ -288,10 +288,13 @@ class EvaluationHook(tf.train.SessionRunHook):
       log: a `MetricsLog`.
       step: the global step, a scalar tensor.
       results: loss and metrics on the test set, {name: scalar tensor}; on a validation set, as "validation_NAME".
+      told: tensors of what else is written then.
+      numbers_of: function of their values that returns {name: number}.
     """
 
-    def __init__(self, log, step, results, every_secs=1.0):
-        self._log, self._fetches, self._every_secs = log, (step, dict(results)), every_secs
+    def __init__(self, log, step, results, every_secs=1.0, told=(), numbers_of=lambda told: {}):
+        self._log, self._fetches, self._every_secs = log, (step, dict(results), told), every_secs
+        self._numbers_of = numbers_of
         self._thread, self._ended = None, threading.Event()
 
     def after_create_session(self, session, coord):
@@ -319,9 +322,9 @@ class EvaluationHook(tf.train.SessionRunHook):
 
     def evaluate(self, session):
         """Evaluates once, writes and returns (global step, {name: number})."""
-        step, results = session.run(self._fetches)
+        step, results, told = session.run(self._fetches)
         results = {name: float(value) for name, value in results.items()}
-        self._log.write(step, **measured(results))
+        self._log.write(step, **measured(results), **self._numbers_of(told))
         return int(step), results
 
     def _stop(self):

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import numpy as np
 
-from common import limits, tf
+from common import limits, tables, tf
 from common.data import arrays_in, call_user_function, mapped, one_line
 from common.flags import TRANSFORMER, UserError, check_backend
 from common.rows import chunks
 
 
-def build(spec, data, seed=0, loss=None, **sizes):
+def build(spec, data, seed=0, loss=None, tables_on_ps=False, tables_seed=0, **sizes):
     """Returns the `Model` that `--model=spec` names, one of `BUILT_IN` or FILE.py:FUNCTION, with its initial values.
 
     To be called before a graph is entered: the values of Keras variables can only be read eagerly.
@@ -28,6 +28,8 @@ def build(spec, data, seed=0, loss=None, **sizes):
       data: a `common.data.Data`.
       seed: of the initial values, where the model has no seeds of its own.
       loss: `--loss`, a name of Keras's, for a model that has no loss of its own.
+      tables_on_ps: whether layers `common.Embedding` have their tables there, see `common.tables`, or in the model.
+      tables_seed: of the first rows of these tables, the same in all tasks.
       **sizes: of a transformer, see `common.flags.sizes`; other models have no use for them.
 
     Raises:
@@ -37,16 +39,17 @@ def build(spec, data, seed=0, loss=None, **sizes):
 
     check_backend(keras.backend.backend())
     keras.utils.set_random_seed(seed)
-    if spec in BUILT_IN:
-        keras_model = _built_in(spec, data, {**TRANSFORMER, **sizes})
-    elif ":" in spec:
-        keras_model = call_user_function("--model", spec)
-    else:
-        raise UserError(f"--model must be one of {', '.join(BUILT_IN)} or FILE.py:FUNCTION, not {spec!r}")
-    if not isinstance(keras_model, keras.Model):
-        raise UserError(f"--model={spec} must give a keras.Model, not {type(keras_model).__name__}")
-    with named(spec):
-        return checked(keras_model, data, loss, last_operation=(lambda: None) if spec in BUILT_IN else None)
+    with tables.on_ps(tables_seed) if tables_on_ps else contextlib.nullcontext():
+        if spec in BUILT_IN:
+            keras_model = _built_in(spec, data, {**TRANSFORMER, **sizes})
+        elif ":" in spec:
+            keras_model = call_user_function("--model", spec)
+        else:
+            raise UserError(f"--model must be one of {', '.join(BUILT_IN)} or FILE.py:FUNCTION, not {spec!r}")
+        if not isinstance(keras_model, keras.Model):
+            raise UserError(f"--model={spec} must give a keras.Model, not {type(keras_model).__name__}")
+        with named(spec):
+            return checked(keras_model, data, loss, last_operation=(lambda: None) if spec in BUILT_IN else None)
 
 
 def by_labels(keras_model, is_classification):
@@ -232,7 +235,8 @@ def checked(keras_model, data, loss=None, last_operation=None):
     with _as_user_error(f"the model cannot be called on samples of shape {shapes}"):
         outputs = keras_model(x, **_training(keras_model, False))
     if not keras_model.trainable_variables:
-        raise UserError("the model has no trainable variables")
+        others = " but the tables on the ps, and workers need some: give it a layer of weights" if tables.are_on_ps() else ""
+        raise UserError(f"the model has no trainable variables{others}")
     for v in [*keras_model.trainable_variables, *keras_model.non_trainable_variables]:
         values = v.numpy()
         if values.dtype.kind == "f" and not np.isfinite(values).all():
@@ -396,10 +400,12 @@ def _as_user_error(what):
     """An error in a user's model becomes one line: `what`, and why."""
     try:
         yield
-    except UserError:
-        raise
     except Exception as error:
         why = re.search(r"\x1b\[1m(.*?)\x1b\[0m", str(error), re.DOTALL)  # what Keras puts around it says nothing
+        if isinstance(error, UserError):
+            if why is None:
+                raise
+            raise UserError(why[1].strip()) from error
         line = f"{type(error).__name__}: {why[1].strip().splitlines()[0]}" if why else one_line(error)
         captures = "Attempting to capture an EagerTensor" in line
         if "custom_gradient decorator" in line or captures and _is_in(error, "custom_gradient.py"):
@@ -444,6 +450,9 @@ class Model:
       measures: the names that its `compute_metrics` gives.
       own_optimizer: the name of the optimizer that the user compiled it with. No scheme uses it.
       places: for how many places of a sample it gives an output each, as of a sequence: a parameter is used at all of them.
+
+    Attributes:
+      tables: the `common.tables.Spec`s of those that are on the ps, of which `size` counts nothing.
     """
 
     def __init__(self, keras_model, measures, own_optimizer=None, places=1):
@@ -454,6 +463,10 @@ class Model:
         self.keras_model, self.minimizes, self.own_optimizer = keras_model, objectives.text(keras_model), own_optimizer
         self.shapes = [tuple(v.shape) for v in keras_model.trainable_variables]
         self.sizes = [int(np.prod(shape, dtype=int)) for shape in self.shapes]
+        self._on_ps = [layer for layer in keras_model._flatten_layers() if getattr(layer, "is_on_ps", False)]
+        for i, layer in enumerate(self._on_ps):
+            layer.number = i
+        self.tables = tables.specs_of(self._on_ps)
         self.size = sum(self.sizes)
         self.initial_parameters = np.concatenate([v.numpy().ravel() for v in keras_model.trainable_variables])
         self.initial_state = [v.numpy() for v in keras_model.non_trainable_variables]
@@ -465,7 +478,7 @@ class Model:
     def description(self):
         """Names and shapes of all variables, a list: of which model a vector of parameters is."""
         variables = [*self.keras_model.trainable_variables, *self.keras_model.non_trainable_variables]
-        return [[v.name, list(v.shape)] for v in variables]
+        return [[v.name, list(v.shape)] for v in variables] + [[t.name, [t.rows, t.width]] for t in self.tables]
 
     def split(self, parameters):
         """Returns the flat vector `[size]` as the list of the model's trainable variables."""
@@ -487,21 +500,63 @@ class Model:
         return loss, [scope.get_current_value(v) for v in self.keras_model.non_trainable_variables]
 
     def loss_and_gradient(self, parameters, state, x, y, weights=None):
-        """Returns the training loss of a batch, its gradient `[size]`, and the state after it.
+        """Returns the training loss of a batch, its gradient `[size]`, and the state after it; see `gradients`."""
+        return self.gradients(parameters, state, x, y, weights)[:3]
+
+    def gradients(self, parameters, state, x, y, weights=None, rows=()):
+        """Returns the training loss of a batch, its gradient `[size]`, the state after it, and the gradients of rows.
+
+        Args:
+          parameters, state, x, y, weights: as of `loss`.
+          rows: of each table on the ps the `common.tables.LocalRows`. Of each one the last result has gradients `[n, width]`
+            and at which of its rows, `[n]`; a row may come more than once.
 
         Raises:
           UserError: if the model cannot be a part of a graph, or its loss has no gradient.
         """
-        variables = self.split(parameters)
-        loss, state = self.loss(variables, state, x, y, weights)
+        variables, found = self.split(parameters), []
+
+        def find(layer, ids):
+            given, at = rows[layer.number].find(ids)
+            if layer.trainable:
+                found.append((layer, at, given))
+            return given
+
+        with tables.found_by(find) if rows else contextlib.nullcontext():
+            loss, state = self.loss(variables, state, x, y, weights)
         with _as_user_error("the gradient of the loss cannot be computed in a graph"):
-            gradients = tf.gradients(loss, variables)
+            gradients = tf.gradients(loss, [*variables, *(given for *_, given in found)])
         if all(g is None for g in gradients):
             raise UserError("the loss of the model depends on no trainable variable")
+        of_rows = []
+        for i, own in enumerate(rows):
+            here = [(g, at) for g, (layer, at, _) in zip(gradients[len(variables) :], found) if layer.number == i]
+            here = [(tf.reshape(g, [-1, own.table.width]), tf.reshape(at, [-1])) for g, at in here if g is not None]
+            none = tf.zeros([0, own.table.width]), tf.zeros([0], tf.int64)
+            of_rows.append(tuple(tf.concat(each, axis=0) for each in zip(*here)) if here else none)
+        gradients = gradients[: len(variables)]
         flat = [
             tf.reshape(g, [-1]) if g is not None else tf.zeros([size]) for g, size in zip(gradients, self.sizes, strict=True)
         ]
-        return loss, tf.concat(flat, axis=0), state
+        return loss, tf.concat(flat, axis=0), state, of_rows
+
+    def ids_of(self, x, tables_on_ps):
+        """Returns which rows samples need: of each table a list of tensors of ids. Nothing else of the model is computed.
+
+        Raises:
+          UserError: if the model cannot be a part of a graph, ids depend on more than samples, or a layer looks nothing up.
+        """
+        model = self.keras_model
+        variables = model.trainable_variables, model.non_trainable_variables
+        values = [[tf.placeholder(v.dtype, v.shape) for v in some] for some in variables]  # which nothing that is run needs
+        asked = tables.Asked(tables_on_ps, [*values[0], *values[1]])
+        scope = _scope(model, *values)
+        with _as_user_error("the model cannot be a part of a graph"), scope, _compared_by_value(), tables.found_by(asked):
+            model(tf.nest.map_structure(as_input, x), **_training(model, True))
+        for layer, ids in zip(self._on_ps, asked.ids, strict=True):
+            if not ids:
+                raise UserError(f"the layer {layer.name} looks nothing up when the model is called: leave it out")
+        return asked.ids
 
     def state_at(self, parameters, state, sample, count):
         """Returns the state at these parameters, when they are not those that it was trained with: a list of tensors.
@@ -595,21 +650,36 @@ class Model:
         _, total, _, found = tf.while_loop(lambda start, *_: start < n, batch, first, parallel_iterations=1)
         return {**found, "loss": total / n}
 
-    def save(self, parameters, state, path):
+    def save(self, parameters, state, path, rows_of_tables=()):
         """Writes the model with these values, so that `keras.models.load_model(path)` gives it back. All or nothing.
 
-        From any thread in which no graph is open; from one at a time.
+        From any thread in which no graph is open; from one at a time. With tables only once, as they come into the model.
+
+        Args:
+          parameters, state: arrays.
+          path: of the file.
+          rows_of_tables: see `fill`.
         """
         with self._saving:
-            self._save(parameters, state, path)
+            self._save(parameters, state, path, rows_of_tables)
 
-    def _save(self, parameters, state, path):
+    def fill(self, rows_of_tables):
+        """The tables come into the model, whose layers are then like any other.
+
+        Args:
+          rows_of_tables: of each table that is on the ps, what `common.tables.whole` returns.
+        """
+        for layer, rows in zip(self._on_ps, rows_of_tables, strict=True):
+            layer.fill(rows)
+
+    def _save(self, parameters, state, path, rows_of_tables):
         start = 0
         for variable, shape, size in zip(self.keras_model.trainable_variables, self.shapes, self.sizes, strict=True):
             variable.assign(parameters[start : start + size].reshape(shape))
             start += size
         for variable, value in zip(self.keras_model.non_trainable_variables, state, strict=True):
             variable.assign(value)
+        self.fill(rows_of_tables)
         unfinished = f"{path}.unfinished.keras"
         try:
             self.keras_model.save(unfinished)

@@ -176,6 +176,10 @@ class Replay:
         """x of all workers, an array `[num_workers, size]`."""
         return self._engine.replicas
 
+    def table(self, layer):
+        """Returns the table of a `common.Embedding` with a number of rows, by the layer's name: an array `[rows, width]`."""
+        return self._engine.table(layer)
+
     def evaluate(self, x, y):
         """Returns loss and accuracy (NaN for a regression) of x̃ on samples x `[n, ...]`, y `[n, ...]`, one array each."""
         found = self._engine.evaluate(x, y)

@@ -10,6 +10,7 @@ from typing import Any
 
 from common import data, tf
 from common.flags import SCHEDULES, UserError
+from common.rowwise_adagrad import RowwiseAdagrad
 
 
 class Schedule:
@@ -163,7 +164,8 @@ class Rate:
 def hyperparameters(hp, center, local):
     """Returns what a scheme gets as `hp`: with a schedule its learning rates are `Rate`s.
 
-    Center or local get the weight decay, and local learns whether to pull ahead (`hp.overlap`, if there is such a flag).
+    Center or local get the weight decay, center the optimizer of tables (`--table_optimizer`), and local learns `hp.window` and
+    whether to pull ahead (`hp.overlap`, if there is such a flag).
 
     `hp.optimizer_on` says on which side the optimizer of the scheme's paper stands. If that is the ps, all its learning rates
     follow the schedule, and x̃ decays. If it is the worker, only the learning rate of the local steps does, and x decays.
@@ -174,7 +176,7 @@ def hyperparameters(hp, center, local):
       local: this worker's `common.local.LocalParameters`.
     """
     values = dict(vars(hp))
-    local.overlap = bool(values.get("overlap"))
+    local.overlap, local.window = bool(values.get("overlap")), values.get("window", 1)
     of_worker = "learning_rate" if values.get("local_learning_rate") is None else "local_learning_rate"
     is_on_worker = values.get("optimizer_on") == "worker"
     own = values.get("learning_rates") or []  # of each worker, which scales its own part of a sum
@@ -186,6 +188,12 @@ def hyperparameters(hp, center, local):
                 values[name] = Rate(values[name], local.factor)
         if own:
             values["learning_rates"] = [Rate(number, local.factor) for number in own]
+    if center.tables and values.get("table_optimizer", "scheme") != "scheme":
+        rate = values.get("table_learning_rate") or values["learning_rate"]
+        if center.schedule is not None and not isinstance(rate, Rate):
+            rate = Rate(rate, local.factor)
+        kinds = {"sgd": tf.train.GradientDescentOptimizer, "adagrad": tf.train.AdagradOptimizer}
+        center.optimizer_of_rows = {**kinds, "rowwise_adagrad": RowwiseAdagrad}[values["table_optimizer"]](rate)
     if values.get("decay"):
         if is_on_worker:
             local.decay = values[of_worker] * values["decay"]

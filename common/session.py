@@ -83,6 +83,8 @@ class _Creator(tf.train.SessionCreator):
             what, otherwise = f"the checkpoint in {self._checkpoint_dir}", "another --run_dir or checkpoint_dir"
             with restoring(what, otherwise, scaffold.saver, newest):
                 scaffold.saver.restore(session, newest)
+                if keeper:
+                    keeper.restore_tables(session, newest)
         else:
             session.run(scaffold.init_op, scaffold.init_feed_dict)
             if scaffold.init_fn:

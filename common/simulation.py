@@ -13,10 +13,11 @@ from common import tf
 from common.batches import fed, order_of
 from common.center import GlobalParameters, fragments_of
 from common.data import arrays_in, mapped
-from common.flags import UserError
+from common.flags import ROOM, UserError
 from common.local import LocalParameters
 from common.schedules import Rate, hyperparameters
 from common.steps import Step, build_steps, is_on_ps, steps_apart
+from common.tables import found_by
 from common.together import Pace, Together
 from common.virtual_time import RESTART, Action, Waiting
 
@@ -69,6 +70,7 @@ class Engine:
         n = shards.num_workers
         with self.graph.as_default():
             options = {"schedule": schedule, "compression": compression, "fragments": fragments_of(hp)}
+            options |= {"tables": model.tables, "max_rows": getattr(hp, "max_rows", ROOM)}
             self._center = center = _Center(model.initial_parameters, num_ps, **options)
             kinds, workers, starts = (tf.placeholder(tf.int32, [None], name) for name in ("kinds", "workers", "starts"))
             order = tf.placeholder(tf.int32, [None], "order")
@@ -146,6 +148,7 @@ class Engine:
         kinds, workers, starts, _ = self._schedule
         center, local, rows = self._center, self._local, self._rows
         windows: list[int] = []
+        trained: list[int] = []
         count = tf.size(kinds)
 
         def body(t, done, outcomes):
@@ -157,10 +160,11 @@ class Engine:
                 def run():
                     read, written = used
                     loads = [v.assign(tf.gather(rows[v.ref()], worker), read_value=False) for v in read]
-                    batches.drawn = 0
+                    batches.drawn, begun = 0, local.local_steps
                     with tf.control_dependencies(loads):
                         step = generate(loads)
                     windows.append(batches.drawn)
+                    trained.append(local.local_steps - begun)
                     stores = []
                     with tf.control_dependencies(step.operations):
                         for v in written:
@@ -191,7 +195,7 @@ class Engine:
         local.index = None
         self._samples_of = np.array(windows)
         self.waiting = _waiting_of(center, local)
-        self.actions = _actions(self.steps, self._samples_of // batches.batch_size, messages or [(0, 0)] * len(self.steps))
+        self.actions = _actions(self.steps, trained, messages or [(0, 0)] * len(self.steps))
         return [array.stack() for array in arrays]
 
     def _variables(self):
@@ -232,11 +236,19 @@ class Engine:
         if key not in self._evaluations:
             with self.graph.as_default():
                 feeds = [mapped(lambda array: tf.placeholder(array.dtype, array.shape), part) for part in samples]
-                self._evaluations[key] = feeds, self._model.evaluate(self._value, self._state, *feeds)
+                with found_by(self._center.find):
+                    self._evaluations[key] = feeds, self._model.evaluate(self._value, self._state, *feeds)
         feeds, results = self._evaluations[key]
         arrays = [a for part in samples for a in arrays_in(part)]
         places = [p for part in feeds for p in arrays_in(part)]
         return {name: float(v) for name, v in self.session.run(results, dict(zip(places, arrays, strict=True))).items()}
+
+    def table(self, layer):
+        """Returns the table that the layer of this name has on the ps, an array `[rows, width]` in the order of its ids."""
+        table = {each.spec.layer: each for each in self._center.tables}[layer]
+        with self.graph.as_default():
+            whole = tf.concat([piece.read_value() for piece in table.pieces], axis=0)
+            return self.session.run(tf.gather(whole, table.places(np.arange(table.rows))))
 
     def close(self):
         """Closes the session."""
@@ -348,6 +360,7 @@ class _Batches:
     def __init__(self, shards, order, feeds):
         self.num_samples, self.batch_size, self._order = len(arrays_in(shards.samples[0])[0]), shards.batch_size, order
         self.init_feed_dict: dict = {}
+        self.index_type = tf.int32
         self.at: Any = None
         self.drawn = 0  # samples, since it was set to 0
         with tf.variable_scope("samples"):
@@ -636,7 +649,7 @@ def _actions(steps, windows, messages):
     """Returns the `Action`s of steps, of what they draw and send."""
     return [
         Action(
-            local_steps=int(window),
+            local_steps=window,
             up=up,
             down=down,
             reads=step.pulled is not None,

@@ -477,7 +477,7 @@ def repeat_rounds(scheme, center, local, hp, rounds, times):
     Args:
       times: int32 scalar on the worker.
     """
-    devices = sorted({piece.device for piece in [*center.pieces, center.step]})
+    devices = sorted({piece.device for piece in [*center.targets, center.step]})
     tokens = []  # one per ps: the rounds so far have ended there; ps tasks send each other no messages
     for device in devices:
         with tf.device(device):

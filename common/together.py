@@ -91,7 +91,9 @@ class Together:
         with tf.control_dependencies(None):
             self._clocks = center.clocks(local.num_workers, 0, self.gradients_per_update)
             reduction = "MEAN" if mean else "SUM"
-            self._sums = [_Total(f"gradients_{i}", piece, reduction) for i, piece in enumerate(center.pieces)]
+            self._sums: list[Any] = [_Total(f"gradients_{i}", piece, reduction) for i, piece in enumerate(center.pieces)]
+            for i, piece in enumerate(center.targets[len(center.pieces) :]):  # of tables
+                self._sums.append(_RowTotal(f"gradients_of_rows_{i}", piece, mean))
             self.enter: Any = ()
             self.leave: Any = ()
             if not self._clocks.is_virtual:
@@ -145,8 +147,8 @@ class Together:
 
     def _give(self, optimizer, message, at_ps=None, of_all=None, fragment=None):
         center, clocks, index = self._center, self._clocks, self._local.index
-        numbers = range(len(center.pieces)) if fragment is None else center.numbers(fragment)
-        pieces, sums = [center.pieces[i] for i in numbers], [self._sums[i] for i in numbers]
+        numbers = range(len(center.targets)) if fragment is None else center.numbers(fragment)
+        pieces, sums = [center.targets[i] for i in numbers], [self._sums[i] for i in numbers]
         (parts, kept), gradients = center.parts(message, fragment=fragment), []
         found = [AtUpdate(center, i) for i in numbers]
         sent = [tensor.op for part in parts for tensor in tensors_of(part)]
@@ -154,7 +156,7 @@ class Together:
             for piece, part, at_update in zip(pieces, parts, found, strict=True):
                 with tf.device(piece.device):
                     gradient = gradient_of(arrived(part), at_ps, at_update)
-                    if isinstance(gradient, tf.IndexedSlices):
+                    if isinstance(gradient, tf.IndexedSlices) and not at_update.is_of_table:
                         gradient = tf.math.unsorted_segment_sum(gradient.values, gradient.indices, at_update.size)
                     gradients.append(gradient)
                     # Slots cannot be made under a condition. This is never run, nor is the optimizer's.
@@ -162,7 +164,7 @@ class Together:
                         gradient_of(gradients[-1], of_all, at_update, "of_all")
             made = gradients if fragment is None else [tf.zeros(piece.shape) for piece in center.pieces]
             optimizer = center.optimizers.use(
-                optimizer, lambda own: own.apply_gradients(list(zip(made, center.pieces, strict=True)))
+                optimizer, lambda own: center.make_slots(own, list(zip(made, center.targets, strict=True)))
             )
             if fragment is not None and center.fragments > 1 and optimizer._non_slot_dict:
                 raise UserError(
@@ -346,3 +348,47 @@ class _Total:
         with tf.device(self._device):
             some = tf.raw_ops.ResourceAccumulatorNumAccumulated(handle=self._handle) > 0
             return tf.cond(some, lambda: self.take().op, tf.no_op).op
+
+
+class _RowTotal:
+    """The gradients of rows of a piece of a table, beside it, as they come; empty at first. It needs no initialization.
+
+    As in `_Total` all that has come counts, however many that are: a worker that dies in the middle may have given one twice.
+
+    Args:
+      name: for the ps.
+      piece: the piece.
+      mean: whether `take` returns their mean, or the sum.
+    """
+
+    def __init__(self, name, piece, mean):
+        self._device, self._width, self._is_mean = piece.device, piece.shape[1], mean
+        with tf.device(self._device):
+            self._queue = tf.FIFOQueue(2**20, [tf.float32, tf.int64], shared_name=name)
+
+    def add(self, gradient, counts):
+        """The operation that adds gradients, `tf.IndexedSlices`, if they count."""
+        with tf.device(self._device):
+            return tf.cond(counts, lambda: self._queue.enqueue([gradient.values, gradient.indices]), tf.no_op).op
+
+    def take(self):
+        """Returns the mean or the sum, each row once, and empties it."""
+        with tf.device(self._device):
+            n = self._queue.size()
+
+            def one(i, values, indices):
+                with tf.device(self._device):
+                    more, at = self._queue.dequeue()
+                    values = tf.concat([values, tf.ensure_shape(more, [None, self._width])], axis=0)
+                    return i + 1, values, tf.concat([indices, tf.ensure_shape(at, [None])], axis=0)
+
+            first = 0, tf.zeros([0, self._width]), tf.zeros([0], tf.int64)
+            shapes = tf.TensorShape([]), tf.TensorShape([None, self._width]), tf.TensorShape([None])
+            _, values, indices = tf.while_loop(lambda i, *_: i < n, one, first, shapes, parallel_iterations=1)
+            rows, which = tf.unique(indices)
+            sums = tf.math.unsorted_segment_sum(values, which, tf.size(rows))
+            return tf.IndexedSlices(sums / tf.cast(tf.maximum(n, 1), tf.float32) if self._is_mean else sums, rows)
+
+    def clear(self):
+        """The operation that empties it."""
+        return self.take().values.op

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common import data, ending, limits, models, plots, signals, streams, tf
+from common import data, ending, limits, models, plots, signals, streams, tables, tf
 from common.batches import Batches, Position, fed
 from common.callbacks import Callback, Patience
 from common.center import GlobalParameters, fragments_of
-from common.checkpoints import Keeper
+from common.checkpoints import Keeper, checkpoints_in
 from common.compression import compression_of
 from common.flags import FITTING, UserError, sizes
 from common.hooks import EarlyStoppingHook, Gate, MeetingHook, StartHook, WarmStartHook
@@ -50,13 +50,15 @@ def train(scheme, task, settings):
     doing(LOADING)
     dataset, held_out = split(streams.load(settings), settings)
     doing(BUILDING)
-    model = build_model(settings, samples_of(dataset, settings), index)
+    model = build_model(settings, samples_of(dataset, settings), index, tables_on_ps=True)
+    tables.check_flags(settings, model.tables)
     unit = unit_of(settings, model)
     doing("building the graph")
     with tf.Graph().as_default():
         schedule, compression = schedule_of(settings), compression_of(settings)
         about = task.num_ps if task else 1, task and task.device_fn(), schedule, compression
-        center = GlobalParameters(model.initial_parameters, *about, fragments=fragments_of(settings))
+        of_tables = model.tables, settings.max_rows
+        center = GlobalParameters(model.initial_parameters, *about, fragments_of(settings), *of_tables)
         with tf.device(task and task.device):
             position = position_of(settings, index, num_workers, dataset.num_samples)
             batches = batches_of(dataset, settings, index, num_workers, position)
@@ -80,10 +82,10 @@ def train(scheme, task, settings):
                 # That of the chief's own x is not that of x̃.
                 final = parameters, local.state_at(parameters)
                 copies = [there.assign(here, read_value=False) for there, here in zip(kept, final[1], strict=True)]
-                results = evaluation_of(model, final, dataset, local_init_feed_dict)
+                results = evaluation_of(model, final, dataset, local_init_feed_dict, center.find)
                 if held_out and not settings.num_evaluators:
                     with tf.variable_scope("validation"):
-                        found = evaluation_of(model, final, held_out, local_init_feed_dict)
+                        found = evaluation_of(model, final, held_out, local_init_feed_dict, center.find)
                     results |= {f"validation_{name}": value for name, value in found.items()}
                 evaluation = step, results
             keeper = Keeper(
@@ -95,7 +97,7 @@ def train(scheme, task, settings):
                 samples_per_update(settings, gradients) if center.local_steps is None else settings.batch_size,
                 copies,
             )
-            if index == 0:
+            if index == 0 and not model.tables:
                 keeper.export = functools.partial(model.save, path=Path(settings.run_dir, "model.keras"))
             gate = ready = None
             if num_workers > 1:
@@ -103,7 +105,7 @@ def train(scheme, task, settings):
                 ready = tf.concat([keeper.has_lost, gate.closed(index)], axis=0) if index > 0 else None
             scaffold = tf.train.Scaffold(
                 # It restores what the keeper saves. Not sharded: the ps tasks need no folder in common with the chief.
-                saver=Saver(sharded=False, save_relative_paths=True),
+                saver=Saver(keeper.variables, sharded=False, save_relative_paths=True),
                 init_feed_dict=center.init_feed_dict,
                 ready_for_local_init_op=ready,
                 local_init_op=tf.local_variables_initializer(),
@@ -112,20 +114,27 @@ def train(scheme, task, settings):
         goal = None  # with a number of updates, that is the goal
         if center.local_steps is not None and not settings.steps and dataset.num_samples is not None:
             goal = settings.epochs * dataset.num_samples
-        how = next_call, evaluation, final, scaffold, gate, waits, gradients, keeper, position, unit, goal
+        rows = local.told_of_tables(), functools.partial(tables.numbers_of, model.tables)
+        how = next_call, evaluation, final, scaffold, gate, waits, gradients, keeper, position, unit, rows, goal
         plan = Plan(last, center.step, *how)
         with streams.reading(dataset):
             open_session = functools.partial(monitored_session, keeper=keeper)
             outcome = run_worker(plan, task, settings, server, interruption, open_session)
     doing("writing the result")
     if outcome.final:
-        model.save(*outcome.final, Path(settings.run_dir, "model.keras"))
+        save_model(model, outcome.final, settings)
     if outcome.evaluated:
         optimizers = ", ".join(sorted(center.optimizers.names | local.optimizers.names))
         more = {"samples": outcome.samples, "parameters": model.size, "optimizer": optimizers, "minimizes": model.minimizes}
         more |= {"unit": unit} if unit else {}
         own = {name: _as_json(value) for name, value in settings.of_scheme.items()}
         more |= {name: getattr(settings, name) for name in ("compress", "compress_pull", "topk")}
+        if model.tables:
+            more["tables"] = tables.what_travelled(model.tables, *outcome.rows)
+            flags = "table_optimizer", "table_learning_rate", "max_rows", "save_tables"
+            more |= {name: getattr(settings, name) for name in flags} | {"tables_seed": settings.seed}
+            for line in tables.dropped(more["tables"], settings.max_rows):
+                tell(line)
         more |= {"delays": settings.delays or [], "rounds_per_call": rounds, "flags_of_scheme": own}
         is_dynamic, what = center.local_steps is not None, (settings, task, outcome.reports, *outcome.evaluated)
         write_result(*what, gradients_per_update=gradients, is_dynamic=is_dynamic, **more)
@@ -274,6 +283,7 @@ class Plan(NamedTuple):
     keeper: Any = None  # a `common.checkpoints.Keeper`, if there is one
     position: Any = None  # a `common.batches.Position`, if the position is kept
     unit: Any = None  # of the loss, see `unit_of`
+    rows: Any = ()  # what is told of tables: tensors, and a function of their values, see `EvaluationHook`
     goal: Any = None  # number of samples to end at, where updates are made of more or fewer, see `common.dynamic`
 
     def last_of(self, present, samples, settings):
@@ -289,6 +299,7 @@ class Outcome(NamedTuple):
     final: Any = None  # values of `Plan.final`, also of a training that was interrupted
     reports: Any = None  # of all workers, see REPORT
     evaluated: Any = None  # global step, and loss and metrics on the test set, {name: number}
+    rows: Any = None  # what this worker pulled of tables, values of the first of `Plan.rows`
     samples: Any = None  # how many the parameters were trained with, in all runs that they come from; None: see the reports
 
 
@@ -313,7 +324,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
     hooks: list = [interruption, metrics]
     if index == 0:
         step, results = plan.evaluation
-        evaluation = EvaluationHook(log, step, results, settings.evaluation_secs)
+        evaluation = EvaluationHook(log, step, results, settings.evaluation_secs, *plan.rows)
         if not settings.num_evaluators:
             hooks.append(evaluation)
     early_stopping = callback = None
@@ -420,7 +431,8 @@ def run_worker(plan, task, settings, server, interruption, open_session):
             if present >= last or is_over or meeting:
                 session.run_step_fn(lambda step_context: save(step_context.session))
                 samples = session.run(plan.keeper.samples) if plan.keeper else None
-                outcome = Outcome(0, session.run(plan.final), reports, evaluation.evaluate(session), samples)
+                rows = session.run(plan.rows[:1])
+                outcome = Outcome(0, session.run(plan.final), reports, evaluation.evaluate(session), rows, samples)
                 if task:
                     rendezvous.dismiss(session)
                 break
@@ -436,7 +448,32 @@ def run_worker(plan, task, settings, server, interruption, open_session):
     return outcome
 
 
-def build_model(settings, dataset, index=0):
+def save_model(model, final, settings):
+    """Writes `model.keras`; with tables from the newest checkpoint, if they fit into memory. Else there is none afterwards.
+
+    Args:
+      model: a `common.models.Model`.
+      final: parameters and state.
+    """
+    path, found = Path(settings.run_dir, "model.keras"), []
+    if model.tables and settings.save_tables == "no":
+        path.unlink(missing_ok=True)  # of a run that goes on it is an older one
+        return
+    if model.tables:
+        checkpoint = checkpoints_in(Path(settings.run_dir, "checkpoints"))[-1]
+        need, has = 8 * 4 * tables.numbers_in(checkpoint, model.tables), limits.memory()
+        if need > has:
+            tell(
+                f"no model.keras: with its tables it takes {limits.as_bytes(need)} of memory, and there are "
+                f"{limits.as_bytes(has)}; `common.rows_of` reads rows from the checkpoint"
+            )
+            path.unlink(missing_ok=True)
+            return
+        found = [tables.whole(checkpoint, table) for table in model.tables]
+    model.save(*final, path, found)
+
+
+def build_model(settings, dataset, index=0, tables_on_ps=False):
     """Returns the `common.models.Model` of worker `index`.
 
     The chief notes in the run's folder what variables it has, or, with `--resume`, compares it with the one of before.
@@ -445,7 +482,8 @@ def build_model(settings, dataset, index=0):
       UserError: if there is no such model, it does not fit the data, or its parameters are not those of the checkpoint.
     """
     # Of the initial values only the chief's count; the seed of Dropout is to differ.
-    model = models.build(settings.model, dataset, settings.seed + index, settings.loss, **sizes(settings))
+    options = {"tables_on_ps": tables_on_ps, "tables_seed": settings.seed, **sizes(settings)}
+    model = models.build(settings.model, dataset, settings.seed + index, settings.loss, **options)
     if index == 0:
         _check_model(settings, model)
     return model
@@ -533,12 +571,16 @@ def batches_of(dataset, settings, index, num_workers, position):
     return Batches(x, y, settings.batch_size, settings.seed + index, weights=weights, position=position)
 
 
-def evaluation_of(model, at, dataset, feeds):
-    """Returns loss and metrics `at` (parameters, state) on the test set, {name: tensor}; `feeds` gets what to feed it."""
-    if isinstance(dataset, Stream):
-        test = TestSet(dataset)
-        return model.evaluate_parts(*at, test.part, test.num_samples, test.batch_size)
-    return model.evaluate(*at, *fed_test_set(dataset, feeds))
+def evaluation_of(model, at, dataset, feeds, find=None):
+    """Returns loss and metrics `at` (parameters, state) on the test set, {name: tensor}; `feeds` gets what to feed it.
+
+    `find` looks up rows of tables, see `common.tables.found_by`.
+    """
+    with tables.found_by(find):
+        if isinstance(dataset, Stream):
+            test = TestSet(dataset)
+            return model.evaluate_parts(*at, test.part, test.num_samples, test.batch_size)
+        return model.evaluate(*at, *fed_test_set(dataset, feeds))
 
 
 # Files in the run's folder. An evaluator, or the chief, writes the first to end training; the chief writes the second when that
@@ -711,13 +753,14 @@ def check(settings, dataset, scheme=None):
 
     With `--compress` also if the scheme sends what cannot be compressed.
     """
-    dataset, _ = split(dataset, settings)
+    dataset, held_out = split(dataset, settings)
     if settings.callback is not None:
         data.user_function("--callback", settings.callback)
     if not isinstance(dataset, Stream):
         data.shard(dataset, 0, settings.num_workers if settings.launch else 1)
-    num_samples, dataset = dataset.num_samples, samples_of(dataset, settings)
-    model = models.build(settings.model, dataset, settings.seed, settings.loss, **sizes(settings))
+    num_samples, is_stream, dataset = dataset.num_samples, isinstance(dataset, Stream), samples_of(dataset, settings)
+    options = {"tables_on_ps": scheme is not None, **sizes(settings)}
+    model = models.build(settings.model, dataset, settings.seed, settings.loss, **options)
     if schedule := schedule_of(settings):
         schedule.ask = lambda: last_step(settings, num_samples)  # at most
         with tf.Graph().as_default():
@@ -725,9 +768,16 @@ def check(settings, dataset, scheme=None):
     if settings.model not in FITTING.get(settings.data, ()):
         with models.named(settings.model):
             _trace(model, dataset)
-    if scheme and (compression := compression_of(settings)):
+    compression = compression_of(settings)
+    if scheme:
+        tables.check_flags(settings, model.tables)
+    if model.tables and settings.num_evaluators:
+        raise UserError("--num_evaluators: an evaluator has the model whole, and its tables (common.Embedding) are on the ps")
+    tables.check_data(model, [x for x, *_ in (dataset.train, dataset.test, *([held_out.test] if held_out else []))], is_stream)
+    if scheme and (compression or model.tables):
         with tf.Graph().as_default():
-            pieces = {"num_ps": settings.num_ps or 1, "fragments": fragments_of(settings)}
+            pieces = {"num_ps": settings.num_ps or 1, "fragments": fragments_of(settings), "tables": model.tables}
+            pieces["max_rows"] = settings.max_rows
             center = GlobalParameters(model.initial_parameters, **pieces, compression=compression)
             batches = batches_of(dataset, settings, 0, 1, None)
             local = LocalParameters(center, model, batches, "worker_0", 0, settings.num_workers)
@@ -744,7 +794,7 @@ def _trace(model, dataset):
     def placeholders(samples):
         return [data.mapped(lambda array: tf.placeholder(array.dtype, [2, *array.shape[1:]]), part) for part in samples]
 
-    with tf.Graph().as_default():
+    with tf.Graph().as_default(), tables.found_by(tables.Asked(model.tables)):
         values = tf.placeholder(tf.float32, [model.size]), [tf.placeholder(v.dtype, v.shape) for v in model.initial_state]
         model.loss_and_gradient(*values, *placeholders(dataset.train))
         model.evaluate(*values, *placeholders(dataset.test))

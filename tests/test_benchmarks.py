@@ -119,7 +119,7 @@ def test_commands_of_a_readme_write_its_table(monkeypatch):
 
     def run(command):
         ran.append(command)
-        return dict.fromkeys([key for key, _ in table.COLUMNS.values()], float(len(ran)))
+        return {key: float(len(ran)) for key, _ in table.COLUMNS.values() if key != "test_auc"}
 
     monkeypatch.setattr(table, "run", run)
     command = '    .venv/bin/python benchmarks/table.py "bash A/run.sh" \\\n        "bash A/run.sh --b=1" --rounds=2'
@@ -129,6 +129,7 @@ def test_commands_of_a_readme_write_its_table(monkeypatch):
     assert ran == ["bash A/run.sh", "bash A/run.sh --b=1"] * 2
     rows = "| `bash A/run.sh` | 2.000 |", "| `bash A/run.sh --b=1` | 3.000 |"
     assert all(row in new for row in rows) and "0.9" not in new
+    assert "| test accuracy | test loss |" in new  # no empty column
     assert new.startswith(f"Printed by\n\n{command}\n\n| command |") and new.endswith("\n\nAfter it.\n\n| another | table |\n")
 
 
@@ -172,6 +173,31 @@ def test_predictions_that_miss_are_marked():
     right, wrong = predictions.table({"schemes": rounds}).splitlines()[2:]
     assert right == "| right | 110 / 100 | 3.10 / 3.00 | 0.05 | 7.00 / 6.00 |"
     assert wrong == "| wrong | 80.00 / 100 (!) | 2.00 / 3.00 (!) | 0.20 (!) | 7.00 / – (!) |"
+
+
+def test_targets_of_tables_that_are_missed_are_marked():
+    import tables
+
+    rates = dict.fromkeys(tables.CONTESTANTS, 100) | {"HogWild": 300, "HogWild, window 10": 999}
+    runs = {name: {"median": rate} for name, rate in rates.items()}
+    first, second = tables.targets({"runs": {"1": runs, "2": runs}}).splitlines()[2:4]
+    assert first == "| HogWild | 3 × | ParameterServerStrategy | 3.00 × | 3.00 × |"
+    assert second.endswith("| 9.99 ×, short of it | 9.99 ×, short of it |")
+
+
+def test_samples_of_clicks_are_rows_of_the_table(monkeypatch):
+    import clicks
+
+    def ids_of(rows, stride):
+        monkeypatch.setattr(clicks, "ROWS", rows)
+        monkeypatch.setattr(clicks, "STRIDE", stride)
+        (ids, labels), _ = clicks.data()
+        assert ids.min() == 0 and ids.max() < rows and set(labels) == {0, 1}
+        return ids, labels
+
+    (few, labels), (apart, same_labels) = ids_of(100, 1), ids_of(5_000, 50)
+    np.testing.assert_array_equal(few * 50, apart)
+    np.testing.assert_array_equal(labels, same_labels)
 
 
 def test_accuracy_of_a_prediction_is_reached_between_two_evaluations():

@@ -1,0 +1,179 @@
+"""`Embedding`: a `keras.layers.Embedding` whose table, in a cluster, lies cut over the ps and is never whole on a worker."""
+
+import keras
+
+from common import tables, tf
+from common.flags import UserError
+
+# Of each type of floating point the number up to which it has all whole numbers.
+EXACT = {"bfloat16": 2**8, "float16": 2**11, "float32": 2**24, "float64": 2**53}
+
+
+@keras.saving.register_keras_serializable(package="distributed_tensorflow")
+class Embedding(keras.layers.Embedding):
+    """A `keras.layers.Embedding`: in `fit`, `predict` and files it is no other. In a cluster no worker has the whole table.
+
+    Before a window a worker pulls the rows that its batches need, each once; it pushes the gradients of these rows. See
+    `common.tables`.
+
+    Args:
+      input_dim: rows of the table; ids are 0 to input_dim − 1. With None it has no end: ids are 0 to 2⁵³ − 1, and a row
+        appears when it is first used, in a cluster; in a file there are the rows that were used, and others are as they begin.
+      output_dim: numbers in a row.
+      known: how many rows there are, of a table without an end that comes from a file.
+      seed_of_rows: of the first rows, where the initializer has no seed of its own; by default one for each layer.
+      **others: as of `keras.layers.Embedding`.
+
+    Raises:
+      UserError: in a cluster, for what would need the whole table: a regularizer, a constraint, weights, LoRA. Without one, for
+        a table without an end.
+    """
+
+    def __init__(self, input_dim, output_dim, known=None, seed_of_rows=None, **others):
+        is_on_ps = tables.are_on_ps()
+        if is_on_ps:
+            for name in ("embeddings_regularizer", "embeddings_constraint", "weights", "lora_rank", "quantization_config"):
+                if others.get(name) is not None:
+                    raise UserError(
+                        f"the layer {others.get('name', 'Embedding')} has {name}, which needs the whole table, and that is on "
+                        "the ps: leave it out, or use keras.layers.Embedding, whose table every worker has whole"
+                    )
+        super().__init__(1 if input_dim is None else input_dim, output_dim, **others)
+        self.is_on_ps, self.input_dim, self._known = is_on_ps, input_dim, known
+        self.seed, self.seed_of_rows = tables.seed_on_ps(), seed_of_rows
+        if is_on_ps and self.variable_dtype != "float32":
+            raise UserError(
+                f"{self.name} has rows of {self.variable_dtype}, and tables on the ps hold float32: leave its dtype out, or "
+                "take one whose variables are float32, as mixed_bfloat16"
+            )
+
+    def build(self, input_shape=None):
+        """Makes the table, unless that is on the ps."""
+        if self.is_on_ps:
+            self.built = True
+        elif self.input_dim is not None:
+            super().build(input_shape)
+        elif self._known is None:
+            raise UserError(
+                f"{self.name} has no number of rows, as they appear on ps: train it in a cluster, or give it a number of rows"
+            )
+        else:
+            numbers = {"initializer": "zeros", "trainable": False}
+            self._ids = self.add_weight(shape=[self._known], dtype="int64", name="ids", **numbers)
+            self._embeddings = self.add_weight(shape=[self._known, self.output_dim], name="embeddings", **numbers)
+            self.built = True
+
+    def get_config(self):
+        """Returns what `from_config` takes."""
+        return super().get_config() | (
+            {} if self._known is None else {"known": self._known, "seed_of_rows": self.seed_of_rows}
+        )
+
+    def save_own_variables(self, store):
+        """As `keras.layers.Embedding`."""
+        if self.input_dim is None:
+            store["0"], store["1"] = self._ids, self._embeddings
+        else:
+            super().save_own_variables(store)
+
+    def load_own_variables(self, store):
+        """As `keras.layers.Embedding`.
+
+        Raises:
+          UserError: if the table is on the ps.
+        """
+        if self.is_on_ps:
+            raise UserError(
+                f"{self.name} comes with a table, and in a cluster tables begin on the ps: give a function that makes the "
+                "model, or use keras.layers.Embedding"
+            )
+        if self.input_dim is None:
+            self._ids.assign(store["0"])
+            self._embeddings.assign(store["1"])
+        else:
+            super().load_own_variables(store)
+
+    def call(self, inputs):
+        """Returns the rows `[..., output_dim]` of these ids."""
+        if not self.is_on_ps and self.input_dim is not None:
+            return super().call(inputs)
+        if inputs.dtype.is_floating:  # as bytes come; a number that is not whole is no row, and becomes −1, which is none
+            self._check_exact(inputs.dtype)
+            inputs = tf.where(tf.equal(inputs, tf.floor(inputs)), inputs, -tf.ones_like(inputs))
+        if inputs.dtype not in (tf.int32, tf.int64):
+            inputs = tf.cast(inputs, tf.int64)
+        if not self.is_on_ps:
+            return tf.cast(self._known_rows(inputs), self.compute_dtype)
+        find = tables.finder()
+        if find is None:  # as when the model is tried with a few samples: rows of the right shape
+            shape = tf.concat([tf.shape(inputs), [self.output_dim]], axis=0)
+            rows = tf.random.stateless_uniform(shape, [0, 0], -0.05, 0.05)
+        else:
+            rows = find(self, inputs)
+        return tf.cast(rows, self.compute_dtype)
+
+    def _check_exact(self, dtype):
+        """Raises a `UserError` if this type of floating point does not hold all ids: some rows would be taken for others."""
+        exact = EXACT.get(dtype.name, 1)
+        if (tables.IDS if self.input_dim is None else self.input_dim) > exact:
+            raise UserError(
+                f"the ids of {self.name} come as {dtype.name}, which has no whole numbers beyond {exact:,} without gaps: give "
+                'the model an input of whole numbers, keras.Input(..., dtype="int64")'
+            )
+
+    @property
+    def embeddings(self):
+        """The whole table, a variable `[input_dim, output_dim]`.
+
+        Raises:
+          UserError: if it is on the ps.
+        """
+        self._needs_table("its `embeddings`")
+        return super().embeddings
+
+    def enable_lora(self, *arguments, **others):
+        """As `keras.layers.Embedding`; a `UserError` if the table is on the ps."""
+        self._needs_table("LoRA")
+        super().enable_lora(*arguments, **others)
+
+    def quantize(self, *arguments, **others):
+        """As `keras.layers.Embedding`; a `UserError` if the table is on the ps."""
+        self._needs_table("quantization")
+        super().quantize(*arguments, **others)
+
+    def _needs_table(self, what):
+        if self.is_on_ps:
+            raise UserError(
+                f"{self.name}: {what} needs the whole table, and that is on the ps: leave it out, or use "
+                "keras.layers.Embedding, whose table every worker has whole"
+            )
+
+    def _known_rows(self, ids):
+        """Returns the rows of a table without an end that comes from a file; those that it has not are as they begin."""
+        ids = tf.cast(ids, tf.int64)
+        at = tf.minimum(tf.searchsorted(self._ids, tf.reshape(ids, [-1])), self._known - 1)
+        at = tf.reshape(at, tf.shape(ids))
+        missing = tf.where(tf.not_equal(tf.gather(self._ids.value, at), ids))
+        (spec,) = tables.specs_of([self])
+        first = tables.first_rows(spec, tables.place_of(tf.gather_nd(ids, missing)))
+        return tf.tensor_scatter_nd_update(tf.gather(self._embeddings.value, at), missing, first)
+
+    def fill(self, table):
+        """Takes the whole table: from now on this is a layer like any other, with a table of its own.
+
+        Args:
+          table: an array `[input_dim, output_dim]`, with which this is a `keras.layers.Embedding`; of a table without an end
+            the ids of the rows, in order, int64 `[n]`, and the rows `[n, output_dim]`.
+        """
+        self.is_on_ps, self.built = False, False
+        self._tracker.unlock()
+        if self.input_dim is None:
+            self._known = len(table[0])
+        self.build()
+        self._tracker.lock()
+        if self.input_dim is None:
+            self._ids.assign(table[0])
+            self._embeddings.assign(table[1])
+        else:
+            self._embeddings.assign(table)
+            self.__class__ = keras.layers.Embedding

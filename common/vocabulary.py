@@ -1,0 +1,313 @@
+"""Tables without an end, as of `Embedding(None, width)`: a row appears on its ps when it is first used."""
+
+import numpy as np
+
+from common import tf
+from common.checkpoints import TABLES, check_shape, pieces_of, rows_in, spec_of
+from common.coordination import Lock
+from common.messages import arrived
+from common.tables import IDS, Table, first_rows, place_of
+from common.words import tell
+
+NEVER = 2**63 - 1  # later than any use
+AT_ONCE = 16  # when there is no room, this part of the rows is dropped, so that not each new row looks for an old one
+
+
+class Vocabulary(Table):
+    """A table whose ids are 0 to `IDS` − 1, of which the ps keep those rows that have been used.
+
+    The first values of a row depend on its id alone, not on the order in which ids come, or on the number of ps. If a ps has no
+    room for further rows, those are dropped that nobody pulled or pushed for longest; used again, they begin anew.
+
+    Args:
+      spec: a `common.tables.Spec`.
+      num_ps, device_fn: as of `common.tables.Table`.
+      max_rows: for how many rows there is room on all ps together.
+    """
+
+    def __init__(self, spec, num_ps, device_fn, max_rows):
+        self.spec, self.rows, self.width = spec, IDS, spec.width
+        self.pieces = self._variable(min(num_ps, max_rows), max_rows, device_fn, tf.zeros_initializer())
+        n = len(self.pieces)
+        self.starts = [i * IDS // n for i in range(n)]
+        self._shelves = [_Shelf(spec, piece) for piece in self.pieces]
+
+    def _place(self, ids):
+        return place_of(ids)
+
+    def cut(self, places):
+        """Returns sorted places, cut for the ps."""
+        return tf.split(places, self.counts(places)) if len(self.pieces) > 1 else [places]
+
+    def read(self, asked, before):
+        """As of `Table`. Rows that are not there yet appear."""
+        values = []
+        for shelf, here in zip(self._shelves, asked, strict=True):
+            device = shelf.device
+            with tf.control_dependencies(None), tf.device(device):
+                with shelf.lock.held([here.op, *before(device)]) as done:
+                    rows = shelf.values.sparse_read(shelf.slots(here))
+                    done.append(rows.op)
+                with tf.control_dependencies(done):
+                    values.append(tf.identity(rows))
+        return values
+
+    def look(self, asked):
+        """As `read`, but of rows that are not there it returns what they would begin with, and they do not appear."""
+        values = []
+        for shelf, here in zip(self._shelves, asked, strict=True):
+            with tf.device(shelf.device), shelf.lock.held([here.op]) as done:
+                slots = shelf.find(here)
+                rows = shelf.values.sparse_read(tf.maximum(slots, 0))
+                done.append(rows.op)
+            with tf.device(shelf.device), tf.control_dependencies(done):
+                missing = tf.where(slots < 0)
+                values.append(tf.tensor_scatter_nd_update(rows, missing, shelf.first(tf.gather_nd(here, missing))))
+        return values
+
+    def apply(self, optimizer, gradient, piece):
+        """As of `Table`."""
+        (shelf,) = (each for each in self._shelves if each.values is piece)
+        with tf.init_scope():
+            optimizer._create_slots([piece])  # before what they begin anew
+        with tf.device(piece.device):
+            gradient = arrived(gradient)  # before the lock is taken: others would wait for the message of this worker
+        with tf.device(piece.device), shelf.lock.held([gradient.values.op, gradient.indices.op]) as done:
+            slots = shelf.slots(gradient.indices)
+            with tf.control_dependencies(shelf.renew(optimizer, slots)):
+                done.append(optimizer.apply_gradients([(tf.IndexedSlices(gradient.values, slots), piece)]))
+        return done[-1]
+
+    def told(self):
+        """Returns tensors: how many rows there are on each ps, and how many were dropped there."""
+        return [tf.stack([shelf.count(), shelf.dropped.read_value()]) for shelf in self._shelves]
+
+    def parts(self, variables):
+        """As of `Table`."""
+        return [_Saved(self.spec, self.starts, self._shelves, variables)]
+
+
+class _Shelf:
+    """The rows that are on one ps. Everything here happens there, under a lock.
+
+    Args:
+      spec: of the table.
+      values: the variable `[room, width]` in which the rows are, in any order.
+
+    Attributes:
+      values, device: as above, and where it is.
+      lock: a `Lock`.
+      dropped: how many rows have made room for others, a variable.
+    """
+
+    def __init__(self, spec, values):
+        self.values, self.device, self._spec, self._room = values, values.device, spec, int(values.shape[0])
+        name = values.op.name
+        self.lock = Lock(self.device, f"{name}-lock")
+        self.lock.make()
+        with tf.device(self.device), tf.control_dependencies(None):
+            self._index = tf.raw_ops.MutableHashTableV2(key_dtype=tf.int64, value_dtype=tf.int64, shared_name=f"{name}-index")
+            none = tf.zeros([0], tf.int64)
+            cleared = tf.raw_ops.LookupTableImportV2(table_handle=self._index, keys=none, values=none)
+
+            def own(what, initial):
+                options = {"trainable": False, "use_resource": True}
+                return tf.get_variable(f"{name}-{what}", initializer=initial, **options)
+
+            with tf.control_dependencies([cleared]):
+                self.places = own("places", tf.fill([self._room], tf.constant(-1, tf.int64)))  # which row is there; −1: none
+            self.used = own("used", tf.fill([self._room], tf.constant(NEVER, tf.int64)))
+            self.is_new = own("is_new", tf.fill([self._room], tf.constant(0, tf.int64)))  # 1: nothing was pushed yet
+            self._free = own("free", tf.reverse(tf.range(self._room, dtype=tf.int64), [0]))  # a stack of slots
+            self._num_free = own("num_free", tf.constant(self._room, tf.int64))
+            self._time = own("time", tf.zeros([], tf.int64))
+            self.dropped = own("dropped", tf.zeros([], tf.int64))
+        self.own = [self.places, self.used, self.is_new, self._free, self._num_free, self._time, self.dropped]
+        self.saved = [self.places, self.used, self.is_new]  # beside the rows
+
+    def first(self, places):
+        """Returns the first values of rows `[n, width]`."""
+        return first_rows(self._spec, places)
+
+    def find(self, places):
+        """Returns where these rows are, −1 for those that are not there."""
+        none = tf.constant(-1, tf.int64)
+        return tf.raw_ops.LookupTableFindV2(table_handle=self._index, keys=places, default_value=none)
+
+    def count(self):
+        """Returns how many rows there are."""
+        return self._room - self._num_free.read_value()
+
+    def slots(self, places):
+        """Returns where these rows are, each of them once; those that are not there appear. All count as used now."""
+        found = self.find(places)
+        is_here, (time, tick) = found >= 0, self._tick()
+        seen = _update(self.used, tf.boolean_mask(found, is_here), time)
+        missing = tf.boolean_mask(places, ~is_here)
+
+        def enter():
+            with tf.device(self.device):
+                with tf.control_dependencies(self._enter(missing, time)):
+                    return self.find(places)
+
+        with tf.control_dependencies([seen, tick]):
+            return tf.cond(tf.size(missing) > 0, enter, lambda: tf.identity(found))
+
+    def _tick(self):
+        time = self._time.read_value() + 1
+        return time, self._time.assign(time, read_value=False)
+
+    def _enter(self, places, time):
+        """These rows appear; returns operations."""
+        n = tf.size(places, out_type=tf.int64)
+        lacks = n - self._num_free.read_value()
+
+        def drop():
+            with tf.device(self.device):
+                used = self.used.read_value()
+                old = tf.reduce_sum(tf.cast(used < time, tf.int64))
+                said = f"{self._spec.layer}: --max_rows is too small for the rows of one window; a ps has room for"
+                with tf.control_dependencies([tf.debugging.Assert(lacks <= old, [said, self._room])]):
+                    count = tf.maximum(lacks, tf.minimum(tf.constant(self._room // AT_ONCE, tf.int64), old))
+                slots = tf.cast(tf.math.top_k(-used, tf.cast(count, tf.int32)).indices, tf.int64)
+                gone, free, k = self.places.sparse_read(slots), self._num_free.read_value(), tf.size(slots, out_type=tf.int64)
+                with tf.control_dependencies([gone, free]):
+                    done = [
+                        tf.raw_ops.LookupTableRemoveV2(table_handle=self._index, keys=gone),
+                        _update(self.places, slots, -1),
+                        _update(self.used, slots, NEVER),
+                        _update(self._free, tf.range(free, free + k), slots),
+                        self._num_free.assign(free + k, read_value=False),
+                        self.dropped.assign_add(k, read_value=False),
+                    ]
+                with tf.control_dependencies(done):
+                    return tf.identity(k)
+
+        dropped = tf.cond(lacks > 0, drop, lambda: tf.zeros([], tf.int64))
+        with tf.control_dependencies([dropped]):
+            left = self._num_free.read_value() - n
+            slots = self._free.sparse_read(tf.range(left, left + n))
+        with tf.control_dependencies([slots]):
+            return [
+                self._num_free.assign(left, read_value=False),
+                tf.raw_ops.LookupTableInsertV2(table_handle=self._index, keys=places, values=slots),
+                _update(self.places, slots, places),
+                _update(self.used, slots, time),
+                _update(self.is_new, slots, 1),
+                _update(self.values, slots, self.first(places)),
+            ]
+
+    def renew(self, optimizer, slots):
+        """What the optimizer keeps of rows begins anew, for those that have had no push; returns operations."""
+        new = tf.boolean_mask(slots, self.is_new.sparse_read(slots) > 0)
+        kept = [optimizer.get_slot(self.values, name) for name in optimizer.get_slot_names()]
+        with tf.control_dependencies([new]):
+            return [_update(each, new, initial_of(optimizer)) for each in kept] + [_update(self.is_new, new, 0)]
+
+    def put(self, places, used, is_new, values):
+        """Takes rows from a checkpoint, for which there is room; returns operations.
+
+        Args:
+          places: of the rows, int64 `[n]`.
+          used, is_new: as these variables had them.
+          values: pairs of a variable and its rows `[n, ...]`: of the table, and of what optimizers keep.
+        """
+        slots = self.slots(places)
+        time = tf.reduce_max(tf.concat([used, [self._time.read_value()]], axis=0))
+        with tf.control_dependencies([slots, time]):
+            beside = [(self.used, used), (self.is_new, is_new), *values]
+            return [*(_update(variable, slots, value) for variable, value in beside), self._time.assign(time, read_value=False)]
+
+    def end(self):
+        """Returns behind which slot there is no row, at least 1."""
+        numbers = tf.range(self._room, dtype=tf.int64)
+        return tf.maximum(tf.reduce_max(tf.where(self.places.read_value() < 0, tf.zeros_like(numbers), numbers + 1)), 1)
+
+
+def initial_of(optimizer):
+    """Returns with which number all begins that an optimizer keeps beside a parameter."""
+    return getattr(optimizer, "initial_value", getattr(optimizer, "_initial_accumulator_value", 0.0))
+
+
+def _update(variable, indices, value):
+    """Returns the operation that writes values `[n, ...]`, or the same value, at these rows of a variable."""
+    value = tf.convert_to_tensor(value, variable.dtype.base_dtype)
+    shape = tf.concat([tf.shape(indices), variable.shape[1:]], axis=0)
+    return tf.raw_ops.ResourceScatterUpdate(
+        resource=variable.handle, indices=indices, updates=tf.broadcast_to(value, tf.cast(shape, tf.int32))
+    )
+
+
+class _Saved:
+    """The rows of a vocabulary, read and written a few at a time: of each ps so many slots as are in use, one after the other.
+
+    Beside them there is which rows they are, `-places`, −1 for none, when they were used, and what optimizers keep of them.
+    """
+
+    def __init__(self, spec, starts, shelves, variables):
+        self._spec, self._starts, self._shelves = spec, starts, shelves
+        self._begin, self._count = tf.placeholder(tf.int64, []), tf.placeholder(tf.int64, [])
+        self._ends, self._reads, self._puts, self._begins = [], [], [], []
+        self._own = [tf.placeholder(tf.int64, [None]) for _ in shelves[0].saved]
+        self._values: list = []
+        for shelf in shelves:
+            beside = sorted((v for v in variables if v.op.name.startswith(shelf.values.op.name + "/")), key=lambda v: v.op.name)
+            kept = [shelf.values, *beside]
+            names = ["-places", "-used", "-is_new", *(v.op.name.removeprefix(shelf.values.op.name) for v in kept)]
+            self._names = [TABLES + spec.name + name for name in names]
+            if not self._values:
+                self._values = [tf.placeholder(v.dtype.base_dtype, [None, *v.shape[1:]]) for v in kept]
+            with tf.device(shelf.device), tf.control_dependencies(None):
+                self._ends.append(shelf.end())
+                with shelf.lock.held([]) as done:
+                    rows = tf.range(self._begin, self._begin + self._count)
+                    found = [v.sparse_read(rows) for v in (*shelf.saved, *kept)]
+                    done += [each.op for each in found]
+                self._reads.append((found, done))
+                with shelf.lock.held([]) as done:
+                    done += shelf.put(*self._own, list(zip(kept, self._values, strict=True)))
+                self._puts.append(done)
+                self._begins.append([v.initializer for v in (*kept, *shelf.own)])
+
+    def read(self, session):
+        """Yields what `common.checkpoints.write_checkpoint` takes as `parts`."""
+        ends = [int(end) for end in session.run(self._ends)]
+        total, first = sum(ends), 0
+        for end, (found, done) in zip(ends, self._reads, strict=True):
+            for start, count in pieces_of([end, self._spec.width]):
+                values, _ = session.run([found, done], {self._begin: start, self._count: count})
+                for name, value in zip(self._names, values, strict=True):
+                    yield name, spec_of([total, *value.shape[1:]], first + start, count), value
+            first += end
+
+    def restore(self, session, checkpoint, shapes):
+        """See `common.checkpoints.Keeper.restore_tables`. Where there is room for fewer rows, those used last come back."""
+        feeds = [*self._own, *self._values]
+        for name, feed in zip(self._names, feeds, strict=True):
+            check_shape(checkpoint, shapes, name, [None, *feed.shape.as_list()[1:]])
+        session.run(self._begins)
+        places, used = (np.concatenate(list(self._column(checkpoint, shapes, i))) for i in range(2))
+        rows_of_shelves, left_out = [], 0
+        for shelf, start, end in zip(self._shelves, self._starts, [*self._starts[1:], IDS], strict=True):
+            here = np.flatnonzero((start <= places) & (places < end))
+            room = int(shelf.values.shape[0])
+            left_out += max(0, len(here) - room)
+            rows_of_shelves.append(np.sort(here[np.argsort(-used[here], kind="stable")[:room]]))
+        first = 0
+        for values in zip(*(self._column(checkpoint, shapes, i) for i in range(len(feeds))), strict=True):
+            for rows, put in zip(rows_of_shelves, self._puts, strict=True):
+                here = rows[(first <= rows) & (rows < first + len(values[0]))] - first
+                if len(here):
+                    session.run(put, {feed: value[here] for feed, value in zip(feeds, values, strict=True)})
+            first += len(values[0])
+        if left_out:
+            tell(
+                f"{self._spec.layer}: {left_out:,} rows of {checkpoint} found no room, those unused for longest: --max_rows is "
+                "smaller than it was, or a ps has too small a part of it"
+            )
+
+    def _column(self, checkpoint, shapes, i):
+        """Yields the values of one of the names, as many rows at a time as of the table."""
+        name, dtype = self._names[i], [*self._own, *self._values][i].dtype
+        for _, value in rows_in(checkpoint, name, shapes[name], width=self._spec.width, dtype=dtype):
+            yield value
