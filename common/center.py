@@ -13,10 +13,9 @@ from common.dynamic import Dynamic
 from common.exact import Exact
 from common.flags import ROOM, UserError
 from common.messages import AtUpdate, arrived, gradient_of, parts_of, tensors_of
-from common.rowwise_adagrad import RowwiseAdagrad
 from common.schedules import factor_is
 from common.steps import Optimizers, Step, before_read, before_write, check_pieces, made_with, number_of_packed, worker
-from common.tables import ROW_BY_ROW, SCHEMES, Table, WithRows, find_on_ps
+from common.tables import ROW_BY_ROW_ON_PS, SCHEMES, Table, WithRows, find_on_ps
 from common.together import Pace, Ring, Together
 from common.vocabulary import Vocabulary
 
@@ -316,7 +315,7 @@ class GlobalParameters:
     def _apply_with_rows(self, optimizer, pairs):
         """As `apply`, where some of the pairs are pieces of tables, and `tf.IndexedSlices` of their rows."""
         own = self.optimizer_of_rows or optimizer
-        if type(own).__name__ not in (*ROW_BY_ROW, RowwiseAdagrad.__name__):
+        if type(own).__name__ not in ROW_BY_ROW_ON_PS:
             raise UserError(
                 f"{type(own).__qualname__} changes every row of a table (common.Embedding) at each update: give "
                 "--table_optimizer=sgd, adagrad or rowwise_adagrad, which change only rows that have a gradient"

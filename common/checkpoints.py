@@ -21,16 +21,14 @@ import numpy as np
 from common import tf
 from common.coordination import Lock
 from common.flags import TrainingFailed, UserError, why_unwritable
+from common.parts import TABLES, rows_in
 from common.words import say
+
+KEPT = 5  # checkpoints in a folder; older ones are removed
 
 
 class NotFinite(Exception):
     """Rows of a table are NaN or infinite."""
-
-
-KEPT = 5  # checkpoints in a folder; older ones are removed
-TABLES = "tables/"  # how the names of tables begin, and of what lies beside them, see `common.tables`
-PART_BYTES = 2**22  # of a table, as it is read and written: with larger ones saving takes more time and memory from training
 
 
 @contextlib.contextmanager
@@ -147,36 +145,6 @@ def _name_and_slice(variable):
     """The name of a variable in a checkpoint, and which part of what has that name it is, as `SaveV2` takes them."""
     part = variable._get_save_slice_info()
     return (part.full_name, part.spec) if part else (variable.op.name, "")
-
-
-def spec_of(shape, start, count):
-    """Rows of a variable, as `tf.raw_ops.SaveV2` takes them."""
-    return f"{' '.join(map(str, shape))} {':'.join([f'{start},{count}', *('-' for _ in shape[1:])])}"
-
-
-def pieces_of(shape):
-    """Cuts rows of `shape` into parts of `PART_BYTES` at most; returns pairs of the first and how many."""
-    count = max(1, PART_BYTES // (4 * math.prod(shape[1:])))
-    return [(start, min(count, shape[0] - start)) for start in range(0, shape[0], count)]
-
-
-def rows_in(path, name, shape, first=0, count=None, width=None, dtype=tf.float32):
-    """Yields rows of a table in a checkpoint, in parts of `PART_BYTES` at most: pairs of the number of the first, and an array.
-
-    Args:
-      path, name: of the checkpoint, and of the table there.
-      shape: of the whole table.
-      first, count: of the rows; all by default.
-      width: as many rows come at a time as of a table of this width; by default of its own.
-      dtype: of the table.
-    """
-
-    def read(spec):
-        return tf.raw_ops.RestoreV2(prefix=path, tensor_names=[name], shape_and_slices=[spec], dtypes=[dtype])[0].numpy()
-
-    with ThreadPoolExecutor(1) as another:  # in this thread a graph may be open, in which nothing is executed
-        for start, n in pieces_of([shape[0] if count is None else count, *([width] if width else shape[1:])]):
-            yield first + start, another.submit(read, spec_of(shape, first + start, n)).result()
 
 
 def write_checkpoint(folder, step, names, slices, values, parts=()):
@@ -470,9 +438,9 @@ class Keeper(tf.train.SessionRunHook):
             names, slices = [*self._names, "samples", "seconds"], [*self._slices, "", ""]
             parts = (found for part in self._parts_of_tables for found in part.read(session))
             with ThreadPoolExecutor(1) as another:  # in this thread a graph may be open, in which nothing is executed
-                values = [*values, samples, seconds]
+                every = [*values, samples, seconds]
                 try:
-                    another.submit(write_checkpoint, self._folder, step, names, slices, values, parts).result()
+                    another.submit(write_checkpoint, self._folder, step, names, slices, every, parts).result()
                 except NotFinite:
                     print(f"no checkpoint of step {step}: its tables are not finite", flush=True)
                     return None
@@ -546,55 +514,6 @@ class Keeper(tf.train.SessionRunHook):
             self._thread.join()
         if self._is_chief and session.run(self._step) != self._newest:
             self.save(session)
-
-
-class Part:
-    """The rows of a table on one ps, or what an optimizer keeps of them: read and written a few at a time.
-
-    Args:
-      variable: a piece of the table, or what lies beside one.
-    """
-
-    def __init__(self, variable):
-        self._own, part = [int(n) for n in variable.shape], variable._get_save_slice_info()
-        self._name, self._shape, self._start = (variable.op.name, self._own, 0)
-        if part:
-            self._name, self._shape, self._start = part.full_name, [int(n) for n in part.full_shape], part.var_offset[0]
-        self._begin, self._count = tf.placeholder(tf.int64, []), tf.placeholder(tf.int64, [])
-        self._value = tf.placeholder(tf.float32, [None, *self._own[1:]])
-        with tf.device(variable.device), tf.control_dependencies(None):
-            self._rows = variable.sparse_read(tf.range(self._begin, self._begin + self._count))
-            self._zeros = variable.assign(tf.zeros(self._own), read_value=False)
-            ends = {"begin": [self._begin], "end": [self._begin + self._count], "strides": tf.ones([1], tf.int64)}
-            self._write = tf.raw_ops.ResourceStridedSliceAssign(ref=variable.handle, value=self._value, **ends)
-
-    def read(self, session):
-        """Yields what `write_checkpoint` takes as `parts`."""
-        for start, count in pieces_of(self._own):
-            value = session.run(self._rows, {self._begin: start, self._count: count})
-            yield self._name, spec_of(self._shape, self._start + start, count), value
-
-    def restore(self, session, checkpoint, shapes):
-        """See `Keeper.restore_tables`."""
-        check_shape(checkpoint, shapes, self._name, self._shape)
-        session.run(self._zeros)
-        for start, value in rows_in(checkpoint, self._name, self._shape, self._start, self._own[0]):
-            session.run(self._write, {self._begin: start - self._start, self._count: len(value), self._value: value})
-
-
-def check_shape(checkpoint, shapes, name, expected):
-    """Raises a `UserError` if a checkpoint has no variable of this name and shape, in which None fits any number.
-
-    Args:
-      checkpoint: its path.
-      shapes: of what it has, {name: list}.
-    """
-    shape = shapes.get(name)
-    if shape is None or not tf.TensorShape(shape).is_compatible_with(expected):
-        had = "not there" if shape is None else f"of shape {shape}"
-        raise UserError(
-            f"{checkpoint} does not fit: {name} is {had}, expected {expected}; give what it was made with, or another --run_dir"
-        )
 
 
 class Trained(tf.train.CheckpointSaverListener):

@@ -10,7 +10,6 @@ from typing import Any
 
 from common import data, tf
 from common.flags import SCHEDULES, UserError
-from common.rowwise_adagrad import RowwiseAdagrad
 
 
 class Schedule:
@@ -189,6 +188,8 @@ def hyperparameters(hp, center, local):
         if own:
             values["learning_rates"] = [Rate(number, local.factor) for number in own]
     if center.tables and values.get("table_optimizer", "scheme") != "scheme":
+        from common.rowwise_adagrad import RowwiseAdagrad
+
         rate = values.get("table_learning_rate") or values["learning_rate"]
         if center.schedule is not None and not isinstance(rate, Rate):
             rate = Rate(rate, local.factor)

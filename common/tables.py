@@ -12,12 +12,13 @@ import numpy as np
 
 from common import limits, tf
 from common.batches import local_variable, make_local
-from common.checkpoints import TABLES, Part, checkpoints_in, rows_in
 from common.data import arrays_in, mapped
 from common.flags import ROOM, UserError
+from common.parts import TABLES, Part, rows_in
 from common.steps import before_local, before_read
 
 ROW_BY_ROW = "GradientDescentOptimizer", "AdagradOptimizer"  # change no row that has no gradient
+ROW_BY_ROW_ON_PS = *ROW_BY_ROW, "RowwiseAdagrad"
 SCHEMES = "HogWild, DOWNPOUR, DOWNPOUR-Easy, AGN, Dynamic-SGD, Ringmaster-ASGD, Synchronous-SGD, Semi-Synchronous-SGD"
 IDS = 2**53  # ids of a table without an end are smaller; as many are whole numbers in float64, too
 LEAST = 2.0**-24  # of numbers that are uniform between 0 and 1
@@ -359,6 +360,8 @@ def rows_of(where, layer, ids=None):
     Raises:
       UserError: if there is no such checkpoint, table or row.
     """
+    from common.checkpoints import checkpoints_in
+
     found = checkpoints_in(Path(where, "checkpoints")) if Path(where).is_dir() else [str(where)]
     if not found or not tf.train.checkpoint_exists(found[-1]):
         raise UserError(f"{where}: expected a checkpoint, as R/checkpoints/model.ckpt-100, or the folder of a run that has one")

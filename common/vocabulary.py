@@ -3,9 +3,9 @@
 import numpy as np
 
 from common import tf
-from common.checkpoints import TABLES, check_shape, pieces_of, rows_in, spec_of
 from common.coordination import Lock
 from common.messages import arrived
+from common.parts import TABLES, check_shape, pieces_of, rows_in, spec_of
 from common.tables import IDS, Table, first_rows, place_of
 from common.words import tell
 
