@@ -9,7 +9,6 @@ from common.flags import UserError
 EXACT = {"bfloat16": 2**8, "float16": 2**11, "float32": 2**24, "float64": 2**53}
 
 
-@keras.saving.register_keras_serializable(package="distributed_tensorflow")
 class Embedding(keras.layers.Embedding):
     """A `keras.layers.Embedding`: in `fit`, `predict` and files it is no other. In a cluster no worker has the whole table.
 
@@ -177,3 +176,6 @@ class Embedding(keras.layers.Embedding):
         else:
             self._embeddings.assign(table)
             self.__class__ = keras.layers.Embedding
+
+
+keras.saving.register_keras_serializable(package="distributed_tensorflow")(Embedding)
