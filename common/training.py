@@ -773,7 +773,8 @@ def check(settings, dataset, scheme=None):
         tables.check_flags(settings, model.tables)
     if model.tables and settings.num_evaluators:
         raise UserError("--num_evaluators: an evaluator has the model whole, and its tables (common.Embedding) are on the ps")
-    tables.check_data(model, [x for x, *_ in (dataset.train, dataset.test, *([held_out.test] if held_out else []))], is_stream)
+    sets = [dataset.train, dataset.test, *([held_out.test] if held_out and not is_stream else [])]
+    tables.check_data(model, [x for x, *_ in sets], is_stream)
     if scheme and (compression or model.tables):
         with tf.Graph().as_default():
             pieces = {"num_ps": settings.num_ps or 1, "fragments": fragments_of(settings), "tables": model.tables}

@@ -263,7 +263,7 @@ def test_ctrl_c_saves_and_resume_goes_on_with_another_number_of_ps(run_dir, tmp_
     script = tmp_path / "mine.py"
     script.write_text(OWN_SCRIPT.format(folder=str(HOGWILD.parent)))
     process = start(run_dir, "--launch", "--epochs=1000000", "--checkpoint_secs=1000", script=script)
-    read_until(process, is_training)
+    read_until(process, lambda line: is_training(line) and max(map(float, re.findall(r"test accuracy (\d\.\d+)", line))) > 0.6)
     process.send_signal(signal.SIGINT)
     output = finish(process, status=130)
     assert f"a checkpoint is saved, and so is the model: --resume --run_dir={run_dir}" in output
