@@ -4,17 +4,8 @@
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$here/../common/setup.sh"
 
-scheme=DiLoCo run_dir=runs/Language-Model/$(date +%Y-%m-%d_%H-%M-%S) previous='' given=()
-for argument in "$@"; do
-    [[ $previous =~ ^--?run_dir$ ]] && run_dir=$argument
-    [[ $argument =~ ^--?run_dir=(.*) ]] && run_dir=${BASH_REMATCH[1]}
-    if [[ $argument =~ ^--?scheme=(.*) ]]; then scheme=${BASH_REMATCH[1]}; else given+=("$argument"); fi
-    previous=$argument
-done
-if ! grep -qs "^exec .* --launch" "$here/../$scheme/run.sh"; then
-    echo "run.sh: there is no scheme '$scheme'; the folders of the README's first table are schemes, as --scheme=AEASGD" >&2
-    exit 2
-fi
+scheme=DiLoCo
+source "$here/../common/which_scheme.sh"
 
 # Found by trying, see README.md. A flag that is given comes later, and so counts.
 flags=(--epochs=6 --batch_size=8 --learning_rate_schedule=cosine --warmup_steps=20 --rounds_per_call=1)

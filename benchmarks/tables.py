@@ -165,7 +165,7 @@ def watch(process, run_dir, began):
                 first = time.monotonic() - began
             if all(drawn) and drawn and (not points or drawn != points[-1][0]):
                 points.append((drawn, sum(map(memory.processor_seconds, tasks.values()))))
-        time.sleep(0.1)
+        time.sleep(0.1)  # between two measurements; nothing waits for it
     if len(points) < 2:
         sys.exit("too few samples to tell their processor time: give more --seconds")
     (start, before), (end, after) = points[min(1, len(points) - 2)], points[-1]  # graphs are prepared before the first

@@ -576,14 +576,14 @@ def round_of(scheme, hp, model, shards, num_ps, compression=None):
             local = LocalParameters(center, model, batches, "worker", tf.constant(0), shards.num_workers)
             own = _per_worker(hyperparameters(hp, center, local), local)
             build_steps(scheme, center, local, own)  # makes what is made once
-            steps, windows, messages, next_step = [], [], [], steps_apart(scheme, center, local, own)
-            earlier, batches.drawn = set(graph.get_operations()), 0
+            steps, trained, messages, next_step = [], [], [], steps_apart(scheme, center, local, own)
+            earlier, begun = set(graph.get_operations()), local.local_steps
             while (step := next_step([tf.no_op()])) is not None:
                 steps.append(step)
-                windows.append(batches.drawn // batches.batch_size)
+                trained.append(local.local_steps - begun)
                 messages.append(_bytes_of(step, earlier))
-                earlier, batches.drawn = set(graph.get_operations()), 0
-    return _actions(steps, windows, messages), _waiting_of(center, local)
+                earlier, begun = set(graph.get_operations()), local.local_steps
+    return _actions(steps, trained, messages), _waiting_of(center, local)
 
 
 def round_of_size(scheme, hp, parameters, num_workers, num_ps, compression=None):
@@ -645,11 +645,11 @@ def _place(op):
     return next((tensor.op for tensor in op.inputs if tensor.dtype == tf.resource), op)
 
 
-def _actions(steps, windows, messages):
-    """Returns the `Action`s of steps, of what they draw and send."""
+def _actions(steps, trained, messages):
+    """Returns the `Action`s of steps, of how many local steps they make and what they send."""
     return [
         Action(
-            local_steps=window,
+            local_steps=local_steps,
             up=up,
             down=down,
             reads=step.pulled is not None,
@@ -660,7 +660,7 @@ def _actions(steps, windows, messages):
             is_early=any(word.startswith("receive") for _, word in step.done),
             ahead=step.ahead is not None,
         )
-        for step, window, (up, down) in zip(steps, windows, messages, strict=True)
+        for step, local_steps, (up, down) in zip(steps, trained, messages, strict=True)
     ]
 
 

@@ -1,0 +1,13 @@
+# For the run.sh of a problem that any scheme can train: reads --scheme and --run_dir from its arguments. It is sourced, after `here`, the
+# folder of that run.sh, and `scheme`, the default, are set. Sets `scheme`, `run_dir`, and `given`, the arguments but for --scheme.
+run_dir=runs/$(basename "$here")/$(date +%Y-%m-%d_%H-%M-%S) previous='' given=()
+for argument in "$@"; do
+    [[ $previous =~ ^--?run_dir$ ]] && run_dir=$argument
+    [[ $argument =~ ^--?run_dir=(.*) ]] && run_dir=${BASH_REMATCH[1]}
+    if [[ $argument =~ ^--?scheme=(.*) ]]; then scheme=${BASH_REMATCH[1]}; else given+=("$argument"); fi
+    previous=$argument
+done
+if ! grep -qs "^exec .* --launch" "$here/../$scheme/run.sh"; then
+    echo "run.sh: there is no scheme '$scheme'; the folders of the README's first table are schemes, as --scheme=DOWNPOUR" >&2
+    exit 2
+fi
