@@ -1,7 +1,10 @@
 """The end of a cluster: when the chief has all reports, and when a ps may exit."""
 
 import ctypes
+import threading
 import time
+
+import numpy as np
 
 from common import tf
 
@@ -13,13 +16,17 @@ class Rendezvous:
     parameters, which no worker changes any more, and dismisses the others. No worker polls: all wait on queues on ps 0. The
     reports stay in a table there, so that a worker that is restarted meanwhile, the chief too, can take up where it was.
 
+    A worker that leaves for good hands in its report and does not wait: see `leave`.
+
     Args:
       task: this worker.
-      size: numbers in a report.
+      size: numbers in a report; the last is 0, or the time at which the worker has left for good.
+      kept: function that returns reports of workers that have left, {worker: numbers}: a ps that is restarted has no others.
     """
 
-    def __init__(self, task, size):
-        self._num_workers, self._came = task.num_workers, {task.shard_index}
+    def __init__(self, task, size, kept=dict):
+        self._num_workers, self._came, self._kept = task.num_workers, {task.shard_index}, kept
+        self._task = task
         self._report = report = tf.placeholder(tf.float64, [size])
         with tf.device("/job:ps/task:0"):
             table = tf.raw_ops.MutableHashTableOfTensorsV2(
@@ -31,6 +38,10 @@ class Rendezvous:
             hand_in = tf.raw_ops.LookupTableInsertV2(table_handle=table, keys=[index], values=[report])
             with tf.control_dependencies([hand_in]):
                 arrive = arrivals.enqueue(index)
+            self._hand_in = arrive
+            nothing = tf.zeros([size], tf.float64)
+            self._own = tf.raw_ops.LookupTableFindV2(table_handle=table, keys=index, default_value=nothing)
+            self._take_back = tf.raw_ops.LookupTableRemoveV2(table_handle=table, keys=[index])
             with tf.control_dependencies([arrive]):
                 self._hand_in_and_wait = dismissal.dequeue()
                 self._hand_in_and_list = tf.raw_ops.LookupTableExportV2(table_handle=table, Tkeys=tf.int64, Tvalues=tf.float64)
@@ -49,10 +60,21 @@ class Rendezvous:
         while True:
             # Its own again each time, since a ps that was restarted has forgotten it.
             workers, reports = session.run(self._hand_in_and_list, {self._report: report})
-            self._came = set(workers.tolist())
-            if len(workers) == self._num_workers:
-                return reports[workers.argsort()]
+            known = self._kept() | dict(zip(workers.tolist(), reports, strict=True))
+            self._came = set(known)
+            if len(known) == self._num_workers:
+                return np.array([known[worker] for worker in range(self._num_workers)])
             session.run(self._next_arrival)
+
+    def leave(self, session, report):
+        """Hands in the report of a worker that leaves for good: nobody waits for it any more."""
+        session.run(self._hand_in, {self._report: report})
+
+    def come_back(self, session, server):
+        """To be called by a worker that begins: if one of its number has left, that counts no more."""
+        if session.run(self._own)[-1] > 0:
+            session.run(self._take_back)
+            _say(self._task, server, lambda i: _done_queue(i).enqueue(-1 - self._task.shard_index))
 
     def missing(self):
         """Returns the workers whose reports `gather` waits for, as ["worker 3"]."""
@@ -73,9 +95,41 @@ def _left_queue(ps_index):
         return tf.queue.FIFOQueue(1000, [tf.int64, tf.float64], shared_name="left")
 
 
-def say_done(task, server):
-    """Tells every ps that this worker needs it no more."""
-    _say(task, server, lambda i: _done_queue(i).enqueue(task.shard_index))
+def say_done(task, server, others=()):
+    """Tells every ps that this worker needs it no more, nor do `others`, which have left: it may have forgotten that."""
+    _say(task, server, lambda i: _done_queue(i).enqueue_many([tf.constant([task.shard_index, *others], tf.int64)]))
+
+
+def say_gone(task, server, report):
+    """Says of a worker that leaves before it has a session, in any thread: that it has come, its report, that it is done.
+
+    Returns after `LEFT_SECONDS` at the latest.
+    """
+
+    def say():
+        with tf.Graph().as_default() as graph:
+            rendezvous = Rendezvous(task, len(report))
+            words = [came_to_gate(f"/job:ps/task:{i}", task.shard_index) for i in range(task.num_ps)]
+            with tf.Session(server.target, graph, config=task.config()) as session:
+                session.run(words)
+                rendezvous.leave(session, report)
+        say_done(task, server)
+
+    saying = threading.Thread(target=say, daemon=True)
+    saying.start()
+    saying.join(LEFT_SECONDS)
+
+
+def gate_table(device):
+    """Returns the table of the workers that have come to where they wait for the chief, see `common.hooks.Gate`."""
+    with tf.device(device):
+        return tf.raw_ops.MutableHashTableV2(key_dtype=tf.int64, value_dtype=tf.int64, shared_name="came_to_gate")
+
+
+def came_to_gate(device, index):
+    """Returns the operation that says that worker `index` has come."""
+    table, keys = gate_table(device), tf.constant([index], tf.int64)
+    return tf.raw_ops.LookupTableInsertV2(table_handle=table, keys=keys, values=keys)
 
 
 def say_left(task, server):
@@ -103,14 +157,18 @@ def _say(task, server, word, options=None):
 
 
 def serve(task, server):
-    """The whole life of a ps: returns when every worker has said that it is done."""
+    """The whole life of a ps: returns when every worker has said that it is done.
+
+    A number n below 0 in the queue says that worker −1 − n is back, which had left.
+    """
     done: set[int] = set()
     with tf.Graph().as_default():
         next_done = _done_queue(task.index).dequeue()
         alone = tf.ConfigProto(device_filters=[task.device])  # without waiting for other ps tasks, which may have ended
         with tf.Session(server.target, config=task.config(alone)) as session:
             while len(done) < task.num_workers:
-                done.add(int(session.run(next_done)))
+                worker = int(session.run(next_done))
+                done = done | {worker} if worker >= 0 else done - {-1 - worker}
 
 
 LEFT_SECONDS = 10  # a scheduler that ends a ps ends its workers within this time; one that left earlier may be back

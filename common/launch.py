@@ -18,7 +18,7 @@ from typing import Any
 from common import devices, isolation, progress, signals, words
 from common.deaths import RAN_OUT, count_oom_kills, killed_by, last_error, of_memory
 from common.flags import TrainingFailed, UserError
-from common.forkserver import EARLY, ForkServer
+from common.forkserver import EARLY, LEFT, ForkServer
 from common.forkserver import reserved_port as reserved_port  # for those that start tasks themselves
 from common.input_check import check_input
 from common.run_dir import has_checkpoint, prepare_run_dir, write_json
@@ -105,7 +105,12 @@ def _complete_result(settings, tasks):
     """Adds to the chief's result what the launcher knows."""
     path = Path(settings.run_dir, "result.json")
     result = json.loads(path.read_text())
-    result.update(restarts=sum(task.restarts for task in tasks), wall_seconds=time.time() - settings.began)
+    workers = [task for task in tasks if task.job == "worker" and task.index < settings.num_workers]
+    result.update(
+        restarts=sum(task.restarts for task in tasks),
+        wall_seconds=time.time() - settings.began,
+        worker_seconds=sum(worker.lived() for worker in workers),
+    )
     write_json(path, result)
 
 
@@ -171,6 +176,9 @@ class Task:
     last_line: str = ""  # what it said that it ended with
     why_killed: str = ""  # by this process
     ran_out: bool = False  # whether the kernel killed it because memory ran out
+    is_asked: bool = False  # whether it has said that it was asked to end
+    has_left: bool = False  # whether it is a worker that has left for good
+    seconds: float = 0.0  # for which its processes have lived that have ended
     log_begins: int = 0  # where in the log that starts what it has printed since it was started
 
     @property
@@ -189,9 +197,20 @@ class Task:
         """Starts the process."""
         self.status, self.starts_at, self.heard, self.progress, self.progressed = None, None, math.inf, None, math.inf
         self.why_killed, self.ran_out, self.last_line, self.started = "", False, "", time.monotonic()
+        self.is_asked = False
         with contextlib.suppress(OSError):
             self.log_begins = self.log.stat().st_size
         server.start(self.name, self.command, None if self.is_shown else str(self.log), self.environ)
+
+    def end(self, status):
+        """Notes that the process has ended, and how."""
+        self.has_left = status == LEFT
+        self.status = 0 if self.has_left else status
+        self.seconds += time.monotonic() - self.started
+
+    def lived(self):
+        """Returns for how many seconds its processes have lived up to now."""
+        return self.seconds + (time.monotonic() - self.started if self.is_running else 0)
 
     def hear(self, text):
         """Notes a sign of life, and what the task says; returns the part that is for the user."""
@@ -288,8 +307,11 @@ class Run:
         self._events.put(None)  # not an exception, which could strike between the start of a task and the note of it
 
     def _hear(self, name, text):
-        text = self._tasks[name].hear(text)
-        if text:
+        task = self._tasks[name]
+        if text == words.ASKED:
+            task.is_asked = True
+            self._events.put(task)
+        elif text := task.hear(text):
             self._events.put(text)  # to be shown by the main thread: a terminal may block the thread that writes to it
 
     def _next_end(self, deadline=math.inf):
@@ -317,16 +339,32 @@ class Run:
             if isinstance(event, str):
                 self._say(event)
                 continue
+            if isinstance(event, Task):
+                self._heed(event)
+                continue
             name, status = event
             if name is None:
                 how = self._how_server_ended()
                 raise TrainingFailed(f"{STARTER} {how}{self._what_to_do()} (log: {self._server.log})")
             task = self._tasks[name]
-            task.status = status
+            task.end(status)
             if status in (-signal.SIGKILL, 128 + signal.SIGKILL):
                 before, self._oom_kills = self._oom_kills, count_oom_kills()
                 task.ran_out = self._oom_kills > before
             return task
+
+    def _heed(self, task):
+        """Ends the run when the chief was asked to end, which saves a checkpoint. Raises KeyboardInterrupt, as Ctrl-C does."""
+        if self._is_stopping or not self._settings.ends_with_chief or self._has_ended():
+            return
+        if task is self._chief:
+            self._say(f"{task.name} was asked to end (SIGTERM): as it is the one that gives a result, the run stops with it")
+            raise KeyboardInterrupt
+        if self._settings.pace != "own":
+            self._say(
+                f"{task.name} was asked to end (SIGTERM), but the workers of {self._settings.scheme} wait for each other, and "
+                "none can leave: it is started again"
+            )
 
     def _what_to_do(self):
         """Says at the end of a line that `--resume` goes on, unless it would find nothing."""
@@ -421,7 +459,9 @@ class Run:
         if not self._settings.ends_with_chief or self._in_ring or self._has_ended():
             return False
         is_one = task.job == "worker" and task is not self._chief and task not in self._evaluators
-        return is_one and task.status == 0 and (not self._chief.is_running or self._chief.started > task.started)
+        if not is_one or task.has_left or task.status != 0:
+            return False
+        return not self._chief.is_running or self._chief.started > task.started
 
     def _has_ended(self):
         return self._settings.ends_with_chief and self._chief.status == 0
@@ -461,7 +501,7 @@ class Run:
         task.starts_at = moment
         if (self._in_ring or self._settings.ends_with_chief) and not self._has_ended():
             for other in others:
-                is_asked = self._in_ring or other not in self._evaluators
+                is_asked = self._in_ring or other not in self._evaluators and not other.has_left
                 if not other.is_running and other.starts_at is None and is_asked:
                     other.starts_at = moment  # it had done its part, but the chief asks all for their report
 
@@ -472,7 +512,8 @@ class Run:
         for task in self._starting():
             task.starts_at = None
         for worker in self._workers:
-            self._server.signal(worker.name, signal.SIGTERM)
+            if not worker.is_asked:  # else it knows, and a second signal would end it at once
+                self._server.signal(worker.name, self._signal_to_stop(worker))
         deadline = time.monotonic() + STOP_SECONDS
         try:
             while any(worker.is_running for worker in self._workers):
@@ -480,6 +521,12 @@ class Run:
                     break
         except (KeyboardInterrupt, TrainingFailed):
             pass
+
+
+    def _signal_to_stop(self, worker):
+        """SIGTERM to a worker of a scheme means that it alone is to leave."""
+        is_of_scheme = self._settings.ends_with_chief and worker not in self._evaluators
+        return signal.SIGINT if is_of_scheme else signal.SIGTERM
 
 
 STARTER = "the process that starts the tasks"

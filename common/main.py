@@ -230,6 +230,7 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
         return _serve(task)
 
     if task and task.is_evaluator():
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # unlike the other workers it cannot leave
         return evaluate(task, settings)
 
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.heeded())  # see training.Interruption

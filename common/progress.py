@@ -108,6 +108,8 @@ class Progress:
         for i, tail in self._tails.items():
             for line in tail.read():
                 self.newest[i].update(line)
+                if line.get("left"):  # it makes no more samples in a second, and the others go on from its step
+                    self.newest[i] = {key: line[key] for key in ("global_step", "last_step") if key in line}
                 news = True
         return news
 
@@ -314,9 +316,13 @@ def summary(settings, status):
     since = " since it began" if sum(shares) < result["samples"] else ""  # later than the run did
     each = f" ({min(shares):,} to {max(shares):,} of each worker{since})" if len(shares) > 1 else ""
     say(f"{result['scheme']}, {tasks}: {result['global_steps']:,} updates, {result['samples']:,} samples{each}")
-    if max(shares) > UNEQUAL * min(shares) and not settings.delays and not result["restarts"]:
+    left = result.get("left") or []
+    for gone in left:
+        say(f"worker {gone['worker']} has left after {gone['updates']:,} updates")
+    if max(shares) > UNEQUAL * min(shares) and not settings.delays and not result["restarts"] and not left:
         say("the workers' samples differ much, so the parameters are mostly of some workers' data: train for longer")
-    say(f"{speed}; {result['wall_seconds']:.1f} s in all")
+    paid = f", {result['worker_seconds']:.1f} worker-seconds" if result.get("worker_seconds") else ""
+    say(f"{speed}; {result['wall_seconds']:.1f} s in all{paid}")
     if result.get("parts"):
         say(f"a round takes {1000 * result['round_seconds']:.3g} ms: {parts_as_text(result['parts'])}")
     elif "parts" in result and result["train_seconds"] and "num_towers" not in result:
