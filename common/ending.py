@@ -1,5 +1,6 @@
 """The end of a cluster: when the chief has all reports, and when a ps may exit."""
 
+import contextlib
 import ctypes
 import threading
 import time
@@ -82,7 +83,8 @@ class Rendezvous:
 
     def dismiss(self, session):
         """The chief's: lets the other workers go."""
-        session.run(self._dismiss)
+        with contextlib.suppress(tf.errors.CancelledError):  # it has dismissed them before, and has died then
+            session.run(self._dismiss)
 
 
 def _done_queue(ps_index):

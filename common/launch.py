@@ -178,6 +178,7 @@ class Task:
     ran_out: bool = False  # whether the kernel killed it because memory ran out
     is_asked: bool = False  # whether it has said that it was asked to end
     has_left: bool = False  # whether it is a worker that has left for good
+    born: float | None = None  # when its process gave the first sign of life, as time.monotonic()
     seconds: float = 0.0  # for which its processes have lived that have ended
     log_begins: int = 0  # where in the log that starts what it has printed since it was started
 
@@ -197,7 +198,7 @@ class Task:
         """Starts the process."""
         self.status, self.starts_at, self.heard, self.progress, self.progressed = None, None, math.inf, None, math.inf
         self.why_killed, self.ran_out, self.last_line, self.started = "", False, "", time.monotonic()
-        self.is_asked = False
+        self.is_asked, self.born = False, None
         with contextlib.suppress(OSError):
             self.log_begins = self.log.stat().st_size
         server.start(self.name, self.command, None if self.is_shown else str(self.log), self.environ)
@@ -206,16 +207,17 @@ class Task:
         """Notes that the process has ended, and how."""
         self.has_left = status == LEFT
         self.status = 0 if self.has_left else status
-        self.seconds += time.monotonic() - self.started
+        self.seconds, self.born = self.lived(), None
 
     def lived(self):
         """Returns for how many seconds its processes have lived up to now."""
-        return self.seconds + (time.monotonic() - self.started if self.is_running else 0)
+        return self.seconds + (0 if self.born is None else time.monotonic() - self.born)
 
     def hear(self, text):
         """Notes a sign of life, and what the task says; returns the part that is for the user."""
         now = time.monotonic()
         self.heard = now
+        self.born = self.born or now
         if text.startswith(words.PROGRESS):
             known, self.progress = self.progress, words.read_progress(text)
             if known is None or known.number != self.progress.number:

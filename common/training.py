@@ -466,7 +466,8 @@ def run_worker(plan, task, settings, server, interruption, open_session):
         ended.touch()  # now that the last checkpoint is saved
     if task:
         doing("telling the ps that it is done")
-        ending.say_done(task, server, [int(report[0]) for report in outcome.reports or () if report[-1] > 0])
+        reports = () if outcome.reports is None else outcome.reports
+        ending.say_done(task, server, [int(report[0]) for report in reports if report[-1] > 0])
     return outcome
 
 
