@@ -321,8 +321,7 @@ def summary(settings, status):
         say(f"worker {gone['worker']} has left after {gone['updates']:,} updates")
     if max(shares) > UNEQUAL * min(shares) and not settings.delays and not result["restarts"] and not left:
         say("the workers' samples differ much, so the parameters are mostly of some workers' data: train for longer")
-    paid = f", {result['worker_seconds']:.1f} worker-seconds" if result.get("worker_seconds") else ""
-    say(f"{speed}; {result['wall_seconds']:.1f} s in all{paid}")
+    say(f"{speed}; {result['wall_seconds']:.1f} s in all")
     if result.get("parts"):
         say(f"a round takes {1000 * result['round_seconds']:.3g} ms: {parts_as_text(result['parts'])}")
     elif "parts" in result and result["train_seconds"] and "num_towers" not in result:

@@ -294,12 +294,13 @@ def forget_left(run_dir, worker):
     _file_of_left(run_dir, worker).unlink(missing_ok=True)
 
 
-def read_left(run_dir, num_workers):
-    """Returns the reports of the workers that have left, {worker: numbers}, as far as this folder tells."""
-    found = {}
+def read_left(run_dir, num_workers, size):
+    """Returns the reports of the workers that have left, {worker: `size` numbers}, as far as this folder tells."""
+    found: dict[int, list[float]] = {}
     for worker in range(num_workers):
-        with contextlib.suppress(OSError, ValueError):  # most have not left
-            found[worker] = [float(number) for number in json.loads(_file_of_left(run_dir, worker).read_text())]
+        with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):  # most have not left, or one is damaged
+            report = [float(number) for number in json.loads(_file_of_left(run_dir, worker).read_text())]
+            found |= {worker: report} if len(report) == size else {}
     return found
 
 

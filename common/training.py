@@ -359,8 +359,8 @@ def run_worker(plan, task, settings, server, interruption, open_session):
             hooks.append(StartHook(plan.gate, task.num_workers, settings.start_secs, lambda: interruption.requested, waited))
     rendezvous: Any = None
     if task:
-        kept = functools.partial(run_dir.read_left, settings.run_dir, task.num_workers)
-        rendezvous = ending.Rendezvous(task, len(REPORT) + len(PARTS) + len(STAY), kept)
+        size = len(REPORT) + len(PARTS) + len(STAY)
+        rendezvous = ending.Rendezvous(task, size, lambda: run_dir.read_left(settings.run_dir, task.num_workers, size))
     with tf.device(plan.step.device):
         clock = tf.timestamp()  # one clock for all workers
     is_dynamic = plan.keeper is not None and plan.keeper.is_of_local_steps
@@ -427,10 +427,11 @@ def run_worker(plan, task, settings, server, interruption, open_session):
             if meeting:
                 session.run_step_fn(lambda step_context: meeting.leave(step_context.session))
             metrics.flush()
+            if leaves:
+                log.write(stop_step, left=True)
             report = [index, first_time, first_step, stop_time, *metrics.totals(), *metrics.seconds_of_parts()]
             report += [time.time() - settings.began, time.time() if leaves else 0.0]
             if leaves:
-                log.write(stop_step, left=True)
                 session.run(plan.farewell)
                 run_dir.write_left(settings.run_dir, index, report)
                 rendezvous.leave(session, report)
