@@ -27,7 +27,6 @@ class Rendezvous:
 
     def __init__(self, task, size, kept=dict):
         self._num_workers, self._came, self._kept = task.num_workers, {task.shard_index}, kept
-        self._task = task
         self._report = report = tf.placeholder(tf.float64, [size])
         with tf.device("/job:ps/task:0"):
             table = tf.raw_ops.MutableHashTableOfTensorsV2(
@@ -40,6 +39,7 @@ class Rendezvous:
             with tf.control_dependencies([hand_in]):
                 arrive = arrivals.enqueue(index)
             self._hand_in = arrive
+            self._list = tf.raw_ops.LookupTableExportV2(table_handle=table, Tkeys=tf.int64, Tvalues=tf.float64)
             nothing = tf.zeros([size], tf.float64)
             self._own = tf.raw_ops.LookupTableFindV2(table_handle=table, keys=index, default_value=nothing)
             self._take_back = tf.raw_ops.LookupTableRemoveV2(table_handle=table, keys=[index])
@@ -71,11 +71,16 @@ class Rendezvous:
         """Hands in the report of a worker that leaves for good: nobody waits for it any more."""
         session.run(self._hand_in, {self._report: report})
 
-    def come_back(self, session, server):
+    def come_back(self, session):
         """To be called by a worker that begins: if one of its number has left, that counts no more."""
         if session.run(self._own)[-1] > 0:
             session.run(self._take_back)
-            _say(self._task, server, lambda i: _done_queue(i).enqueue(-1 - self._task.shard_index))
+
+    def left(self, session):
+        """Returns the numbers of the workers that have left for good, and are not back."""
+        workers, reports = session.run(self._list)
+        known = self._kept() | dict(zip(workers.tolist(), reports, strict=True))
+        return [worker for worker, report in known.items() if report[-1] > 0]
 
     def missing(self):
         """Returns the workers whose reports `gather` waits for, as ["worker 3"]."""
@@ -98,12 +103,18 @@ def _left_queue(ps_index):
 
 
 def say_done(task, server, others=()):
-    """Tells every ps that this worker needs it no more, nor do `others`, which have left: it may have forgotten that."""
-    _say(task, server, lambda i: _done_queue(i).enqueue_many([tf.constant([task.shard_index, *others], tf.int64)]))
+    """Tells every ps that this worker needs it no more, nor do `others`, which have left for good."""
+    say_done_for(task, server, [task.shard_index, *others])
+
+
+def say_done_for(task, server, workers):
+    """Tells every ps that these workers need it no more."""
+    if workers:
+        _say(task, server, lambda i: _done_queue(i).enqueue_many([tf.constant(workers, tf.int64)]))
 
 
 def say_gone(task, server, report):
-    """Says of a worker that leaves before it has a session, in any thread: that it has come, its report, that it is done.
+    """Says of a worker that leaves before it has a session, in any thread: that it has come, its report, that it has left.
 
     Returns after `LEFT_SECONDS` at the latest.
     """
@@ -115,7 +126,7 @@ def say_gone(task, server, report):
             with tf.Session(server.target, graph, config=task.config()) as session:
                 session.run(words)
                 rendezvous.leave(session, report)
-        say_done(task, server)
+        say_left(task, server)
 
     saying = threading.Thread(target=say, daemon=True)
     saying.start()
@@ -159,18 +170,14 @@ def _say(task, server, word, options=None):
 
 
 def serve(task, server):
-    """The whole life of a ps: returns when every worker has said that it is done.
-
-    A number n below 0 in the queue says that worker −1 − n is back, which had left.
-    """
+    """The whole life of a ps: returns when every worker has said that it is done."""
     done: set[int] = set()
     with tf.Graph().as_default():
         next_done = _done_queue(task.index).dequeue()
         alone = tf.ConfigProto(device_filters=[task.device])  # without waiting for other ps tasks, which may have ended
         with tf.Session(server.target, config=task.config(alone)) as session:
             while len(done) < task.num_workers:
-                worker = int(session.run(next_done))
-                done = done | {worker} if worker >= 0 else done - {-1 - worker}
+                done.add(int(session.run(next_done)))
 
 
 LEFT_SECONDS = 10  # a scheduler that ends a ps ends its workers within this time; one that left earlier may be back

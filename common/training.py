@@ -381,7 +381,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
     with open_session(task, target, plan.scaffold, checkpoints, settings.checkpoint_secs, hooks) as session:
         first_time, first_step, present = session.run([clock, progress, plan.step])
         if index > 0:
-            rendezvous.come_back(session, server)
+            rendezvous.come_back(session)
         last, trained = plan.last, 0.0
         if plan.keeper:
             trained, samples_before = session.run([plan.keeper.trained, plan.keeper.samples_before])
@@ -419,6 +419,8 @@ def run_worker(plan, task, settings, server, interruption, open_session):
                 # Leaving the session saves a checkpoint.
                 if callback:
                     callback.close()
+                if index == 0 and task:
+                    ending.say_done_for(task, server, rendezvous.left(session))
                 return Outcome(130, session.run(plan.final) if index == 0 else None)
             doing("ending", whom=nobody)
             stop_time, stop_step = session.run([clock, plan.step])
@@ -465,7 +467,9 @@ def run_worker(plan, task, settings, server, interruption, open_session):
         callback.close()
     if settings.num_evaluators and index == 0:
         ended.touch()  # now that the last checkpoint is saved
-    if task:
+    if task and leaves:
+        ending.say_left(task, server)
+    elif task:
         doing("telling the ps that it is done")
         reports = () if outcome.reports is None else outcome.reports
         ending.say_done(task, server, [int(report[0]) for report in reports if report[-1] > 0])

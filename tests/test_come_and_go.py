@@ -143,7 +143,7 @@ def test_chief_waits_for_no_report_but_of_those_who_are_there(cluster, tmp_path)
         ending.say_gone(other[0], other[1], [1.0, 5.0])
         assert mine.gather(session, [0.0, 0.0]).tolist() == [[0, 0], [1, 5]]
         with rendezvous_of(other) as (theirs, of_other):
-            theirs.come_back(of_other, other[1])
+            theirs.come_back(of_other)
             assert mine._kept() == {} and of_other.run(theirs._own).tolist() == [0, 0]
             folders.write_left(tmp_path, 1, [1.0, 7.0])
             assert mine.gather(session, [0.0, 0.0]).tolist() == [[0, 0], [1, 7]]
@@ -154,25 +154,17 @@ def test_chief_waits_for_no_report_but_of_those_who_are_there(cluster, tmp_path)
             theirs.leave(of_other, [1.0, 0.0])  # as one that has ended hands it in
             thread.join(SECONDS)
             assert gathered[0].tolist() == [[0, 0], [1, 0]]
-            theirs.come_back(of_other, other[1])  # not one that has left: its report stays
+            theirs.come_back(of_other)  # not one that has left: its report stays
             assert of_other.run(theirs._own).tolist() == [1, 0]
 
 
-def test_ps_ends_when_those_are_done_that_are_there(cluster):
-    """Worker 1 leaves and comes back, so the chief alone is not enough; then the chief speaks for it."""
+def test_chief_tells_the_ps_of_those_who_have_left(cluster):
     (chief, other), ps = cluster
-    serving = threading.Thread(target=ending.serve, args=ps, daemon=True)
     ending.say_gone(other[0], other[1], [1.0, 5.0])
-    with rendezvous_of(other) as (theirs, session):
-        theirs.come_back(session, other[1])
-    ending.say_done(chief[0], chief[1])
+    with rendezvous_of(chief) as (rendezvous, session):
+        assert rendezvous.left(session) == [1]
+    serving = threading.Thread(target=ending.serve, args=ps, daemon=True)
     serving.start()
-    with tf.Graph().as_default():
-        waiting = ending._done_queue(0).size()
-        with tf.Session(chief[1].target, config=chief[0].config()) as session:
-            while session.run(waiting):
-                time.sleep(0.01)
-    assert serving.is_alive()
     ending.say_done(chief[0], chief[1], [1])
     serving.join(SECONDS)
     assert not serving.is_alive()
