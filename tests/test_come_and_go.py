@@ -191,7 +191,7 @@ SLOW = "--delays=20,20,20"  # so that there is something left to do when one has
 
 @pytest.mark.cluster
 def test_worker_leaves_and_every_update_counts(run_dir):
-    process = start(run_dir, "--launch", "--num_ps=2", "--num_workers=3", SLOW, "--steps=500", "--compress=topk")
+    process = start(run_dir, "--launch", "--num_ps=2", "--num_workers=3", SLOW, "--steps=300", "--compress=topk")
     wait_until_it_trains(process, run_dir, 1)
     send(run_dir, "worker", 1, signal.SIGTERM)
     said = read_until(process, is_of_worker_1)
@@ -268,7 +268,7 @@ def test_worker_of_a_cluster_without_a_launcher_leaves(run_dir):
     with contextlib.ExitStack() as stack:
         ports = [stack.enter_context(launch.reserved_port()).getsockname()[1] for _ in range(3)]
         ps, *workers = (f"127.0.0.1:{port}" for port in ports)
-        hosts = [f"--ps_hosts={ps}", f"--worker_hosts={','.join(workers)}", "--steps=300", "--delays=20,20"]
+        hosts = [f"--ps_hosts={ps}", f"--worker_hosts={','.join(workers)}", "--steps=150", "--delays=20,20"]
         environ = {"TF_GRPC_REUSE_PORT": "true"}  # lets the test hold the ports
 
         def begin(job, index):
