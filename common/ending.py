@@ -23,10 +23,13 @@ class Rendezvous:
       task: this worker.
       size: numbers in a report; the last is 0, or the time at which the worker has left for good.
       kept: function that returns reports of workers that have left, {worker: numbers}: a ps that is restarted has no others.
+      expected: function of a session that returns the workers that have come, a set; by default all do.
     """
 
-    def __init__(self, task, size, kept=dict):
-        self._num_workers, self._came, self._kept = task.num_workers, {task.shard_index}, kept
+    def __init__(self, task, size, kept=dict, expected=None):
+        self._came, self._kept = {task.shard_index}, kept
+        self._awaited = set(range(task.num_workers))
+        self._expected = expected or (lambda session: self._awaited)
         self._report = report = tf.placeholder(tf.float64, [size])
         with tf.device("/job:ps/task:0"):
             table = tf.raw_ops.MutableHashTableOfTensorsV2(
@@ -57,14 +60,14 @@ class Rendezvous:
             pass  # the chief has closed the queue, in which there never was anything
 
     def gather(self, session, report):
-        """Adds the chief's own report, waits for those of all workers, and returns them `[num_workers, size]` in order."""
+        """Adds the chief's own report, waits for those of all workers, and returns them `[workers, size]` in order."""
         while True:
             # Its own again each time, since a ps that was restarted has forgotten it.
             workers, reports = session.run(self._hand_in_and_list, {self._report: report})
             known = self._kept() | dict(zip(workers.tolist(), reports, strict=True))
-            self._came = set(known)
-            if len(known) == self._num_workers:
-                return np.array([known[worker] for worker in range(self._num_workers)])
+            self._came, self._awaited = set(known), self._expected(session)
+            if self._awaited <= self._came:
+                return np.array([known[worker] for worker in sorted(known)])
             session.run(self._next_arrival)
 
     def leave(self, session, report):
@@ -84,7 +87,7 @@ class Rendezvous:
 
     def missing(self):
         """Returns the workers whose reports `gather` waits for, as ["worker 3"]."""
-        return [f"worker {i}" for i in range(self._num_workers) if i not in self._came]
+        return [f"worker {i}" for i in sorted(self._awaited - self._came)]
 
     def dismiss(self, session):
         """The chief's: lets the other workers go."""

@@ -47,10 +47,21 @@ class Gate:
         """Returns the indices of the workers that have come to it, a set."""
         return set(session.run(self._who_came).tolist())
 
-    def close(self, session):
-        """Lets workers that still wait know that training has ended."""
-        if not self.is_open(session):
+    def close(self, session, for_all=False):
+        """Lets workers that still wait know that training has ended; and `for_all` those that come later."""
+        if for_all or not self.is_open(session):
             session.run(self._end)
+
+
+class LeaseHook(tf.train.SessionRunHook):
+    """Runs operations when a session begins: a worker gives back the samples that it had leased before."""
+
+    def __init__(self, begin):
+        self._begin = begin
+
+    def after_create_session(self, session, coord):
+        """Gives them back."""
+        session.run(self._begin)
 
 
 class StartHook(tf.train.SessionRunHook):

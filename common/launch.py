@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import devices, isolation, progress, signals, words
+from common import devices, isolation, places, progress, signals, words
 from common.deaths import RAN_OUT, count_oom_kills, killed_by, last_error, of_memory
 from common.flags import TrainingFailed, UserError
 from common.forkserver import EARLY, LEFT, ForkServer
@@ -56,7 +56,8 @@ def _launch(script, arguments, settings, shared=None):
     before = _version(result)
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(fork_server(settings, settings.run_dir, preloads=True, shared=shared))
-        hosts = reserved_hosts(server, settings.num_ps, settings.num_workers + settings.num_evaluators)
+        most = settings.max_workers or settings.num_workers
+        hosts = reserved_hosts(server, settings.num_ps, most + settings.num_evaluators)
         command = [
             *(sys.executable, str(script)),
             *(argument for argument in arguments if argument != "--launch"),
@@ -75,7 +76,10 @@ def _launch(script, arguments, settings, shared=None):
             for job in hosts
             for i in range(len(hosts[job]))
         ]
-        shown = [*range(settings.num_workers), *(["evaluator"] if settings.num_evaluators else [])]
+        for task in tasks:
+            if settings.max_workers and task.job == "worker" and task.index >= settings.num_workers:
+                task.status, task.has_left = 0, True  # a place that is empty still
+        shown = [*range(most), *(["evaluator"] if settings.num_evaluators else [])]
         display = stack.enter_context(progress.Display(settings, shown))
         where = progress.as_typed(Path(settings.run_dir))
         display.say(f"{settings.scheme}: --num_ps={settings.num_ps} --num_workers={settings.num_workers} --run_dir={where}")
@@ -83,13 +87,27 @@ def _launch(script, arguments, settings, shared=None):
             display.say(f"the ports of this run can be reached from outside: {server.problem}")
         if settings.gpus is not None:
             display.say(devices.say_gpus(settings))
-        status = Run(tasks, server, settings, display.say).run()
+        run = Run(tasks, server, settings, display.say)
+        if settings.max_workers:
+            run.code = _code(script)
+            stack.enter_context(places.heard(settings.run_dir, run.hear_request))
+        status = run.run()
     if status == 0:
         if _version(result) in (None, before):  # what is there is of a run that this one goes on with
             raise TrainingFailed(f"worker 0 has ended, but written no {result}")
         _complete_result(settings, tasks)
     progress.summary(settings, status)
     return status
+
+
+def _code(script):
+    """Returns the version of `common/`, that of `common/` and the scheme's folder together, and these folders."""
+    folders = places.COMMON, Path(script).parent
+    return places.version(places.COMMON), places.version(*folders), folders
+
+
+def _names(tasks):
+    return ", ".join(task.name for task in tasks)
 
 
 def _version(path):
@@ -105,7 +123,8 @@ def _complete_result(settings, tasks):
     """Adds to the chief's result what the launcher knows."""
     path = Path(settings.run_dir, "result.json")
     result = json.loads(path.read_text())
-    workers = [task for task in tasks if task.job == "worker" and task.index < settings.num_workers]
+    most = settings.max_workers or settings.num_workers
+    workers = [task for task in tasks if task.job == "worker" and task.index < most]
     result.update(
         restarts=sum(task.restarts for task in tasks),
         wall_seconds=time.time() - settings.began,
@@ -177,7 +196,8 @@ class Task:
     why_killed: str = ""  # by this process
     ran_out: bool = False  # whether the kernel killed it because memory ran out
     is_asked: bool = False  # whether it has said that it was asked to end
-    has_left: bool = False  # whether it is a worker that has left for good
+    has_left: bool = False  # whether it is a worker that has left for good, or a place that none has taken yet
+    is_leaving: bool = False  # whether this process has asked it to leave
     born: float | None = None  # when its process gave the first sign of life, as time.monotonic()
     seconds: float = 0.0  # for which its processes have lived that have ended
     log_begins: int = 0  # where in the log that starts what it has printed since it was started
@@ -198,7 +218,7 @@ class Task:
         """Starts the process."""
         self.status, self.starts_at, self.heard, self.progress, self.progressed = None, None, math.inf, None, math.inf
         self.why_killed, self.ran_out, self.last_line, self.started = "", False, "", time.monotonic()
-        self.is_asked, self.born = False, None
+        self.is_asked, self.is_leaving, self.has_left, self.born = False, False, False, None
         with contextlib.suppress(OSError):
             self.log_begins = self.log.stat().st_size
         server.start(self.name, self.command, None if self.is_shown else str(self.log), self.environ)
@@ -286,6 +306,7 @@ class Run:
         self._evaluators = self._workers[len(self._workers) - settings.num_evaluators :]
         self._looked, self._oom_kills, self._is_stopping = time.monotonic(), count_oom_kills(), False
         self._is_interrupted, self._in_ring = False, settings.pace == "ring"
+        self.code: Any = None  # as `_code` returns it, of a run whose workers come and go
 
     def run(self):
         """Returns the exit status of the run; whatever task is left then ends with the server."""
@@ -293,7 +314,8 @@ class Run:
         self._server.listen(lambda *end: self._events.put(end), self._hear)
         try:
             for task in self._tasks.values():
-                task.start(self._server)
+                if not task.has_left:
+                    task.start(self._server)
             return self._watch()
         except KeyboardInterrupt:
             self._stop_workers()
@@ -344,6 +366,9 @@ class Run:
             if isinstance(event, Task):
                 self._heed(event)
                 continue
+            if isinstance(event, places.Request):
+                self._answer(event)
+                continue
             name, status = event
             if name is None:
                 how = self._how_server_ended()
@@ -367,6 +392,52 @@ class Run:
                 f"{task.name} was asked to end (SIGTERM), but the workers of {self._settings.scheme} wait for each other, and "
                 "none can leave: it is started again"
             )
+
+    def hear_request(self, request):
+        """Lets workers join or leave, as a `common.places.Request` asks. Called from any thread."""
+        self._events.put(request)
+
+    def _answer(self, request):
+        try:
+            line = self._join(request) if request.what == "join" else self._leave(request.count)
+        except UserError as error:
+            request.answer(str(error), is_error=True)
+        else:
+            self._say(line)
+            request.answer(line)
+
+    def _join(self, request):
+        """Starts workers in places that are empty; returns a line that names them. Raises a `UserError` if that cannot be."""
+        if self._is_stopping or self._has_ended():
+            raise UserError("the run is ending, so nobody can join")
+        if request.version != self.code[0] or places.version(*self.code[2]) != self.code[1]:
+            raise UserError("the code has changed since the run began, or is of another checkout: join with the one of the run")
+        free = [task for task in self._workers if task.has_left]
+        if len(free) < request.count:
+            raise UserError(
+                f"{len(free)} of the {len(self._workers)} places of the run are free, too few for {request.count}: "
+                "--max_workers says how many there are"
+            )
+        for task in free[: request.count]:
+            task.environ = {**task.environ, "LAUNCHER_JOINS": "1"}
+            task.start(self._server)
+        return f"{_names(free[: request.count])} joins" if request.count == 1 else f"{_names(free[: request.count])} join"
+
+    def _leave(self, count):
+        """Asks the last workers to leave; returns a line that names them. Raises a `UserError` if that cannot be."""
+        if self._is_stopping or self._has_ended():
+            raise UserError("the run is ending, and all its workers with it")
+        others = [task for task in self._workers[1:] if task.is_running and not task.is_leaving]
+        if count > len(others):
+            raise UserError(
+                f"the run has {len(others) + 1} worker{'s' if others else ''}, of which worker 0 has to stay, as it saves the "
+                f"checkpoints: {count} cannot leave; Ctrl-C ends the run"
+            )
+        going = others[len(others) - count :]
+        for task in going:
+            task.is_leaving = True
+            self._server.signal(task.name, signal.SIGTERM)
+        return f"{_names(going)} {'is' if count == 1 else 'are'} asked to leave"
 
     def _what_to_do(self):
         """Says at the end of a line that `--resume` goes on, unless it would find nothing."""

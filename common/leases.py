@@ -8,8 +8,8 @@ that is killed are given back whole, and so are trained again: each number at le
 from common import tf
 from common.batches import Batches, local_variable
 from common.coordination import Lock
+from common.flags import MOST_PLACES as MOST
 
-MOST = 256  # places of workers for which there is room
 _KEPT = 4  # pieces of a worker that the ledger knows: two leases of two pieces, so also those of the updates on their way
 _ROOM = 2 * _KEPT * MOST  # for pieces that were given back
 

@@ -20,7 +20,8 @@ from common.center import GlobalParameters, fragments_of
 from common.checkpoints import Keeper, checkpoints_in
 from common.compression import BIASED, compression_of
 from common.flags import FITTING, UserError, sizes
-from common.hooks import EarlyStoppingHook, Gate, MeetingHook, StartHook, WarmStartHook
+from common.hooks import EarlyStoppingHook, Gate, LeaseHook, MeetingHook, StartHook, WarmStartHook
+from common.leases import LeasedBatches, Ledger
 from common.local import LocalParameters
 from common.metrics import EvaluationHook, MetricsHook, MetricsLog, measured, shares_of_parts
 from common.rows import Rows
@@ -44,6 +45,7 @@ def train(scheme, task, settings):
       UserError: if data and model cannot be trained.
     """
     index, num_workers = (task.shard_index, task.num_workers) if task else (0, 1)
+    begin_workers = settings.begin_workers if settings.max_workers else num_workers
     leaver = Leaver(task, settings) if index > 0 and settings.pace == "own" else None
     run_dir.forget_left(settings.run_dir, index)
     interruption = Interruption(leaver)
@@ -63,8 +65,17 @@ def train(scheme, task, settings):
         of_tables = model.tables, settings.max_rows
         center = GlobalParameters(model.initial_parameters, *about, fragments_of(settings), *of_tables)
         with tf.device(task and task.device):
-            position = position_of(settings, index, num_workers, dataset.num_samples)
-            batches = batches_of(dataset, settings, index, num_workers, position)
+            if settings.max_workers:
+                position, ledger = None, Ledger(center.step.device)
+                x, y, *weights = dataset.train
+                leased = LeasedBatches(
+                    *(x, y, settings.batch_size, settings.seed, ledger, index, begin_workers),
+                    weights=weights[0] if weights else None,
+                )
+                batches: Any = leased
+            else:
+                leased, position = None, position_of(settings, index, num_workers, dataset.num_samples)
+                batches = batches_of(dataset, settings, index, num_workers, position)
             kept = center.keep(model.initial_state)
             local = LocalParameters(
                 *(center, model, batches, f"worker_{index}", index, num_workers, delay_of(settings.delays, index)),
@@ -75,7 +86,7 @@ def train(scheme, task, settings):
             last, next_call, rounds = build_calls(scheme, center, local, settings, dataset.num_samples)
             if index == 0:
                 optimizers = ", ".join([optimizers_of(center, local), *(str(each) for each in (schedule, compression) if each)])
-                tell(what_is_trained(model, dataset, num_workers, optimizers, ":" in settings.data, unit))
+                tell(what_is_trained(model, dataset, begin_workers, optimizers, ":" in settings.data, unit, bool(leased)))
             waits = center.waits(local)
             gradients = waits.gradients_per_update if waits else 1
             copies, final, evaluation = [], None, None
@@ -119,8 +130,9 @@ def train(scheme, task, settings):
             goal = settings.epochs * dataset.num_samples
         rows = local.told_of_tables(), functools.partial(tables.numbers_of, model.tables)
         farewell = [local.dynamic.leave()] if local.dynamic else []
+        farewell += [leased.leave] if leased else []
         how = next_call, evaluation, final, scaffold, gate, waits, gradients, keeper, position, unit, rows, goal, farewell
-        plan = Plan(last, center.step, *how)
+        plan = Plan(last, center.step, *how, lease=leased.begin if leased else None)
         with streams.reading(dataset):
             open_session = functools.partial(monitored_session, keeper=keeper)
             outcome = run_worker(plan, task, settings, server, interruption, open_session)
@@ -290,6 +302,7 @@ class Plan(NamedTuple):
     rows: Any = ()  # what is told of tables: tensors, and a function of their values, see `EvaluationHook`
     goal: Any = None  # number of samples to end at, where updates are made of more or fewer, see `common.dynamic`
     farewell: Any = ()  # operations of a worker that leaves for good
+    lease: Any = None  # operations for the begin of a session of workers that come and go
 
     def last_of(self, present, samples, settings):
         """Returns the global step to end at, by the samples so far: at least so many more updates until the goal."""
@@ -351,16 +364,23 @@ def run_worker(plan, task, settings, server, interruption, open_session):
         meeting = MeetingHook(plan.waits)
         interruption.release = meeting.release
         hooks.insert(1, meeting)
+    if plan.lease is not None:
+        hooks.append(LeaseHook(plan.lease))  # the chief's before it lets the others begin
+    begin_workers = settings.begin_workers if task and settings.max_workers else task and task.num_workers
     if index == 0 and plan.gate:
         if settings.warm_start_steps:
             hooks.append(WarmStartHook(plan.gate, plan.step, settings.warm_start_steps))
         else:
             waited = plan.keeper.pause if plan.keeper else lambda session, secs: None
-            hooks.append(StartHook(plan.gate, task.num_workers, settings.start_secs, lambda: interruption.requested, waited))
+            hooks.append(StartHook(plan.gate, begin_workers, settings.start_secs, lambda: interruption.requested, waited))
     rendezvous: Any = None
     if task:
         size = len(REPORT) + len(PARTS) + len(STAY)
-        rendezvous = ending.Rendezvous(task, size, lambda: run_dir.read_left(settings.run_dir, task.num_workers, size))
+        expected = None
+        if settings.max_workers and plan.gate:
+            expected = lambda opened: {*range(begin_workers), *plan.gate.who_came(opened)}  # noqa: E731
+        kept = functools.partial(run_dir.read_left, settings.run_dir, task.num_workers, size)
+        rendezvous = ending.Rendezvous(task, size, kept, expected)
     with tf.device(plan.step.device):
         clock = tf.timestamp()  # one clock for all workers
     is_dynamic = plan.keeper is not None and plan.keeper.is_of_local_steps
@@ -382,6 +402,8 @@ def run_worker(plan, task, settings, server, interruption, open_session):
         first_time, first_step, present = session.run([clock, progress, plan.step])
         if index > 0:
             rendezvous.come_back(session)
+        if os.environ.get("LAUNCHER_JOINS"):
+            log.write(present, came=True)
         last, trained = plan.last, 0.0
         if plan.keeper:
             trained, samples_before = session.run([plan.keeper.trained, plan.keeper.samples_before])
@@ -447,7 +469,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
                 outcome = Outcome(0)
                 break
             if plan.gate:  # else workers that wait there would wait for ever
-                session.run_step_fn(lambda step_context: plan.gate.close(step_context.session))
+                session.run_step_fn(lambda step_context: plan.gate.close(step_context.session, bool(settings.max_workers)))
             doing("waiting until the other workers have ended", waits=True, whom=rendezvous and rendezvous.missing)
             reports = rendezvous.gather(session, report) if task else [report]
             log.listeners = [callback] if callback else []  # nothing ends any more
@@ -471,8 +493,9 @@ def run_worker(plan, task, settings, server, interruption, open_session):
         ending.say_left(task, server)
     elif task:
         doing("telling the ps that it is done")
-        reports = () if outcome.reports is None else outcome.reports
-        ending.say_done(task, server, [int(report[0]) for report in reports if report[-1] > 0])
+        # For those that have left, and for places that nobody has; all others say it themselves.
+        there = [] if outcome.reports is None else [int(report[0]) for report in outcome.reports if not report[-1]]
+        ending.say_done(task, server, [i for i in range(task.num_workers) if index == 0 and i not in there])
     return outcome
 
 
@@ -546,7 +569,7 @@ def unit_of(settings, model):
     return "nats per character" if settings.data == "text" and is_entropy else None
 
 
-def what_is_trained(model, dataset, num_workers, optimizers, is_own=False, unit=None):
+def what_is_trained(model, dataset, num_workers, optimizers, is_own=False, unit=None, are_leased=False):
     """Returns what a run minimizes, with what, and with how many samples, as a line; of a user's own data also their size.
 
     Args:
@@ -555,15 +578,17 @@ def what_is_trained(model, dataset, num_workers, optimizers, is_own=False, unit=
     measure = f" in {unit}" if unit else ""
     own = model.own_optimizer
     ignored = f" (the model's own {own} is not used)" if own else ""
-    return f"minimizes {model.minimizes}{measure}, by {optimizers}{ignored}; {_samples_text(dataset, num_workers, is_own)}"
+    samples = _samples_text(dataset, num_workers, is_own, are_leased)
+    return f"minimizes {model.minimizes}{measure}, by {optimizers}{ignored}; {samples}"
 
 
-def _samples_text(dataset, num_workers, is_own):
+def _samples_text(dataset, num_workers, is_own, are_leased=False):
     is_stream = isinstance(dataset, Stream)
     if dataset.num_samples is None:
         return f"samples without end, of an unknown number, {dataset.text()}"
     share = " or ".join(f"{each:,}" for each in sorted(set(samples_of_each(dataset, num_workers))))
     each = f", {share} for each of {num_workers} workers" if num_workers > 1 else ""
+    each = ", which workers lease piece by piece" if are_leased else each
     if is_stream:
         return f"{dataset.num_samples:,} samples{each}, {dataset.text()}"
     arrays = [array for part in dataset.train for array in data.arrays_in(part)]
@@ -833,9 +858,10 @@ def say_left(index, settings, report):
     if settings.compress in BIASED:
         rest = f"; what --compress={settings.compress} has kept of its gradients for later is lost"
     updates = int(report[REPORT.index("updates")])
+    samples = "the others train its samples" if settings.max_workers else "its share of the samples is trained on no more"
     tell(
         f"worker {index} has left after {updates:,} updates, as it was asked to (SIGTERM): nobody starts it again or waits for "
-        f"it, and its share of the samples is trained on no more{rest}"
+        f"it, and {samples}{rest}"
     )
 
 
@@ -849,6 +875,11 @@ def check(settings, dataset, scheme=None):
         data.user_function("--callback", settings.callback)
     if not isinstance(dataset, Stream):
         data.shard(dataset, 0, settings.num_workers if settings.launch else 1)
+    elif settings.max_workers:
+        raise UserError(
+            f"--max_workers={settings.max_workers}: files and datasets are divided among the workers when a run begins: give "
+            "arrays, or leave it out"
+        )
     num_samples, is_stream, dataset = dataset.num_samples, isinstance(dataset, Stream), samples_of(dataset, settings)
     options = {"tables_on_ps": scheme is not None, **sizes(settings)}
     model = models.build(settings.model, dataset, settings.seed, settings.loss, **options)
@@ -866,7 +897,7 @@ def check(settings, dataset, scheme=None):
         raise UserError("--num_evaluators: an evaluator has the model whole, and its tables (common.Embedding) are on the ps")
     sets = [dataset.train, dataset.test, *([held_out.test] if held_out and not is_stream else [])]
     tables.check_data(model, [x for x, *_ in sets], is_stream)
-    if scheme and (compression or model.tables):
+    if scheme and (compression or model.tables or settings.max_workers):
         with tf.Graph().as_default():
             pieces = {"num_ps": settings.num_ps or 1, "fragments": fragments_of(settings), "tables": model.tables}
             pieces["max_rows"] = settings.max_rows
