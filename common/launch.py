@@ -80,7 +80,7 @@ def _launch(script, arguments, settings, shared=None):
             if settings.max_workers and task.job == "worker" and task.index >= settings.num_workers:
                 task.status, task.has_left = 0, True  # a place that is empty still
         shown = [*range(most), *(["evaluator"] if settings.num_evaluators else [])]
-        display = stack.enter_context(progress.Display(settings, shown))
+        display = stack.enter_context(progress.Display(settings, shown, range(settings.num_workers, most)))
         where = progress.as_typed(Path(settings.run_dir))
         display.say(f"{settings.scheme}: --num_ps={settings.num_ps} --num_workers={settings.num_workers} --run_dir={where}")
         if server.problem:

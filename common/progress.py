@@ -96,9 +96,11 @@ class Progress:
     Args:
       run_dir: folder of the run.
       workers: indices of the workers to show, and "evaluator" if there is one.
+      places: those of them that are shown only when they have come.
     """
 
-    def __init__(self, run_dir, workers):
+    def __init__(self, run_dir, workers, places=()):
+        self._places = places
         self._tails = {i: _Tail(Path(run_dir, "metrics", f"{_name(i)}.jsonl")) for i in workers}
         self.newest: dict[int | str, dict] = {i: {} for i in workers}
 
@@ -165,7 +167,7 @@ class Progress:
         unit = f", {self.unit()}" if self.unit() else ""
         for name in ("", "step", *(f"{name}{unit if key == 'test_loss' else ''}" for name, key, _ in columns)):
             table.add_column(name, justify="right")
-        rows = {_name(i).replace("-", " "): n for i, n in self.newest.items()}
+        rows = {_name(i).replace("-", " "): n for i, n in self.newest.items() if n or i not in self._places}
         if len(rows) > 1:
             rows["together"] = self.together()
         for name, n in rows.items():
@@ -225,8 +227,8 @@ def _mean(values):
 class Display:
     """A context that shows the progress of a run: a live table on a terminal, otherwise a line every two seconds."""
 
-    def __init__(self, settings, workers):
-        self.progress = Progress(settings.run_dir, workers)
+    def __init__(self, settings, workers, places=()):
+        self.progress = Progress(settings.run_dir, workers, places)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._live = None
