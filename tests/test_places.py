@@ -188,15 +188,16 @@ def lines_of(run_dir, worker):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def _trains(lines):
-    last = max((i for i, line in enumerate(lines) if "came" in line), default=0)
-    return any("samples" in line for line in lines[last:])
+def wait_until_it_trains(process, run_dir, worker, times=0):
+    """Waits until it has trained since it joined so many times."""
 
+    def trains():
+        lines = lines_of(run_dir, worker)
+        came = [i for i, line in enumerate(lines) if "came" in line]
+        return len(came) >= times and any("samples" in line for line in lines[came[times - 1] if times else 0 :])
 
-def wait_until_it_trains(process, run_dir, worker):
-    """Waits until it has trained since it came last."""
     deadline = time.monotonic() + SECONDS
-    while not _trains(lines_of(run_dir, worker)):
+    while not trains():
         assert process.poll() is None and time.monotonic() < deadline, "the run ended before the worker trained"
         time.sleep(0.05)
 
@@ -222,10 +223,10 @@ def test_worker_takes_a_place_leaves_it_and_takes_it_again(run_dir, tmp_path):
     flags += [f"--callback={tmp_path / 'callback.py'}:stop", "--evaluation_secs=0.2"]
     process = start(run_dir, "--launch", *flags, script=ROOT / "Dynamic-SGD" / "dynamic_sgd.py")
     wait_until_it_trains(process, run_dir, 0)
-    for time_and_again in range(2):
+    for times in 1, 2:
         assert places.join(run_dir) == "worker 1 joins"
-        wait_until_it_trains(process, run_dir, 1)
-        if time_and_again == 0:
+        wait_until_it_trains(process, run_dir, 1, times)
+        if times == 1:
             assert places.leave(run_dir) == "worker 1 is asked to leave"
             said = read_until(process, lambda line: "has left after" in line)
             assert said.startswith("worker 1 ") and "the others train its samples" in said
