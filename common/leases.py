@@ -70,7 +70,8 @@ class Ledger:
             held = self._held.read_value()
             a, b, c, d = tf.unstack(held[worker, 4:])
             of_new = tf.minimum(left, d - c)
-            pieces = tf.stack([tf.stack([b - (left - of_new), b]), tf.stack([d - of_new, d])])
+            of_old = tf.minimum(left - of_new, b - a)  # fewer than all if the chief has begun anew, and given back for this one
+            pieces = tf.stack([tf.stack([b - of_old, b]), tf.stack([d - of_new, d])])
             given = self._give_back(pieces)
             with tf.control_dependencies(given):
                 done += [*given, self._hold(worker, tf.zeros_like(held[0]))]
