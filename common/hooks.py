@@ -53,17 +53,6 @@ class Gate:
             session.run(self._end)
 
 
-class LeaseHook(tf.train.SessionRunHook):
-    """Runs operations when a session begins: a worker gives back the samples that it had leased before."""
-
-    def __init__(self, begin):
-        self._begin = begin
-
-    def after_create_session(self, session, coord):
-        """Gives them back."""
-        session.run(self._begin)
-
-
 class StartHook(tf.train.SessionRunHook):
     """The chief's: lets all workers begin together, when all have come, or after `secs` seconds.
 

@@ -132,3 +132,13 @@ class LeasedBatches(Batches):
         """As `Batches.next`."""
         self._check(window if most is None else most)
         return tf.reshape(self._at(self.next_numbers(window, most)), [window, self.batch_size])
+
+class LeaseHook(tf.train.SessionRunHook):
+    """Runs operations when a session begins: a worker gives back the samples that it had leased before."""
+
+    def __init__(self, begin):
+        self._begin = begin
+
+    def after_create_session(self, session, coord):
+        """Gives them back."""
+        session.run(self._begin)

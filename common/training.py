@@ -20,8 +20,8 @@ from common.center import GlobalParameters, fragments_of
 from common.checkpoints import Keeper, checkpoints_in
 from common.compression import BIASED, compression_of
 from common.flags import FITTING, UserError, sizes
-from common.hooks import EarlyStoppingHook, Gate, LeaseHook, MeetingHook, StartHook, WarmStartHook
-from common.leases import LeasedBatches, Ledger
+from common.hooks import EarlyStoppingHook, Gate, MeetingHook, StartHook, WarmStartHook
+from common.leases import LeasedBatches, LeaseHook, Ledger
 from common.local import LocalParameters
 from common.metrics import EvaluationHook, MetricsHook, MetricsLog, measured, shares_of_parts
 from common.rows import Rows
@@ -806,7 +806,7 @@ class Interruption(tf.train.SessionRunHook):
             say_asked()
         if self.requested or not (self._is_training or leaves):
             signals.exit_at_once(130)
-        self.leaves, self._is_left_to_it = leaves, not self._is_training
+        self.leaves, self._is_left_to_it = leaves, leaves and not self._is_training
         self.requested = True
         react = functools.partial(self._leaver, self.report) if self._is_left_to_it else self.release
         threading.Thread(target=react, daemon=True).start()  # so that a second signal is heard
