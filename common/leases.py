@@ -133,6 +133,7 @@ class LeasedBatches(Batches):
         self._check(window if most is None else most)
         return tf.reshape(self._at(self.next_numbers(window, most)), [window, self.batch_size])
 
+
 class LeaseHook(tf.train.SessionRunHook):
     """Runs operations when a session begins: a worker gives back the samples that it had leased before."""
 

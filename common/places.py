@@ -1,7 +1,7 @@
 """Places of a run that workers take and leave: its launcher hears, in the folder of the run, who asks for more or fewer.
 
-    bash common/join.sh runs/first 3      # three more workers
-    bash common/leave.sh runs/first 1     # one fewer
+bash common/join.sh runs/first 3      # three more workers
+bash common/leave.sh runs/first 1     # one fewer
 """
 
 import contextlib

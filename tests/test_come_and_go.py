@@ -237,7 +237,6 @@ def test_damaged_reports_of_who_has_left_are_none(tmp_path):
 # --- Whole runs -------------------------------------------------------------------------------------------------------------
 
 
-
 @pytest.mark.cluster
 def test_workers_leave_and_every_update_counts(run_dir):
     """One before it has begun, one while it trains."""
