@@ -93,9 +93,12 @@ class Batches:
         self._check(window if most is None else most)
         size = (window if most is None else tf.cast(window, tf.int64)) * self.batch_size
         k = self._position.assign_add(size) - size + tf.range(size, dtype=tf.int64)
+        return tf.reshape(self._at(k), [window, self.batch_size])
+
+    def _at(self, k):
+        """Returns the indices of the samples with these numbers since the start, a tensor as `k` is."""
         place = tf.gather(self._first, k % self.num_samples) + k // self.num_samples
-        indices = tf.gather(self._second, place % self.num_samples)
-        return tf.reshape(indices, [window, self.batch_size])
+        return tf.gather(self._second, place % self.num_samples)
 
     def reorder(self, seed):
         """Takes the order of another seed, from the next initialization of the variables on."""
@@ -193,10 +196,13 @@ def _gathered(kept, indices):
     return kept.gather(indices) if isinstance(kept, Stored) else tf.gather(kept, indices)
 
 
-def local_variable(name, initial_value):
-    """Returns a variable of this worker's own: initialized in every session anew, in no checkpoint."""
-    collections = [tf.GraphKeys.LOCAL_VARIABLES]
-    return tf.get_variable(name, initializer=initial_value, trainable=False, collections=collections, use_resource=True)
+def local_variable(name, initial_value, validate_shape=True):
+    """Returns a variable of this worker's own: initialized in every session anew, in no checkpoint.
+
+    Its shape may change if it is not validated.
+    """
+    where = {"trainable": False, "collections": [tf.GraphKeys.LOCAL_VARIABLES], "use_resource": True}
+    return tf.get_variable(name, initializer=initial_value, validate_shape=validate_shape, **where)
 
 
 def make_local(next_creator, **arguments):

@@ -43,6 +43,15 @@ class Dynamic:
         center.count_local_steps()
         local.dynamic = self
 
+    def _speeds(self):
+        return tf.raw_ops.MutableHashTableV2(key_dtype=tf.int64, value_dtype=tf.float32, shared_name="speeds")
+
+    def leave(self):
+        """The operation of a worker that leaves for good: the others go by its speed no more."""
+        with tf.device(self._center.step.device):
+            key = tf.constant([self._local.index], tf.int64)
+            return tf.raw_ops.LookupTableRemoveV2(table_handle=self._speeds(), keys=key)
+
     @property
     def steps(self):
         """H_i as `choose` chose it last, an int32 scalar: for `local.train`."""
@@ -53,7 +62,7 @@ class Dynamic:
         center = self._center
         speed = tf.math.divide_no_nan(self._steps.read_value(), self._seconds.read_value())
         with tf.device(center.step.device), tf.control_dependencies(None):
-            speeds = tf.raw_ops.MutableHashTableV2(key_dtype=tf.int64, value_dtype=tf.float32, shared_name="speeds")
+            speeds = self._speeds()
             key = tf.constant(self._local.index, tf.int64)
             told = tf.raw_ops.LookupTableInsertV2(table_handle=speeds, keys=key, values=speed)
             with tf.control_dependencies([told]):

@@ -1,7 +1,11 @@
 """The end of a cluster: when the chief has all reports, and when a ps may exit."""
 
+import contextlib
 import ctypes
+import threading
 import time
+
+import numpy as np
 
 from common import tf
 
@@ -13,13 +17,19 @@ class Rendezvous:
     parameters, which no worker changes any more, and dismisses the others. No worker polls: all wait on queues on ps 0. The
     reports stay in a table there, so that a worker that is restarted meanwhile, the chief too, can take up where it was.
 
+    A worker that leaves for good hands in its report and does not wait: see `leave`.
+
     Args:
       task: this worker.
-      size: numbers in a report.
+      size: numbers in a report; the last is 0, or the time at which the worker has left for good.
+      kept: function that returns reports of workers that have left, {worker: numbers}: a ps that is restarted has no others.
+      expected: function of a session that returns the workers that have come, a set; by default all do.
     """
 
-    def __init__(self, task, size):
-        self._num_workers, self._came = task.num_workers, {task.shard_index}
+    def __init__(self, task, size, kept=dict, expected=None):
+        self._came, self._kept = {task.shard_index}, kept
+        self._awaited = set(range(task.num_workers))
+        self._expected = expected or (lambda session: self._awaited)
         self._report = report = tf.placeholder(tf.float64, [size])
         with tf.device("/job:ps/task:0"):
             table = tf.raw_ops.MutableHashTableOfTensorsV2(
@@ -31,6 +41,11 @@ class Rendezvous:
             hand_in = tf.raw_ops.LookupTableInsertV2(table_handle=table, keys=[index], values=[report])
             with tf.control_dependencies([hand_in]):
                 arrive = arrivals.enqueue(index)
+            self._hand_in = arrive
+            self._list = tf.raw_ops.LookupTableExportV2(table_handle=table, Tkeys=tf.int64, Tvalues=tf.float64)
+            nothing = tf.zeros([size], tf.float64)
+            self._own = tf.raw_ops.LookupTableFindV2(table_handle=table, keys=index, default_value=nothing)
+            self._take_back = tf.raw_ops.LookupTableRemoveV2(table_handle=table, keys=[index])
             with tf.control_dependencies([arrive]):
                 self._hand_in_and_wait = dismissal.dequeue()
                 self._hand_in_and_list = tf.raw_ops.LookupTableExportV2(table_handle=table, Tkeys=tf.int64, Tvalues=tf.float64)
@@ -45,22 +60,39 @@ class Rendezvous:
             pass  # the chief has closed the queue, in which there never was anything
 
     def gather(self, session, report):
-        """Adds the chief's own report, waits for those of all workers, and returns them `[num_workers, size]` in order."""
+        """Adds the chief's own report, waits for those of all workers, and returns them `[workers, size]` in order."""
         while True:
             # Its own again each time, since a ps that was restarted has forgotten it.
             workers, reports = session.run(self._hand_in_and_list, {self._report: report})
-            self._came = set(workers.tolist())
-            if len(workers) == self._num_workers:
-                return reports[workers.argsort()]
+            known = self._kept() | dict(zip(workers.tolist(), reports, strict=True))
+            self._came, self._awaited = set(known), self._expected(session)
+            if self._awaited <= self._came:
+                return np.array([known[worker] for worker in sorted(known)])
             session.run(self._next_arrival)
+
+    def leave(self, session, report):
+        """Hands in the report of a worker that leaves for good: nobody waits for it any more."""
+        session.run(self._hand_in, {self._report: report})
+
+    def come_back(self, session):
+        """To be called by a worker that begins: if one of its number has left, that counts no more."""
+        if session.run(self._own)[-1] > 0:
+            session.run(self._take_back)
+
+    def left(self, session):
+        """Returns the numbers of the workers that have left for good, and are not back."""
+        workers, reports = session.run(self._list)
+        known = self._kept() | dict(zip(workers.tolist(), reports, strict=True))
+        return [worker for worker, report in known.items() if report[-1] > 0]
 
     def missing(self):
         """Returns the workers whose reports `gather` waits for, as ["worker 3"]."""
-        return [f"worker {i}" for i in range(self._num_workers) if i not in self._came]
+        return [f"worker {i}" for i in sorted(self._awaited - self._came)]
 
     def dismiss(self, session):
         """The chief's: lets the other workers go."""
-        session.run(self._dismiss)
+        with contextlib.suppress(tf.errors.CancelledError):  # it has dismissed them before, and has died then
+            session.run(self._dismiss)
 
 
 def _done_queue(ps_index):
@@ -73,9 +105,47 @@ def _left_queue(ps_index):
         return tf.queue.FIFOQueue(1000, [tf.int64, tf.float64], shared_name="left")
 
 
-def say_done(task, server):
-    """Tells every ps that this worker needs it no more."""
-    _say(task, server, lambda i: _done_queue(i).enqueue(task.shard_index))
+def say_done(task, server, others=()):
+    """Tells every ps that this worker needs it no more, nor do `others`, which have left for good."""
+    say_done_for(task, server, [task.shard_index, *others])
+
+
+def say_done_for(task, server, workers):
+    """Tells every ps that these workers need it no more."""
+    if workers:
+        _say(task, server, lambda i: _done_queue(i).enqueue_many([tf.constant(workers, tf.int64)]))
+
+
+def say_gone(task, server, report):
+    """Says of a worker that leaves before it has a session, in any thread: that it has come, its report, that it has left.
+
+    Returns after `LEFT_SECONDS` at the latest.
+    """
+
+    def say():
+        with tf.Graph().as_default() as graph:
+            rendezvous = Rendezvous(task, len(report))
+            words = [came_to_gate(f"/job:ps/task:{i}", task.shard_index) for i in range(task.num_ps)]
+            with tf.Session(server.target, graph, config=task.config()) as session:
+                session.run(words)
+                rendezvous.leave(session, report)
+        say_left(task, server)
+
+    saying = threading.Thread(target=say, daemon=True)
+    saying.start()
+    saying.join(LEFT_SECONDS)
+
+
+def gate_table(device):
+    """Returns the table of the workers that have come to where they wait for the chief, see `common.hooks.Gate`."""
+    with tf.device(device):
+        return tf.raw_ops.MutableHashTableV2(key_dtype=tf.int64, value_dtype=tf.int64, shared_name="came_to_gate")
+
+
+def came_to_gate(device, index):
+    """Returns the operation that says that worker `index` has come."""
+    table, keys = gate_table(device), tf.constant([index], tf.int64)
+    return tf.raw_ops.LookupTableInsertV2(table_handle=table, keys=keys, values=keys)
 
 
 def say_left(task, server):

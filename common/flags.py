@@ -30,7 +30,9 @@ FITTING = {
     "mnist1d": ("linear", "mlp", "cnn1d"),
     "quadratic": ("dense", "linear", "mlp"),
 }
+MOST_PLACES = 256  # of workers that come and go
 KNOWN = {
+    "max_workers": (None,),  # the rule of a scheme has to be looked at
     "learning_rate_schedule": (None, *SCHEDULES),
     "callback": (None,),
     "compress": ("none",),  # a scheme's messages have to be looked at
@@ -221,6 +223,8 @@ def define(defaults):
 
     define_integer("num_ps", own("num_ps", 1), "ps tasks to start", least=1)
     define_integer("num_workers", own("num_workers", 2), "workers to start", least=1)
+    text = "places for workers, some of which join and leave while it trains, by common/join.sh and common/leave.sh"
+    define_integer("max_workers", None, text, least=1, most=MOST_PLACES)
     define_gpus()
     # Samples are counted in 64 bits: with so many epochs, those of a set of 2³¹ still can be.
     define_number("epochs", own("epochs"), "passes over the training set, all workers together", above=0, most=2**32)

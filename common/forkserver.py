@@ -28,6 +28,7 @@ BEAT_SECONDS = 0.5  # from one sign of life, of a task or of the process that st
 START_SECONDS = 120  # for that process to begin, before it imports anything
 EARLY = 256  # how a task of a scheme ended that exited with 0, but did not say `work_is_done`: no program has this exit status
 _DONE = 100  # exit status of one that did
+LEFT = 257  # how a worker ended that has left for good, as it was asked to
 
 
 class ForkServer:
@@ -205,6 +206,9 @@ def _serve(connection, pipe, terminal, is_isolated, preloads, launcher):
                 for descriptor in (wakeup, woken):
                     os.close(descriptor)
                 connection.close()
+                if preloads and key.startswith("worker"):
+                    # One that is asked to leave hears it when it can, see `signals.hear_signals`.
+                    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
                 _become_task(server, key, pipe, log, terminal, environ)
                 return command
             running[key], keys[pid] = pid, key
@@ -243,7 +247,7 @@ def _reap(connection, running, keys, preloads):
             _kill_group(pid)
             key, code = keys.pop(pid), os.waitstatus_to_exitcode(status)
             del running[key]
-            connection.send((key, {0: EARLY, _DONE: 0}.get(code, code) if preloads else code))
+            connection.send((key, {0: EARLY, _DONE: 0, words.LEFT: LEFT}.get(code, code) if preloads else code))
     _kill_orphans(keys)
 
 
@@ -317,6 +321,7 @@ def _run(command, preloads):
     """Runs a task's program, as `python SCRIPT ARGUMENTS` would."""
     if not preloads:
         os.execv(command[0], command)
+    words.is_fork = True
     import setproctitle
 
     setproctitle.setproctitle(" ".join(command))  # what `ps` shows

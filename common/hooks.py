@@ -4,7 +4,7 @@ import math
 import time
 from pathlib import Path
 
-from common import tf
+from common import ending, tf
 from common.coordination import Clocks, Lock
 from common.flags import UserError
 from common.session import restoring
@@ -23,7 +23,7 @@ class Gate:
         with tf.device(device), tf.control_dependencies(None):
             self.variable = tf.get_variable("gate", initializer=True, trainable=False, collections=[])
             self._end = self.variable.assign(False, read_value=False)
-            self._came = tf.raw_ops.MutableHashTableV2(key_dtype=tf.int64, value_dtype=tf.int64, shared_name="came_to_gate")
+            self._came = ending.gate_table(device)
             self.count = tf.raw_ops.LookupTableSizeV2(table_handle=self._came)
             self._who_came = tf.raw_ops.LookupTableExportV2(table_handle=self._came, Tkeys=tf.int64, Tvalues=tf.int64).keys
             self._is_open = tf.is_variable_initialized(self.variable)
@@ -32,9 +32,7 @@ class Gate:
         """Returns a tensor of names, empty when the gate is open, for the `ready_for_local_init_op` of worker `index`. To read
         it says that this worker has come."""
         with tf.device(self.variable.device):
-            keys = tf.constant([index], tf.int64)
-            came = tf.raw_ops.LookupTableInsertV2(table_handle=self._came, keys=keys, values=keys)
-            with tf.control_dependencies([came]):
+            with tf.control_dependencies([ending.came_to_gate(self.variable.device, index)]):
                 return tf.report_uninitialized_variables([self.variable])
 
     def is_open(self, session):
@@ -49,9 +47,9 @@ class Gate:
         """Returns the indices of the workers that have come to it, a set."""
         return set(session.run(self._who_came).tolist())
 
-    def close(self, session):
-        """Lets workers that still wait know that training has ended."""
-        if not self.is_open(session):
+    def close(self, session, for_all=False):
+        """Lets workers that still wait know that training has ended; and `for_all` those that come later."""
+        if for_all or not self.is_open(session):
             session.run(self._end)
 
 

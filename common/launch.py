@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import devices, isolation, progress, signals, words
+from common import devices, isolation, places, progress, signals, words
 from common.deaths import RAN_OUT, count_oom_kills, killed_by, last_error, of_memory
 from common.flags import TrainingFailed, UserError
-from common.forkserver import EARLY, ForkServer
+from common.forkserver import EARLY, LEFT, ForkServer
 from common.forkserver import reserved_port as reserved_port  # for those that start tasks themselves
 from common.input_check import check_input
 from common.run_dir import has_checkpoint, prepare_run_dir, write_json
@@ -56,7 +56,8 @@ def _launch(script, arguments, settings, shared=None):
     before = _version(result)
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(fork_server(settings, settings.run_dir, preloads=True, shared=shared))
-        hosts = reserved_hosts(server, settings.num_ps, settings.num_workers + settings.num_evaluators)
+        most = settings.max_workers or settings.num_workers
+        hosts = reserved_hosts(server, settings.num_ps, most + settings.num_evaluators)
         command = [
             *(sys.executable, str(script)),
             *(argument for argument in arguments if argument != "--launch"),
@@ -75,21 +76,38 @@ def _launch(script, arguments, settings, shared=None):
             for job in hosts
             for i in range(len(hosts[job]))
         ]
-        shown = [*range(settings.num_workers), *(["evaluator"] if settings.num_evaluators else [])]
-        display = stack.enter_context(progress.Display(settings, shown))
+        for task in tasks:
+            if settings.max_workers and task.job == "worker" and task.index >= settings.num_workers:
+                task.status, task.has_left = 0, True  # a place that is empty still
+        shown = [*range(most), *(["evaluator"] if settings.num_evaluators else [])]
+        display = stack.enter_context(progress.Display(settings, shown, range(settings.num_workers, most)))
         where = progress.as_typed(Path(settings.run_dir))
         display.say(f"{settings.scheme}: --num_ps={settings.num_ps} --num_workers={settings.num_workers} --run_dir={where}")
         if server.problem:
             display.say(f"the ports of this run can be reached from outside: {server.problem}")
         if settings.gpus is not None:
             display.say(devices.say_gpus(settings))
-        status = Run(tasks, server, settings, display.say).run()
+        run = Run(tasks, server, settings, display.say)
+        if settings.max_workers:
+            run.code = _code(script)
+            stack.enter_context(places.heard(settings.run_dir, run.hear_request))
+        status = run.run()
     if status == 0:
         if _version(result) in (None, before):  # what is there is of a run that this one goes on with
             raise TrainingFailed(f"worker 0 has ended, but written no {result}")
         _complete_result(settings, tasks)
     progress.summary(settings, status)
     return status
+
+
+def _code(script):
+    """Returns the version of `common/`, that of `common/` and the scheme's folder together, and these folders."""
+    folders = places.COMMON, Path(script).parent
+    return places.version(places.COMMON), places.version(*folders), folders
+
+
+def _names(tasks):
+    return ", ".join(task.name for task in tasks)
 
 
 def _version(path):
@@ -105,7 +123,13 @@ def _complete_result(settings, tasks):
     """Adds to the chief's result what the launcher knows."""
     path = Path(settings.run_dir, "result.json")
     result = json.loads(path.read_text())
-    result.update(restarts=sum(task.restarts for task in tasks), wall_seconds=time.time() - settings.began)
+    most = settings.max_workers or settings.num_workers
+    workers = [task for task in tasks if task.job == "worker" and task.index < most]
+    result.update(
+        restarts=sum(task.restarts for task in tasks),
+        wall_seconds=time.time() - settings.began,
+        worker_seconds=sum(worker.lived() for worker in workers),
+    )
     write_json(path, result)
 
 
@@ -171,6 +195,11 @@ class Task:
     last_line: str = ""  # what it said that it ended with
     why_killed: str = ""  # by this process
     ran_out: bool = False  # whether the kernel killed it because memory ran out
+    is_asked: bool = False  # whether it has said that it was asked to end
+    has_left: bool = False  # whether it is a worker that has left for good, or a place that none has taken yet
+    is_leaving: bool = False  # whether this process has asked it to leave
+    born: float | None = None  # when its process gave the first sign of life, as time.monotonic()
+    seconds: float = 0.0  # for which its processes have lived that have ended
     log_begins: int = 0  # where in the log that starts what it has printed since it was started
 
     @property
@@ -189,14 +218,26 @@ class Task:
         """Starts the process."""
         self.status, self.starts_at, self.heard, self.progress, self.progressed = None, None, math.inf, None, math.inf
         self.why_killed, self.ran_out, self.last_line, self.started = "", False, "", time.monotonic()
+        self.is_asked, self.is_leaving, self.has_left, self.born = False, False, False, None
         with contextlib.suppress(OSError):
             self.log_begins = self.log.stat().st_size
         server.start(self.name, self.command, None if self.is_shown else str(self.log), self.environ)
+
+    def end(self, status):
+        """Notes that the process has ended, and how."""
+        self.has_left = status == LEFT
+        self.status = 0 if self.has_left else status
+        self.seconds, self.born = self.lived(), None
+
+    def lived(self):
+        """Returns for how many seconds its processes have lived up to now."""
+        return self.seconds + (0 if self.born is None else time.monotonic() - self.born)
 
     def hear(self, text):
         """Notes a sign of life, and what the task says; returns the part that is for the user."""
         now = time.monotonic()
         self.heard = now
+        self.born = self.born or now
         if text.startswith(words.PROGRESS):
             known, self.progress = self.progress, words.read_progress(text)
             if known is None or known.number != self.progress.number:
@@ -265,6 +306,7 @@ class Run:
         self._evaluators = self._workers[len(self._workers) - settings.num_evaluators :]
         self._looked, self._oom_kills, self._is_stopping = time.monotonic(), count_oom_kills(), False
         self._is_interrupted, self._in_ring = False, settings.pace == "ring"
+        self.code: Any = None  # as `_code` returns it, of a run whose workers come and go
 
     def run(self):
         """Returns the exit status of the run; whatever task is left then ends with the server."""
@@ -272,7 +314,8 @@ class Run:
         self._server.listen(lambda *end: self._events.put(end), self._hear)
         try:
             for task in self._tasks.values():
-                task.start(self._server)
+                if not task.has_left:
+                    task.start(self._server)
             return self._watch()
         except KeyboardInterrupt:
             self._stop_workers()
@@ -288,8 +331,11 @@ class Run:
         self._events.put(None)  # not an exception, which could strike between the start of a task and the note of it
 
     def _hear(self, name, text):
-        text = self._tasks[name].hear(text)
-        if text:
+        task = self._tasks[name]
+        if text == words.ASKED:
+            task.is_asked = True
+            self._events.put(task)
+        elif text := task.hear(text):
             self._events.put(text)  # to be shown by the main thread: a terminal may block the thread that writes to it
 
     def _next_end(self, deadline=math.inf):
@@ -317,16 +363,81 @@ class Run:
             if isinstance(event, str):
                 self._say(event)
                 continue
+            if isinstance(event, Task):
+                self._heed(event)
+                continue
+            if isinstance(event, places.Request):
+                self._answer(event)
+                continue
             name, status = event
             if name is None:
                 how = self._how_server_ended()
                 raise TrainingFailed(f"{STARTER} {how}{self._what_to_do()} (log: {self._server.log})")
             task = self._tasks[name]
-            task.status = status
+            task.end(status)
             if status in (-signal.SIGKILL, 128 + signal.SIGKILL):
                 before, self._oom_kills = self._oom_kills, count_oom_kills()
                 task.ran_out = self._oom_kills > before
             return task
+
+    def _heed(self, task):
+        """Ends the run when the chief was asked to end, which saves a checkpoint. Raises KeyboardInterrupt, as Ctrl-C does."""
+        if self._is_stopping or not self._settings.ends_with_chief or self._has_ended():
+            return
+        if task is self._chief:
+            self._say(f"{task.name} was asked to end (SIGTERM): as it is the one that gives a result, the run stops with it")
+            raise KeyboardInterrupt
+        if self._settings.pace != "own":
+            self._say(
+                f"{task.name} was asked to end (SIGTERM), but the workers of {self._settings.scheme} wait for each other, and "
+                "none can leave: it is started again"
+            )
+
+    def hear_request(self, request):
+        """Lets workers join or leave, as a `common.places.Request` asks. Called from any thread."""
+        self._events.put(request)
+
+    def _answer(self, request):
+        try:
+            line = self._join(request) if request.what == "join" else self._leave(request.count)
+        except UserError as error:
+            request.answer(str(error), is_error=True)
+        else:
+            self._say(line)
+            request.answer(line)
+
+    def _join(self, request):
+        """Starts workers in places that are empty; returns a line that names them. Raises a `UserError` if that cannot be."""
+        if self._is_stopping or self._has_ended():
+            raise UserError("the run is ending, so nobody can join")
+        if request.version != self.code[0] or places.version(*self.code[2]) != self.code[1]:
+            raise UserError("the code has changed since the run began, or is of another checkout: join with the one of the run")
+        free = [task for task in self._workers if task.has_left]
+        if len(free) < request.count:
+            raise UserError(
+                f"{len(free)} of the {len(self._workers)} places of the run are free, too few for {request.count}: "
+                "--max_workers says how many there are"
+            )
+        for task in free[: request.count]:
+            task.environ = {**task.environ, "LAUNCHER_JOINS": "1"}
+            task.start(self._server)
+        return f"{_names(free[: request.count])} joins" if request.count == 1 else f"{_names(free[: request.count])} join"
+
+    def _leave(self, count):
+        """Asks the last workers to leave; returns a line that names them. Raises a `UserError` if that cannot be."""
+        if self._is_stopping or self._has_ended():
+            raise UserError("the run is ending, and all its workers with it")
+        others = [task for task in self._workers[1:] if task.is_running and not task.is_leaving]
+        if count > len(others):
+            raise UserError(
+                f"the run has {len(others) + 1} worker{'s' if others else ''}, of which worker 0 has to stay, as it saves the "
+                f"checkpoints: {count} cannot leave; Ctrl-C ends the run"
+            )
+        going = others[len(others) - count :]
+        for task in going:
+            task.is_leaving = True
+            self._server.signal(task.name, signal.SIGTERM)
+        return f"{_names(going)} {'is' if count == 1 else 'are'} asked to leave"
 
     def _what_to_do(self):
         """Says at the end of a line that `--resume` goes on, unless it would find nothing."""
@@ -421,7 +532,9 @@ class Run:
         if not self._settings.ends_with_chief or self._in_ring or self._has_ended():
             return False
         is_one = task.job == "worker" and task is not self._chief and task not in self._evaluators
-        return is_one and task.status == 0 and (not self._chief.is_running or self._chief.started > task.started)
+        if not is_one or task.has_left or task.status != 0:
+            return False
+        return not self._chief.is_running or self._chief.started > task.started
 
     def _has_ended(self):
         return self._settings.ends_with_chief and self._chief.status == 0
@@ -461,7 +574,7 @@ class Run:
         task.starts_at = moment
         if (self._in_ring or self._settings.ends_with_chief) and not self._has_ended():
             for other in others:
-                is_asked = self._in_ring or other not in self._evaluators
+                is_asked = self._in_ring or other not in self._evaluators and not other.has_left
                 if not other.is_running and other.starts_at is None and is_asked:
                     other.starts_at = moment  # it had done its part, but the chief asks all for their report
 
@@ -472,7 +585,8 @@ class Run:
         for task in self._starting():
             task.starts_at = None
         for worker in self._workers:
-            self._server.signal(worker.name, signal.SIGTERM)
+            if not worker.is_asked:  # else it knows, and a second signal would end it at once
+                self._server.signal(worker.name, self._signal_to_stop(worker))
         deadline = time.monotonic() + STOP_SECONDS
         try:
             while any(worker.is_running for worker in self._workers):
@@ -480,6 +594,12 @@ class Run:
                     break
         except (KeyboardInterrupt, TrainingFailed):
             pass
+
+
+    def _signal_to_stop(self, worker):
+        """SIGTERM to a worker of a scheme means that it alone is to leave."""
+        is_of_scheme = self._settings.ends_with_chief and worker not in self._evaluators
+        return signal.SIGINT if is_of_scheme else signal.SIGTERM
 
 
 STARTER = "the process that starts the tasks"

@@ -130,6 +130,19 @@ def _say(status, line):
     return status
 
 
+def _check_places(settings, pace, evaluate, has_launcher):
+    """Raises a `UserError` if workers cannot come and go."""
+    flag = f"--max_workers={settings.max_workers}"
+    if pace != "own":
+        raise UserError(f"{flag}: the workers of {settings.scheme} wait for each other, so none can join: leave it out")
+    if evaluate:
+        raise UserError(f"{flag}: {settings.scheme} has an evaluator in the last place: leave it out")
+    if not has_launcher:
+        raise UserError(f"{flag} is for --launch, which `bash {settings.scheme}/run.sh` gives: a launcher lets workers join")
+    if settings.max_workers < settings.begin_workers:
+        raise UserError(f"{flag} are fewer than --num_workers={settings.begin_workers}, with which the run begins")
+
+
 def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, arguments, defaults):
     launcher = os.environ.get("LAUNCHER_PID")
     if launcher:
@@ -147,6 +160,8 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
         without = (*without, "table_optimizer", "table_learning_rate", "save_tables", "max_rows")  # its tables are in the model
     if "launch" in without:
         without = (*without, "gpus")
+    if train or "launch" in without:
+        without = (*without, "max_workers")
     settings = flags.parse(values, arguments, script.name, without)
     settings = settings.but(scheme=script.parent.name, began=time.time(), pace=pace, steps_per_call=1)
     settings = settings.but(optimizer_on=optimizer_on, decay=0 if "weight_decay" in of_scheme else settings.weight_decay)
@@ -162,6 +177,9 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
     if settings.run_dir == "":
         raise UserError("--run_dir is empty: name a folder, or leave the flag out")
     launches = task is None and settings.launch
+    settings = settings.but(begin_workers=settings.num_workers)
+    if settings.max_workers:
+        _check_places(settings, pace, evaluate, launches or os.environ.get("LAUNCHER_KEY"))
     settings = settings.but(num_evaluators=1 if evaluate and (task or launches) else 0)
     if evaluate and not settings.num_evaluators:  # trains alone, and on all that there is
         settings = settings.but(validation=None, patience=None)
@@ -177,15 +195,15 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
         settings = settings.but(num_ps=num_ps, num_workers=num_workers)
     elif settings.gpus is not None and not settings.check:
         settings = devices.with_gpus(settings, flags.present(values, "num_workers"))
-    if len(settings.delays or []) > settings.num_workers:
-        raise UserError(f"--delays names {len(settings.delays)} workers, but there are {settings.num_workers}")
+    if len(settings.delays or []) > (count := settings.max_workers or settings.num_workers):
+        raise UserError(f"--delays names {len(settings.delays)} workers, but there are {count}")
     if (settings.steps or 0) * settings.window * settings.batch_size > flags.INT64:
         raise UserError(
             f"--steps={settings.steps} of {settings.window:,} × {settings.batch_size:,} samples each are more samples than 64 "
             "bits count: choose fewer steps or smaller batches"
         )
     if launches:
-        limits.check_tasks(settings.num_ps, settings.num_workers + settings.num_evaluators)
+        limits.check_tasks(settings.num_ps, (settings.max_workers or settings.num_workers) + settings.num_evaluators)
     if check:
         check(settings)
     if launches and settings.validation and settings.data in flags.FITTING:  # other data is looked at by a process
@@ -230,6 +248,7 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
         return _serve(task)
 
     if task and task.is_evaluator():
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # unlike the other workers it cannot leave
         return evaluate(task, settings)
 
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.heeded())  # see training.Interruption

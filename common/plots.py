@@ -29,7 +29,10 @@ def draw_curve(run_dir):
 
 
 def curve(run_dir):
-    """Draws training loss, test accuracy and samples per second over time to `curve.png` in the run's folder."""
+    """Draws training loss, test accuracy and samples per second over time to `curve.png` in the run's folder.
+
+    A line of its color says when a worker has joined a run that was training (dashed), or left it (dotted).
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure  # not pyplot, which would look for a display
 
@@ -62,12 +65,16 @@ def draw(figure, run_dir):
     evaluations = [(name, key) for name, key, _ in measured]
     panels = [("training loss", "loss"), *evaluations, ("samples per second", "samples_per_second")]
     workers = sorted({line["worker"] for line in lines}, key=lambda worker: (isinstance(worker, str), worker))
+    steps = {"came": ("comes", "--"), "left": ("leaves", ":")}
+    moves = [(workers.index(n["worker"]), n["time"] - began, *steps[step]) for n in lines for step in steps if n.get(step)]
     for axes, (title, key) in zip(figure.subplots(1, len(panels), sharex=True), panels, strict=True):
         for number, worker in enumerate(workers):
             points = [(n["time"] - began, n[key]) for n in lines if n["worker"] == worker and n.get(key) is not None]
             if points:
                 name = worker if isinstance(worker, str) else f"worker {worker}"
                 axes.plot(*zip(*points, strict=True), marker=".", color=f"C{number}", label=name)
+        for number, moment, what, style in moves:
+            axes.axvline(moment, ls=style, lw=1, color=f"C{number}", label=f"worker {workers[number]} {what}")
         axes.set(title=title, xlabel="seconds")
         axes.grid(alpha=0.3)
         values = [n[key] for n in lines if n.get(key) is not None]

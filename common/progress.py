@@ -96,9 +96,11 @@ class Progress:
     Args:
       run_dir: folder of the run.
       workers: indices of the workers to show, and "evaluator" if there is one.
+      places: those of them that are shown only when they have come.
     """
 
-    def __init__(self, run_dir, workers):
+    def __init__(self, run_dir, workers, places=()):
+        self._places = places
         self._tails = {i: _Tail(Path(run_dir, "metrics", f"{_name(i)}.jsonl")) for i in workers}
         self.newest: dict[int | str, dict] = {i: {} for i in workers}
 
@@ -108,6 +110,8 @@ class Progress:
         for i, tail in self._tails.items():
             for line in tail.read():
                 self.newest[i].update(line)
+                if line.get("left"):  # it makes no more samples in a second, and the others go on from its step
+                    self.newest[i] = {key: line[key] for key in ("global_step", "last_step") if key in line}
                 news = True
         return news
 
@@ -163,7 +167,7 @@ class Progress:
         unit = f", {self.unit()}" if self.unit() else ""
         for name in ("", "step", *(f"{name}{unit if key == 'test_loss' else ''}" for name, key, _ in columns)):
             table.add_column(name, justify="right")
-        rows = {_name(i).replace("-", " "): n for i, n in self.newest.items()}
+        rows = {_name(i).replace("-", " "): n for i, n in self.newest.items() if n or i not in self._places}
         if len(rows) > 1:
             rows["together"] = self.together()
         for name, n in rows.items():
@@ -223,8 +227,8 @@ def _mean(values):
 class Display:
     """A context that shows the progress of a run: a live table on a terminal, otherwise a line every two seconds."""
 
-    def __init__(self, settings, workers):
-        self.progress = Progress(settings.run_dir, workers)
+    def __init__(self, settings, workers, places=()):
+        self.progress = Progress(settings.run_dir, workers, places)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._live = None
@@ -314,7 +318,10 @@ def summary(settings, status):
     since = " since it began" if sum(shares) < result["samples"] else ""  # later than the run did
     each = f" ({min(shares):,} to {max(shares):,} of each worker{since})" if len(shares) > 1 else ""
     say(f"{result['scheme']}, {tasks}: {result['global_steps']:,} updates, {result['samples']:,} samples{each}")
-    if max(shares) > UNEQUAL * min(shares) and not settings.delays and not result["restarts"]:
+    left = result.get("left") or []
+    for gone in left:
+        say(f"worker {gone['worker']} has left after {gone['updates']:,} updates")
+    if max(shares) > UNEQUAL * min(shares) and not settings.delays and not result["restarts"] and not left:
         say("the workers' samples differ much, so the parameters are mostly of some workers' data: train for longer")
     say(f"{speed}; {result['wall_seconds']:.1f} s in all")
     if result.get("parts"):

@@ -69,6 +69,8 @@ def prepare_run_dir(settings, task=None):
     if task is None and not settings.resume:
         for path in (run_dir / "metrics").glob("*.position"):  # of a run that has left no checkpoint
             path.unlink()
+    for path in (run_dir / "metrics").glob("*.left.json") if task is None else ():
+        path.unlink()
     return str(run_dir.resolve()), held
 
 
@@ -276,6 +278,30 @@ def open_own(path, flags):
             raise UserError(f"{path} {problem}; a run writes only into files of its own")
         stack.pop_all()
         return descriptor
+
+
+def _file_of_left(run_dir, worker):
+    return Path(run_dir, "metrics", f"worker-{worker}.left.json")
+
+
+def write_left(run_dir, worker, report):
+    """Keeps the report, numbers, of a worker that leaves for good: a ps that is started again has forgotten it."""
+    write_json(_file_of_left(run_dir, worker), [float(number) for number in report])
+
+
+def forget_left(run_dir, worker):
+    """This worker is there, whatever an earlier process of its number has done."""
+    _file_of_left(run_dir, worker).unlink(missing_ok=True)
+
+
+def read_left(run_dir, num_workers, size):
+    """Returns the reports of the workers that have left, {worker: `size` numbers}, as far as this folder tells."""
+    found: dict[int, list[float]] = {}
+    for worker in range(num_workers):
+        with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):  # most have not left, or one is damaged
+            report = [float(number) for number in json.loads(_file_of_left(run_dir, worker).read_text())]
+            found |= {worker: report} if len(report) == size else {}
+    return found
 
 
 def write_json(path, value):

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from common import data, tf
-from common.flags import SCHEDULES, UserError
+from common.flags import SCHEDULES, Settings, UserError
 
 
 class Schedule:
@@ -200,7 +200,19 @@ def hyperparameters(hp, center, local):
             local.decay = values[of_worker] * values["decay"]
         else:
             center.decay = values["learning_rate"] * values["decay"]
+    if values.get("max_workers"):
+        del values["num_workers"]
+        return _Changing(**values)
     return type(hp)(**values)
+
+
+class _Changing(Settings):
+    """What a scheme gets as `hp` if workers come and go."""
+
+    @property
+    def num_workers(self):
+        """Raises a `UserError`."""
+        raise UserError("--max_workers: the rule of this scheme has the number of workers, which would change: leave it out")
 
 
 def check_rates(center, last):

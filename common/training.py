@@ -13,24 +13,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common import data, ending, limits, models, plots, signals, streams, tables, tf
+from common import data, ending, limits, models, plots, run_dir, signals, streams, tables, tf
 from common.batches import Batches, Position, fed
 from common.callbacks import Callback, Patience
 from common.center import GlobalParameters, fragments_of
 from common.checkpoints import Keeper, checkpoints_in
-from common.compression import compression_of
+from common.compression import BIASED, compression_of
 from common.flags import FITTING, UserError, sizes
 from common.hooks import EarlyStoppingHook, Gate, MeetingHook, StartHook, WarmStartHook
+from common.leases import LeasedBatches, LeaseHook, Ledger
 from common.local import LocalParameters
 from common.metrics import EvaluationHook, MetricsHook, MetricsLog, measured, shares_of_parts
 from common.rows import Rows
-from common.run_dir import write_json
 from common.schedules import check_rates, hyperparameters, schedule_of
 from common.session import Saver, monitored_session
 from common.steps import PARTS, Rounds, build_rounds, build_steps, repeat_rounds, timed_rounds
 from common.streams import Stream, StreamedBatches, TestSet
 from common.together import Pace, Ring, Together
-from common.words import BUILDING, LOADING, doing, nobody, tell
+from common.words import BUILDING, LOADING, doing, nobody, say_asked, status_of_leaving, tell
 
 
 def train(scheme, task, settings):
@@ -44,9 +44,14 @@ def train(scheme, task, settings):
     Raises:
       UserError: if data and model cannot be trained.
     """
-    interruption = Interruption()
-    server = task.create_server() if task else None  # first of all: the others try to reach it
     index, num_workers = (task.shard_index, task.num_workers) if task else (0, 1)
+    begin_workers = settings.begin_workers if settings.max_workers else num_workers
+    leaver = Leaver(task, settings) if index > 0 and settings.pace == "own" else None
+    run_dir.forget_left(settings.run_dir, index)
+    interruption = Interruption(leaver)
+    server = task.create_server() if task else None  # first of all: the others try to reach it
+    if leaver:
+        leaver.server.set()
     doing(LOADING)
     dataset, held_out = split(streams.load(settings), settings)
     doing(BUILDING)
@@ -60,8 +65,17 @@ def train(scheme, task, settings):
         of_tables = model.tables, settings.max_rows
         center = GlobalParameters(model.initial_parameters, *about, fragments_of(settings), *of_tables)
         with tf.device(task and task.device):
-            position = position_of(settings, index, num_workers, dataset.num_samples)
-            batches = batches_of(dataset, settings, index, num_workers, position)
+            if settings.max_workers:
+                position, ledger = None, Ledger(center.step.device)
+                x, y, *weights = dataset.train
+                leased = LeasedBatches(
+                    *(x, y, settings.batch_size, settings.seed, ledger, index, begin_workers),
+                    weights=weights[0] if weights else None,
+                )
+                batches: Any = leased
+            else:
+                leased, position = None, position_of(settings, index, num_workers, dataset.num_samples)
+                batches = batches_of(dataset, settings, index, num_workers, position)
             kept = center.keep(model.initial_state)
             local = LocalParameters(
                 *(center, model, batches, f"worker_{index}", index, num_workers, delay_of(settings.delays, index)),
@@ -72,7 +86,7 @@ def train(scheme, task, settings):
             last, next_call, rounds = build_calls(scheme, center, local, settings, dataset.num_samples)
             if index == 0:
                 optimizers = ", ".join([optimizers_of(center, local), *(str(each) for each in (schedule, compression) if each)])
-                tell(what_is_trained(model, dataset, num_workers, optimizers, ":" in settings.data, unit))
+                tell(what_is_trained(model, dataset, begin_workers, optimizers, ":" in settings.data, unit, bool(leased)))
             waits = center.waits(local)
             gradients = waits.gradients_per_update if waits else 1
             copies, final, evaluation = [], None, None
@@ -115,8 +129,10 @@ def train(scheme, task, settings):
         if center.local_steps is not None and not settings.steps and dataset.num_samples is not None:
             goal = settings.epochs * dataset.num_samples
         rows = local.told_of_tables(), functools.partial(tables.numbers_of, model.tables)
-        how = next_call, evaluation, final, scaffold, gate, waits, gradients, keeper, position, unit, rows, goal
-        plan = Plan(last, center.step, *how)
+        farewell = [local.dynamic.leave()] if local.dynamic else []
+        farewell += [leased.leave] if leased else []
+        how = next_call, evaluation, final, scaffold, gate, waits, gradients, keeper, position, unit, rows, goal, farewell
+        plan = Plan(last, center.step, *how, lease=leased.begin if leased else None)
         with streams.reading(dataset):
             open_session = functools.partial(monitored_session, keeper=keeper)
             outcome = run_worker(plan, task, settings, server, interruption, open_session)
@@ -285,6 +301,8 @@ class Plan(NamedTuple):
     unit: Any = None  # of the loss, see `unit_of`
     rows: Any = ()  # what is told of tables: tensors, and a function of their values, see `EvaluationHook`
     goal: Any = None  # number of samples to end at, where updates are made of more or fewer, see `common.dynamic`
+    farewell: Any = ()  # operations of a worker that leaves for good
+    lease: Any = None  # operations for the begin of a session of workers that come and go
 
     def last_of(self, present, samples, settings):
         """Returns the global step to end at, by the samples so far: at least so many more updates until the goal."""
@@ -346,13 +364,23 @@ def run_worker(plan, task, settings, server, interruption, open_session):
         meeting = MeetingHook(plan.waits)
         interruption.release = meeting.release
         hooks.insert(1, meeting)
+    if plan.lease is not None:
+        hooks.append(LeaseHook(plan.lease))  # the chief's before it lets the others begin
+    begin_workers = settings.begin_workers if task and settings.max_workers else task and task.num_workers
     if index == 0 and plan.gate:
         if settings.warm_start_steps:
             hooks.append(WarmStartHook(plan.gate, plan.step, settings.warm_start_steps))
         else:
             waited = plan.keeper.pause if plan.keeper else lambda session, secs: None
-            hooks.append(StartHook(plan.gate, task.num_workers, settings.start_secs, lambda: interruption.requested, waited))
-    rendezvous: Any = ending.Rendezvous(task, len(REPORT) + len(PARTS)) if task else None
+            hooks.append(StartHook(plan.gate, begin_workers, settings.start_secs, lambda: interruption.requested, waited))
+    rendezvous: Any = None
+    if task:
+        size = len(REPORT) + len(PARTS) + len(STAY)
+        expected = None
+        if settings.max_workers and plan.gate:
+            expected = lambda opened: {*range(begin_workers), *plan.gate.who_came(opened)}  # noqa: E731
+        kept = functools.partial(run_dir.read_left, settings.run_dir, task.num_workers, size)
+        rendezvous = ending.Rendezvous(task, size, kept, expected)
     with tf.device(plan.step.device):
         clock = tf.timestamp()  # one clock for all workers
     is_dynamic = plan.keeper is not None and plan.keeper.is_of_local_steps
@@ -372,6 +400,10 @@ def run_worker(plan, task, settings, server, interruption, open_session):
     doing("opening the session", waits=bool(meeting), whom=nobody)
     with open_session(task, target, plan.scaffold, checkpoints, settings.checkpoint_secs, hooks) as session:
         first_time, first_step, present = session.run([clock, progress, plan.step])
+        if index > 0:
+            rendezvous.come_back(session)
+        if os.environ.get("LAUNCHER_JOINS"):
+            log.write(present, came=True)
         last, trained = plan.last, 0.0
         if plan.keeper:
             trained, samples_before = session.run([plan.keeper.trained, plan.keeper.samples_before])
@@ -404,25 +436,40 @@ def run_worker(plan, task, settings, server, interruption, open_session):
                 if plan.goal is not None:
                     last = plan.last_of(present, samples_before + rounds.local_steps[1] * settings.batch_size, settings)
                     log.last_step = last
-            if interruption.requested:
+            leaves = interruption.leaves
+            if interruption.requested and not leaves:
                 # Leaving the session saves a checkpoint.
                 if callback:
                     callback.close()
+                if index == 0 and task:
+                    ending.say_done_for(task, server, rendezvous.left(session))
                 return Outcome(130, session.run(plan.final) if index == 0 else None)
             doing("ending", whom=nobody)
-            stop_time = session.run(clock)
-            interruption.training_ends()
+            stop_time, stop_step = session.run([clock, plan.step])
+            if not leaves:
+                interruption.training_ends()
             if meeting:
                 session.run_step_fn(lambda step_context: meeting.leave(step_context.session))
             metrics.flush()
+            if leaves:
+                log.write(stop_step, left=True)
             report = [index, first_time, first_step, stop_time, *metrics.totals(), *metrics.seconds_of_parts()]
+            report += [time.time() - settings.began, time.time() if leaves else 0.0]
+            if leaves:
+                session.run(plan.farewell)
+                run_dir.write_left(settings.run_dir, index, report)
+                rendezvous.leave(session, report)
+                say_left(index, settings, report)
+                outcome = Outcome(status_of_leaving())
+                break
+            interruption.report = report
             if index > 0:
                 doing("waiting until all workers have ended", waits=True, whom=lambda: ["worker 0"])
                 rendezvous.wait(session, report)
                 outcome = Outcome(0)
                 break
             if plan.gate:  # else workers that wait there would wait for ever
-                session.run_step_fn(lambda step_context: plan.gate.close(step_context.session))
+                session.run_step_fn(lambda step_context: plan.gate.close(step_context.session, bool(settings.max_workers)))
             doing("waiting until the other workers have ended", waits=True, whom=rendezvous and rendezvous.missing)
             reports = rendezvous.gather(session, report) if task else [report]
             log.listeners = [callback] if callback else []  # nothing ends any more
@@ -442,9 +489,13 @@ def run_worker(plan, task, settings, server, interruption, open_session):
         callback.close()
     if settings.num_evaluators and index == 0:
         ended.touch()  # now that the last checkpoint is saved
-    if task:
+    if task and leaves:
+        ending.say_left(task, server)
+    elif task:
         doing("telling the ps that it is done")
-        ending.say_done(task, server)
+        # For those that have left, and for places that nobody has; all others say it themselves.
+        there = [] if outcome.reports is None else [int(report[0]) for report in outcome.reports if not report[-1]]
+        ending.say_done(task, server, [i for i in range(task.num_workers) if index == 0 and i not in there])
     return outcome
 
 
@@ -502,7 +553,7 @@ def _check_model(settings, model):
             named = [f"{v[0]} {v[1]}" if v else "none" for v in (was, now)]
             raise UserError(f"--resume: this is another model than before: where it had {named[0]}, there is now {named[1]}")
     else:
-        write_json(path, {"variables": model.description})
+        run_dir.write_json(path, {"variables": model.description})
 
 
 def optimizers_of(center, local):
@@ -518,7 +569,7 @@ def unit_of(settings, model):
     return "nats per character" if settings.data == "text" and is_entropy else None
 
 
-def what_is_trained(model, dataset, num_workers, optimizers, is_own=False, unit=None):
+def what_is_trained(model, dataset, num_workers, optimizers, is_own=False, unit=None, are_leased=False):
     """Returns what a run minimizes, with what, and with how many samples, as a line; of a user's own data also their size.
 
     Args:
@@ -527,15 +578,17 @@ def what_is_trained(model, dataset, num_workers, optimizers, is_own=False, unit=
     measure = f" in {unit}" if unit else ""
     own = model.own_optimizer
     ignored = f" (the model's own {own} is not used)" if own else ""
-    return f"minimizes {model.minimizes}{measure}, by {optimizers}{ignored}; {_samples_text(dataset, num_workers, is_own)}"
+    samples = _samples_text(dataset, num_workers, is_own, are_leased)
+    return f"minimizes {model.minimizes}{measure}, by {optimizers}{ignored}; {samples}"
 
 
-def _samples_text(dataset, num_workers, is_own):
+def _samples_text(dataset, num_workers, is_own, are_leased=False):
     is_stream = isinstance(dataset, Stream)
     if dataset.num_samples is None:
         return f"samples without end, of an unknown number, {dataset.text()}"
     share = " or ".join(f"{each:,}" for each in sorted(set(samples_of_each(dataset, num_workers))))
     each = f", {share} for each of {num_workers} workers" if num_workers > 1 else ""
+    each = ", which workers lease piece by piece" if are_leased else each
     if is_stream:
         return f"{dataset.num_samples:,} samples{each}, {dataset.text()}"
     arrays = [array for part in dataset.train for array in data.arrays_in(part)]
@@ -640,6 +693,8 @@ def updates_before(samples, settings, gradients_per_update=1):
 # What a worker tells the chief at its end, as float64. Times are in seconds on the clock of ps 0. A scheme's workers also tell
 # `PARTS`, in seconds of a round; NaN if none was timed.
 REPORT = ("index", "first_time", "first_step", "stop_time", "samples", "updates", "staleness_sum", "staleness_max", "dropped")
+# And, behind those: the seconds since the worker's process began; when it has left for good, by its own clock, or 0.
+STAY = ("seconds", "left")
 
 
 def _as_json(value):
@@ -659,13 +714,13 @@ def write_result(
     result = summarize(settings, task, reports, global_step, samples, gradients_per_update, is_dynamic)
     numbers = {name: value if math.isfinite(value) else None for name, value in measured(evaluated).items()}
     result.update(numbers, restarts=0, **more)
-    write_json(Path(settings.run_dir, "result.json"), result)
+    run_dir.write_json(Path(settings.run_dir, "result.json"), result)
     plots.draw_curve(settings.run_dir)  # last, as it may fail
 
 
 def summarize(settings, task, reports, global_step, samples=None, gradients_per_update=1, is_dynamic=False):
     """Returns the part of `result.json` about speed and staleness; `is_dynamic` with `common.dynamic`."""
-    columns = dict(zip((*REPORT, *PARTS), np.array(reports, float).T, strict=False))
+    columns = dict(zip((*REPORT, *PARTS, *STAY), np.array(reports, float).T, strict=False))
     if is_dynamic:
         progress = samples / samples_per_update(settings)  # the reports have such numbers, too
     else:
@@ -682,6 +737,7 @@ def summarize(settings, task, reports, global_step, samples=None, gradients_per_
     told = [part for part in PARTS if part in columns]
     seconds = [{part: float(columns[part][i]) for part in told if columns[part][i] > 0} for i in range(len(reports))]
     dropped = columns["dropped"].sum()
+    left: Any = np.flatnonzero(columns["left"]) if "left" in columns else []
     if samples is None:
         samples = columns["samples"].sum()
     else:
@@ -696,6 +752,11 @@ def summarize(settings, task, reports, global_step, samples=None, gradients_per_
         "global_steps": int(global_step),
         "samples": int(samples),
         "samples_per_worker": [int(n) for _, n in sorted(zip(columns["index"], columns["samples"], strict=True))],
+        "left": [
+            {"worker": int(i), "time": columns["left"][i]} | {name: int(columns[name][i]) for name in ("updates", "samples")}
+            for i in left
+        ],
+        "worker_seconds": float(columns["seconds"].sum()) if "seconds" in columns else None,
         "train_seconds": train_seconds,
         "wall_seconds": time.time() - settings.began,
         "samples_per_second": samples_per_second,
@@ -719,21 +780,36 @@ class Interruption(tf.train.SessionRunHook):
 
     As the first hook of a session it knows when there is one. Another worker may train long before the chief has called all
     of its hooks, of which one writes the first checkpoint.
+
+    Args:
+      leaver: a `Leaver`, for a worker that may leave: SIGTERM asks it to. None if that is as any other signal.
+
+    Attributes:
+      requested: whether the worker is to stop.
+      leaves: whether it then leaves for good.
+      report: what it has told the chief at its end, once it has.
     """
 
-    def __init__(self):
-        self.requested = False
+    def __init__(self, leaver=None):
+        self.requested = self.leaves = False
+        self.report: Any = None
         self.release = lambda: None  # called when it is requested; it may wait for a session
         self._is_training = self._has_ended = False
+        self._leaver, self._is_left_to_it = leaver, False
         signals.hear_signals(signals.INTERRUPTING_SIGNALS, self._hear)
 
     def _hear(self, number):
         if number == signal.SIGHUP and self.requested:
             return  # the shell and the system may both send it: that is no second request
-        if not self._is_training or self.requested:
+        leaves = number == signal.SIGTERM and self._leaver is not None
+        if number == signal.SIGTERM and not leaves:
+            say_asked()
+        if self.requested or not (self._is_training or leaves):
             signals.exit_at_once(130)
+        self.leaves, self._is_left_to_it = leaves, leaves and not self._is_training
         self.requested = True
-        threading.Thread(target=self.release, daemon=True).start()  # so that a second signal is heard
+        react = functools.partial(self._leaver, self.report) if self._is_left_to_it else self.release
+        threading.Thread(target=react, daemon=True).start()  # so that a second signal is heard
 
     def training_begins(self):
         """From now on there is something to save."""
@@ -741,11 +817,52 @@ class Interruption(tf.train.SessionRunHook):
 
     def after_create_session(self, session, coord):
         """As the first hook of a session."""
+        if self._is_left_to_it:
+            threading.Event().wait()  # the leaver ends this process
         self.training_begins()
 
     def training_ends(self):
         """From now on all is saved, and there may be a long wait for others, which a signal is to end at once."""
         self._is_training, self._has_ended = False, True
+
+
+class Leaver:
+    """Ends a worker for good, as a function of its report; to be called in a thread, when the worker does not train.
+
+    Args:
+      task: a `common.cluster.TaskSpecDef` of a worker.
+      settings: all flags.
+
+    Attributes:
+      server: an event, set when the task has its server.
+    """
+
+    def __init__(self, task, settings):
+        self._task, self._settings, self.server = task, settings, threading.Event()
+
+    def __call__(self, report=None):
+        task, settings = self._task, self._settings
+        if report is None:  # it has not trained yet
+            report = [task.shard_index, *[0.0] * (len(REPORT) - 1), *[math.nan] * len(PARTS), 0.0, 0.0]
+        report = [*report[: -len(STAY)], time.time() - settings.began, time.time()]
+        run_dir.write_left(settings.run_dir, task.shard_index, report)
+        self.server.wait()
+        ending.say_gone(task, task.start_server(), report)
+        say_left(task.shard_index, settings, report)
+        signals.exit_at_once(status_of_leaving())
+
+
+def say_left(index, settings, report):
+    """Says that this worker leaves for good."""
+    rest = ""
+    if settings.compress in BIASED:
+        rest = f"; what --compress={settings.compress} has kept of its gradients for later is lost"
+    updates = int(report[REPORT.index("updates")])
+    samples = "the others train its samples" if settings.max_workers else "its share of the samples is trained on no more"
+    tell(
+        f"worker {index} has left after {updates:,} updates, as it was asked to (SIGTERM): nobody starts it again or waits for "
+        f"it, and {samples}{rest}"
+    )
 
 
 def check(settings, dataset, scheme=None):
@@ -758,6 +875,11 @@ def check(settings, dataset, scheme=None):
         data.user_function("--callback", settings.callback)
     if not isinstance(dataset, Stream):
         data.shard(dataset, 0, settings.num_workers if settings.launch else 1)
+    elif settings.max_workers:
+        raise UserError(
+            f"--max_workers={settings.max_workers}: files and datasets are divided among the workers when a run begins: give "
+            "arrays, or leave it out"
+        )
     num_samples, is_stream, dataset = dataset.num_samples, isinstance(dataset, Stream), samples_of(dataset, settings)
     options = {"tables_on_ps": scheme is not None, **sizes(settings)}
     model = models.build(settings.model, dataset, settings.seed, settings.loss, **options)
@@ -775,7 +897,7 @@ def check(settings, dataset, scheme=None):
         raise UserError("--num_evaluators: an evaluator has the model whole, and its tables (common.Embedding) are on the ps")
     sets = [dataset.train, dataset.test, *([held_out.test] if held_out and not is_stream else [])]
     tables.check_data(model, [x for x, *_ in sets], is_stream)
-    if scheme and (compression or model.tables):
+    if scheme and (compression or model.tables or settings.max_workers):
         with tf.Graph().as_default():
             pieces = {"num_ps": settings.num_ps or 1, "fragments": fragments_of(settings), "tables": model.tables}
             pieces["max_rows"] = settings.max_rows

@@ -13,6 +13,8 @@ VARIABLES = ("LAUNCHER_PID", "LAUNCHER_KEY", "LAUNCHER_WORDS")
 
 LAST = "\f"  # begins what a task says with `say_last`
 PROGRESS = "\v"  # begins what it says of its progress
+ASKED = "\a"  # says that it was asked to end, by SIGTERM, and is no worker that can leave
+LEFT = 101  # exit status of a fork of the process that starts the tasks, see `status_of_leaving`
 # What a task does while it runs the user's functions; the check of the input may have timed these before.
 LOADING, BUILDING = "loading the data", "building the model"
 CHECKED = "ending the check"
@@ -30,6 +32,7 @@ class Progress(NamedTuple):
 # As `Progress`, when that began, and for whom it may wait; replaced as a whole: another thread reads it.
 _progress: tuple = (0, "", False, None, 0.0, None)
 is_done = False
+is_fork = False  # of the process that starts the tasks, which tells the launcher how this one has ended
 
 
 def doing(what, waits=False, whom=None):
@@ -202,6 +205,17 @@ def work_is_done():
     function of the user's has ended it, counts as failed."""
     global is_done
     is_done = True
+
+
+def status_of_leaving():
+    """Returns the exit status of a worker that leaves for good: 0, which the launcher is told in another way than that of one
+    that is done."""
+    return LEFT if is_fork else 0
+
+
+def say_asked():
+    """Tells the launcher that this task was asked to end, by another than itself."""
+    say(ASKED)
 
 
 def say_last(text):

@@ -64,7 +64,8 @@ def run(command, folder):
     for text in fenced("bash"):
         subprocess.run(["bash", "-c", text], cwd=folder, check=True)
     before = files_in(folder)
-    command = re.sub(r"(?<= )[A-Z][\w-]*/(\w+/)?\w+\.(sh|py)\b", lambda script: shlex.quote(f"{CHECKOUT / script[0]}"), command)
+    script = r"(?<= )([A-Z][\w-]*|common)/(\w+/)?\w+\.(sh|py)\b"
+    command = re.sub(script, lambda found: shlex.quote(f"{CHECKOUT / found[0]}"), command)
     command = command.replace(".venv/bin/python", shlex.quote(sys.executable))
     hidden = CLUSTER_VARIABLES | {"TF_CPP_MIN_LOG_LEVEL"}  # a user has not set it; conftest.py has
     environ = {name: value for name, value in os.environ.items() if name not in hidden}

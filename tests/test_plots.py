@@ -47,6 +47,23 @@ def test_the_loss_of_the_last_batches_is_not_drawn_beside_means_of_many(tmp_path
     assert [line.get_ydata().tolist() for line in loss.lines] == [[2.0, 1.0], [1.5]]
 
 
+def test_lines_show_when_workers_came_and_left(tmp_path):
+    lines = [
+        *({"worker": i, "time": 1 + i, "global_step": 4, "loss": 2.0, "samples_per_second": 100.0} for i in range(2)),
+        {"worker": 1, "time": 1.5, "global_step": 3, "came": True},
+        {"worker": 1, "time": 5, "global_step": 9, "left": True},
+    ]
+    figure = _drawn(tmp_path, lines)
+    for axes in figure.axes:
+        upright = [line for line in axes.lines if len(set(line.get_xdata())) == 1 and len(line.get_xdata()) == 2]
+        assert [(line.get_xdata(), line.get_linestyle(), line.get_color()) for line in upright] == [
+            ([0.5, 0.5], "--", "C1"),
+            ([4, 4], ":", "C1"),
+        ]
+    named = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert sorted(named) == ["worker 0", "worker 1", "worker 1 comes", "worker 1 leaves"]
+
+
 def test_one_legend_covers_no_curve_and_names_each_color(tmp_path):
     lines = [
         *({"worker": i, "time": 1 + i, "global_step": 4, "loss": 2.0, "samples_per_second": 100.0} for i in range(20)),

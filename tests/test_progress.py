@@ -232,6 +232,15 @@ def test_all_together(write, tmp_path):
     )
 
 
+def test_who_has_left_has_no_speed_any_more(write, tmp_path):
+    shown = progress.Progress(tmp_path, [0, 1])
+    for i in range(2):
+        write(i, {"global_step": 4 + i, "last_step": 9, "samples_per_second": 100.0, "loss": 1.0 + i})
+    write(1, {"global_step": 8, "last_step": 9, "left": True})
+    assert shown.poll()
+    assert shown.together() == {"global_step": 8, "last_step": 9, "samples_per_second": 100.0, "loss": 1.0}
+
+
 def test_one_line(write, tmp_path):
     figures = Progress(tmp_path, [0, 1])
     write(0, WORKERS[0] | dict(global_step=1234))
@@ -337,6 +346,12 @@ def test_summary_of_unequal_shares(tmp_path, capsys, shares, more, is_said):
     assert ("the workers' samples differ much" in lines[1]) is is_said
 
 
+def test_summary_says_who_has_left(tmp_path, capsys):
+    """No advice about workers that have trained less than others."""
+    lines = summary(tmp_path, capsys, samples_per_worker=[1, 9], left=[{"worker": 1, "updates": 1234}])
+    assert lines[1] == "worker 1 has left after 1,234 updates" and "differ much" not in lines[2]
+
+
 def test_summary_of_a_run_that_goes_on(tmp_path, capsys):
     """All samples are those of all runs, but what each worker had is known of this one alone."""
     (line, *_) = summary(tmp_path, capsys, samples_per_worker=[100, 120])
@@ -398,6 +413,11 @@ def report(**figures):
     return [{"dropped": 0, **figures}[name] for name in training.REPORT]
 
 
+def whole_report(seconds, left=0.0, **figures):
+    """The report of a scheme's worker, which also says how long it was there."""
+    return [*report(**figures), *[math.nan] * len(training.PARTS), seconds, left]
+
+
 FIRST = dict(
     index=0, first_time=100.0, first_step=0, stop_time=110.0, samples=6400, updates=200, staleness_sum=100, staleness_max=1
 )
@@ -418,6 +438,16 @@ def test_result_of_two_workers():
     assert (result["num_ps"], result["num_workers"], result["global_steps"]) == (3, 2, 350)
     assert result["wall_seconds"] > 1.7e9  # began at 0
     json.dumps(result, allow_nan=False)
+
+
+def test_result_says_who_has_left_and_how_long_all_were_there():
+    reports = [whole_report(12.5, **FIRST), whole_report(7.0, left=105.5, **SECOND | {"stop_time": 105.0})]
+    result = training.summarize(settings(), types.SimpleNamespace(num_ps=1), reports, 350)
+    assert result["left"] == [{"worker": 1, "time": 105.5, "updates": 150, "samples": 4800}]
+    assert result["worker_seconds"] == 19.5 and result["num_workers"] == 2
+    json.dumps(result, allow_nan=False)
+    others = training.summarize(settings(), None, [report(**FIRST)], 200)  # a script with a main loop of its own
+    assert (others["left"], others["worker_seconds"]) == ([], None)
 
 
 def test_window_counts_in_the_speed():

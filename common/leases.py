@@ -1,0 +1,145 @@
+"""Samples of workers that come and go: each leases pieces of the epochs from a ledger on a ps, and gives back what is left.
+
+Samples have numbers, from 0 on in the order in which all workers together train them: number k is in epoch k div n. A piece
+is a range of numbers. As long as no worker is killed, and no ps, each number is trained exactly once. The pieces of a worker
+that is killed are given back whole, and so are trained again: each number at least once.
+"""
+
+from common import tf
+from common.batches import Batches, local_variable
+from common.coordination import Lock
+from common.flags import MOST_PLACES as MOST
+
+_KEPT = 4  # pieces of a worker that the ledger knows: two leases of two pieces, so also those of the updates on their way
+_ROOM = 2 * _KEPT * MOST  # for pieces that were given back
+
+
+class Ledger:
+    """Which numbers of samples were leased, which to whom, and which were given back. It is saved in checkpoints.
+
+    All of it lies on one ps, and changes under one lock. A lease is of two pieces, `[4]`: the first was given back by another
+    worker, the second is new; either may be empty.
+
+    Args:
+      device: where it lies; "" for this process.
+    """
+
+    def __init__(self, device):
+        self._device, self._lock = device, Lock(device, "leases")
+
+        def variable(name, shape):
+            return tf.get_variable(name, initializer=tf.zeros(shape, tf.int64), trainable=False, use_resource=True)
+
+        with tf.device(device), tf.control_dependencies(None), tf.variable_scope("leases"):
+            self._next, self._count = variable("next", []), variable("count", [])
+            self._held, self._returned = variable("held", [MOST, 2 * _KEPT]), variable("returned", [_ROOM, 2])
+            self._lock.make()
+
+    def lease(self, worker, need, size, after=()):
+        """Returns a lease of at least `need` numbers, a tensor `[4]`; the new piece has `size` of them, or is not needed."""
+        with self._lock.held(after) as done, tf.device(self._device):
+            count, start = self._count.read_value(), self._next.read_value()
+            has = tf.cast(count > 0, tf.int64)
+            old = has * tf.gather(self._returned.read_value(), tf.maximum(count - 1, 0))
+            need = tf.cast(old[1] - old[0] < need, tf.int64)
+            lease = tf.concat([old, need * tf.stack([start, start + size])], axis=0)
+            row = tf.concat([self._held.read_value()[worker, 4:], lease], axis=0)
+            with tf.control_dependencies([row, lease]):
+                done += [
+                    self._count.assign_sub(has, read_value=False),
+                    self._next.assign_add(need * size, read_value=False),
+                    self._hold(worker, row),
+                ]
+        with tf.control_dependencies(done):
+            return tf.identity(lease)
+
+    def begin(self, worker=None):
+        """Operations that give back all that this worker holds; without one, what any of them holds."""
+        with self._lock.held([]) as done, tf.device(self._device):
+            held = self._held.read_value()
+            pieces = tf.reshape(held if worker is None else held[worker], [-1, 2])
+            given = self._give_back(pieces)
+            with tf.control_dependencies(given):
+                zeros = tf.zeros_like(held)
+                done += [*given, self._held.assign(zeros, read_value=False) if worker is None else self._hold(worker, zeros[0])]
+        return done
+
+    def leave(self, worker, left):
+        """Operations that give back the last `left` numbers of what this worker has leased, all that it has not trained."""
+        with self._lock.held([]) as done, tf.device(self._device):
+            held = self._held.read_value()
+            a, b, c, d = tf.unstack(held[worker, 4:])
+            of_new = tf.minimum(left, d - c)
+            of_old = tf.minimum(left - of_new, b - a)  # fewer than all if the chief has begun anew, and given back for this one
+            pieces = tf.stack([tf.stack([b - of_old, b]), tf.stack([d - of_new, d])])
+            given = self._give_back(pieces)
+            with tf.control_dependencies(given):
+                done += [*given, self._hold(worker, tf.zeros_like(held[0]))]
+        return done
+
+    def _hold(self, worker, row):
+        return tf.raw_ops.ResourceScatterUpdate(resource=self._held.handle, indices=[worker], updates=[row])
+
+    def _give_back(self, pieces):
+        """Operations that note those of these pieces `[..., 2]` that are not empty. To be run under the lock."""
+        count = self._count.read_value()
+        some = tf.boolean_mask(pieces, pieces[:, 1] > pieces[:, 0])[: _ROOM - count]
+        more = tf.shape(some, out_type=tf.int64)[0]
+        noted = tf.raw_ops.ResourceScatterUpdate(resource=self._returned.handle, indices=count + tf.range(more), updates=some)
+        with tf.control_dependencies([noted]):
+            return [noted, self._count.assign_add(more, read_value=False)]
+
+
+class LeasedBatches(Batches):
+    """Batches of all samples, of which this worker trains those whose numbers it has leased.
+
+    Args:
+      x, y, batch_size, weights: as of `Batches`.
+      seed: of the order; the same for all workers.
+      ledger: a `Ledger`.
+      worker: number of this one.
+      num_workers: for so many, or somewhat more, the pieces are small beside an epoch.
+
+    Attributes:
+      begin, leave: operations; the former for the begin of a session, the latter for a worker that leaves for good.
+    """
+
+    def __init__(self, x, y, batch_size, seed, ledger, worker, num_workers=1, weights=None, name="batches"):
+        super().__init__(x, y, batch_size, seed, name, weights)
+        self._ledger, self._worker = ledger, worker
+        self._size = max(1, self.num_samples // (4 * num_workers))
+        with tf.variable_scope(name):
+            # Numbers that were leased and not trained yet.
+            self._pool = local_variable("pool", tf.zeros([0], tf.int64), validate_shape=False)
+        self.begin = ledger.begin(None if worker == 0 else worker)
+        self.leave = ledger.leave(worker, tf.size(self._pool.read_value(), out_type=tf.int64))
+
+    def next_numbers(self, window, most=None):
+        """Returns the numbers `[window × batch_size]` of the next samples, leasing more of them if need be."""
+        need = tf.cast(window, tf.int64) * self.batch_size
+        size = max(self._size, (window if most is None else most) * self.batch_size)
+        pool = self._pool.read_value()
+
+        def leased():
+            a, b, c, d = tf.unstack(self._ledger.lease(self._worker, need, size, [pool]))
+            return tf.concat([pool, tf.range(a, b), tf.range(c, d)], axis=0)
+
+        pool = tf.cond(tf.size(pool, out_type=tf.int64) < need, leased, lambda: tf.identity(pool))
+        with tf.control_dependencies([self._pool.assign(pool[need:], read_value=False)]):
+            return tf.identity(pool[:need])
+
+    def next(self, window, most=None):
+        """As `Batches.next`."""
+        self._check(window if most is None else most)
+        return tf.reshape(self._at(self.next_numbers(window, most)), [window, self.batch_size])
+
+
+class LeaseHook(tf.train.SessionRunHook):
+    """Runs operations when a session begins: a worker gives back the samples that it had leased before."""
+
+    def __init__(self, begin):
+        self._begin = begin
+
+    def after_create_session(self, session, coord):
+        """Gives them back."""
+        session.run(self._begin)

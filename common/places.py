@@ -1,0 +1,172 @@
+"""Places of a run that workers take and leave: its launcher hears, in the folder of the run, who asks for more or fewer.
+
+bash common/join.sh runs/first 3      # three more workers
+bash common/leave.sh runs/first 1     # one fewer
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import queue
+import socket
+import sys
+import threading
+from pathlib import Path
+
+from common.flags import UserError
+
+SOCKET = "control"  # in the run's folder
+ANSWER_SECONDS = 60
+
+
+def version(*folders):
+    """Returns a text that tells the Python files in these folders from others."""
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(Path(folder).glob("*.py")):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+COMMON = Path(__file__).resolve().parent
+
+
+@contextlib.contextmanager
+def _named(run_dir):
+    """Gives a path of the socket that is short enough for any folder; raises OSError if there is no folder."""
+    folder = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{SOCKET}"
+    finally:
+        os.close(folder)
+
+
+class Request:
+    """What somebody asks the launcher for.
+
+    Attributes:
+      what: "join" or "leave".
+      count: how many workers.
+      version: of the code of `common/` where it is asked, see `version`.
+    """
+
+    def __init__(self, text):
+        asked = json.loads(text)
+        self.what, self.count, self.version = str(asked["what"]), int(asked["count"]), str(asked["version"])
+        self._answers: queue.SimpleQueue = queue.SimpleQueue()
+
+    def answer(self, line, is_error=False):
+        """Answers it, with a line. Only the first answer counts."""
+        self._answers.put({"line": line, "is_error": is_error})
+
+    def wait(self):
+        """Returns the answer."""
+        return self._answers.get(timeout=ANSWER_SECONDS)
+
+
+@contextlib.contextmanager
+def heard(run_dir, hear):
+    """While the context lasts, calls `hear(request)`, in a thread, for each `Request`, which has to be answered.
+
+    Only the user of this process can ask.
+    """
+    with _named(run_dir) as path, socket.socket(socket.AF_UNIX) as listener:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)  # of a launcher that was killed: this one has the folder alone
+        mask = os.umask(0o177)
+        try:
+            listener.bind(path)
+        finally:
+            os.umask(mask)
+        listener.listen()
+        threading.Thread(target=_accept, args=(listener, hear), daemon=True).start()
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+
+
+def _accept(listener, hear):
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return  # the run has ended
+        threading.Thread(target=_answer, args=(connection, hear), daemon=True).start()
+
+
+def _answer(connection, hear):
+    with connection, contextlib.suppress(OSError, ValueError, KeyError, TypeError, queue.Empty):
+        connection.settimeout(ANSWER_SECONDS)
+        with connection.makefile("rw") as file:
+            request = Request(file.readline(1000))
+            hear(request)
+            file.write(json.dumps(request.wait()) + "\n")
+
+
+def ask(run_dir, what, count):
+    """Asks the launcher of the run in this folder that so many workers "join", or "leave"; returns its answer, a line.
+
+    Raises:
+      UserError: if there is none, or it refuses.
+    """
+    if not Path(run_dir).is_dir():
+        raise UserError(f"there is no folder {run_dir}: expected the --run_dir of a run that trains")
+    words = {"what": what, "count": count, "version": version(COMMON)}
+    try:
+        with _named(run_dir) as path, socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(ANSWER_SECONDS)
+            connection.connect(path)
+            with connection.makefile("rw") as file:
+                file.write(json.dumps(words) + "\n")
+                file.flush()
+                answer = json.loads(file.readline())
+    except (FileNotFoundError, ConnectionError, ValueError):  # the last of an answer that never came
+        raise UserError(f"no run with --max_workers trains in {run_dir}: it is over, or was begun without") from None
+    except OSError as error:
+        raise UserError(f"the launcher of {run_dir} cannot be asked: {error.strerror or error}") from None
+    if answer["is_error"]:
+        raise UserError(answer["line"])
+    return answer["line"]
+
+
+def join(run_dir, count=1):
+    """Starts `count` more workers of the run in this folder, which was begun with `max_workers`; returns a line about them.
+
+    Raises:
+      UserError: if that cannot be.
+    """
+    return ask(run_dir, "join", count)
+
+
+def leave(run_dir, count=1):
+    """Asks the last `count` workers of the run in this folder to leave, each after its call; returns a line about them.
+
+    Raises:
+      UserError: if that cannot be.
+    """
+    return ask(run_dir, "leave", count)
+
+
+def main(arguments):
+    """Runs `join FOLDER [COUNT]` or `leave FOLDER [COUNT]`, and returns the exit status: 2 after one line if that cannot be."""
+    what, *rest = arguments
+    try:
+        if not 1 <= len(rest) <= 2 or rest[0].startswith("-"):
+            raise UserError(f"expected {what}.sh FOLDER [COUNT]: the --run_dir of a run, and how many workers")
+        count = rest[1] if len(rest) > 1 else "1"
+        if not (count.isascii() and count.isdigit() and 1 <= int(count[:9]) < 10**6):
+            raise UserError(f"the number of workers must be a whole number of at least 1, not {count!r:.40}")
+        print(ask(rest[0], what, int(count)))
+    except UserError as error:
+        print(f"{what}.sh: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,292 @@
+"""Workers that leave for good, as SIGTERM asks them to: nobody starts them again or waits for them, and nothing is lost."""
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import threading
+import time
+import types
+
+import pytest
+from runs import ROOT, SECONDS, finish, processes, read_until, result_of, start
+
+from common import ending, launch, signals, tf, training, words
+from common import run_dir as folders
+from common.cluster import TaskSpecDef
+from common.forkserver import EARLY, LEFT
+
+DYNAMIC = ROOT / "Asynchronous-DiLoCo" / "asynchronous_diloco.py"
+
+
+def lines_of(run_dir, worker):
+    path = run_dir / "metrics" / f"worker-{worker}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def updates_of(run_dir, worker):
+    return sum(sum(line.get("staleness", {}).values()) for line in lines_of(run_dir, worker))
+
+
+def wait_until_it_trains(process, run_dir, worker):
+    deadline = time.monotonic() + SECONDS
+    while not updates_of(run_dir, worker):
+        assert process.poll() is None and time.monotonic() < deadline, "the run ended before the worker trained"
+        time.sleep(0.05)
+
+
+def send(run_dir, job, index, number):
+    (task,) = processes(run_dir, f"--job_name={job}", f"--task_index={index}")
+    os.kill(task, number)
+
+
+def is_of_worker_1(line):
+    """Not that it waits: a busy machine is slow to start."""
+    return line.startswith("worker 1 ") and " has waited " not in line and " waits no longer " not in line
+
+
+# --- What a worker hears ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def heard(monkeypatch):
+    """What an `Interruption` has done: a list of the statuses with which it ended the process, of reports, of words."""
+    done: list = []
+    monkeypatch.setattr(signals, "hear_signals", lambda *_: None)
+    monkeypatch.setattr(signals, "exit_at_once", done.append)
+    monkeypatch.setattr(training, "say_asked", lambda: done.append("asked"))
+    monkeypatch.setattr(threading, "Thread", lambda target, daemon: types.SimpleNamespace(start=target))
+    return done
+
+
+def test_sigterm_asks_a_worker_that_trains_to_leave_after_its_call(heard):
+    interruption = training.Interruption(heard.append)
+    interruption.training_begins()
+    interruption._hear(signal.SIGTERM)
+    assert (interruption.requested, interruption.leaves, heard) == (True, True, [])
+    interruption._hear(signal.SIGTERM)  # killed, as by any second signal
+    assert heard == [130]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_other_signals_ask_no_worker_to_leave(heard, number):
+    interruption = training.Interruption(heard.append)
+    interruption.training_begins()
+    interruption._hear(number)
+    assert (interruption.requested, interruption.leaves, heard) == (True, False, [])
+
+
+@pytest.mark.parametrize("report", [None, [1.0, 2.0]])
+def test_sigterm_before_or_after_training_leaves_at_once(heard, report):
+    interruption = training.Interruption(heard.append)
+    if report:
+        interruption.training_begins()
+        interruption.report = report
+        interruption.training_ends()
+    interruption._hear(signal.SIGTERM)
+    assert heard == [report]
+
+
+def test_who_cannot_leave_says_that_it_was_asked(heard):
+    interruption = training.Interruption()
+    interruption.training_begins()
+    interruption._hear(signal.SIGTERM)
+    assert (interruption.requested, interruption.leaves, heard) == (True, False, ["asked"])
+
+
+def test_status_of_leaving_is_0_for_those_who_are_told_no_more(monkeypatch):
+    assert words.status_of_leaving() == 0
+    monkeypatch.setattr(words, "is_fork", True)
+    assert words.status_of_leaving() not in (0, 100)
+
+
+@pytest.mark.parametrize("status, ended", [(LEFT, (True, 0)), (0, (False, 0)), (EARLY, (False, EARLY)), (130, (False, 130))])
+def test_launcher_knows_who_has_left(status, ended):
+    task = launch.Task("worker", 1, [], "")
+    task.end(status)
+    assert (task.has_left, task.status) == ended
+
+
+@pytest.fixture
+def launcher(tmp_path):
+    """A function that makes the `Run` of two workers of a scheme with this pace, what it has said, and its workers."""
+
+    def launcher(pace):
+        tasks = [launch.Task(job, i, [], str(tmp_path)) for job, i in (("ps", 0), ("worker", 0), ("worker", 1))]
+        settings = types.SimpleNamespace(pace=pace, ends_with_chief=True, num_evaluators=0, scheme="Synchronous-SGD")
+        said: list = []
+        return launch.Run(tasks, None, settings, said.append), said, tasks[1:]
+
+    return launcher
+
+
+def test_run_stops_when_its_chief_is_asked_to_end(launcher):
+    run, said, _ = launcher("own")
+    run._hear("worker 0", words.ASKED)
+    with pytest.raises(KeyboardInterrupt):
+        run._next_end()
+    (line,) = said
+    assert line.startswith("worker 0 was asked to end (SIGTERM)")
+
+
+@pytest.mark.parametrize("pace, lines", [("together", 1), ("ring", 1), ("own", 0)])
+def test_why_a_worker_cannot_leave_is_said(launcher, pace, lines):
+    run, said, (_, worker) = launcher(pace)
+    run._hear("worker 1", words.ASKED)
+    run._looked = time.monotonic()
+    assert run._next_end(time.monotonic()) is None and worker.is_asked
+    why = "the workers of Synchronous-SGD wait for each other, and none can leave"
+    assert len(said) == lines and all(why in line for line in said)
+
+
+def test_who_has_left_is_not_asked_again(launcher):
+    """Not when the chief is started again, nor with a ps."""
+    run, _, (chief, worker) = launcher("own")
+    for status, is_asked in (LEFT, False), (0, True):
+        worker.started, chief.started = 1.0, 2.0
+        worker.end(status)
+        assert run._may_be_asked_again(worker) is is_asked
+        run._start_again(run._tasks["ps 0"], 5.0)
+        assert worker.starts_at == (5.0 if is_asked else None)
+        worker.starts_at = None
+
+
+def test_launcher_asks_by_another_signal_than_that_for_leaving(launcher):
+    run, _, (chief, worker) = launcher("own")
+    assert run._signal_to_stop(worker) == signal.SIGINT
+    run._evaluators = [worker]
+    assert run._signal_to_stop(worker) == signal.SIGTERM
+
+
+# --- How the others know ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """The two workers of a cluster with one ps, and their servers: [(task, server)], and (task, server) of the ps."""
+    monkeypatch.setenv("TF_GRPC_REUSE_PORT", "true")
+    with contextlib.ExitStack() as stack:
+        ports = [stack.enter_context(launch.reserved_port()).getsockname()[1] for _ in range(3)]
+        ps, *workers = (f"localhost:{port}" for port in ports)
+        known: dict = {"ps_hosts": [ps], "worker_hosts": workers}
+        tasks = [TaskSpecDef("worker", i, **known) for i in range(2)]
+        of_ps = TaskSpecDef("ps", 0, **known)
+        yield [(task, task.start_server()) for task in tasks], (of_ps, of_ps.start_server())
+
+
+@contextlib.contextmanager
+def rendezvous_of(of, kept=dict):
+    task, server = of
+    with tf.Graph().as_default() as graph:
+        rendezvous = ending.Rendezvous(task, 2, kept)
+        with tf.Session(server.target, graph, config=task.config()) as session:
+            yield rendezvous, session
+
+
+def test_chief_waits_for_no_report_but_of_those_who_are_there(cluster, tmp_path):
+    """Worker 1 leaves: it is on the ps. Then a ps has forgotten it: it is in the folder. Then it is back."""
+    (chief, other), _ = cluster
+    (tmp_path / "metrics").mkdir()
+    kept = functools.partial(folders.read_left, tmp_path, 2, 2)
+    with rendezvous_of(chief, kept) as (mine, session):
+        ending.say_gone(other[0], other[1], [1.0, 5.0])
+        assert mine.gather(session, [0.0, 0.0]).tolist() == [[0, 0], [1, 5]]
+        with rendezvous_of(other) as (theirs, of_other):
+            theirs.come_back(of_other)
+            assert mine._kept() == {} and of_other.run(theirs._own).tolist() == [0, 0]
+            folders.write_left(tmp_path, 1, [1.0, 7.0])
+            assert mine.gather(session, [0.0, 0.0]).tolist() == [[0, 0], [1, 7]]
+            folders.forget_left(tmp_path, 1)
+            gathered: list = []
+            thread = threading.Thread(target=lambda: gathered.append(mine.gather(session, [0.0, 0.0])), daemon=True)
+            thread.start()
+            theirs.leave(of_other, [1.0, 0.0])  # as one that has ended hands it in
+            thread.join(SECONDS)
+            assert gathered[0].tolist() == [[0, 0], [1, 0]]
+            theirs.come_back(of_other)  # not one that has left: its report stays
+            assert of_other.run(theirs._own).tolist() == [1, 0]
+
+
+def test_chief_tells_the_ps_of_those_who_have_left(cluster):
+    (chief, other), ps = cluster
+    ending.say_gone(other[0], other[1], [1.0, 5.0])
+    with rendezvous_of(chief) as (rendezvous, session):
+        assert rendezvous.left(session) == [1]
+    serving = threading.Thread(target=ending.serve, args=ps, daemon=True)
+    serving.start()
+    ending.say_done(chief[0], chief[1], [1])
+    serving.join(SECONDS)
+    assert not serving.is_alive()
+
+
+def test_dismissing_twice_is_no_error(cluster):
+    (chief, _), _ = cluster
+    with rendezvous_of(chief) as (rendezvous, session):
+        for _ in range(2):
+            rendezvous.dismiss(session)
+
+
+def test_damaged_reports_of_who_has_left_are_none(tmp_path):
+    (tmp_path / "metrics").mkdir()
+    for worker, text in enumerate(["", "{", "[1, null]", "[1, NaN]", "[1]", "7", "[" * 10**5]):
+        (tmp_path / "metrics" / f"worker-{worker}.left.json").write_text(text)
+    assert list(folders.read_left(tmp_path, 9, 2)) == [3]
+
+
+# --- Whole runs -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.cluster
+def test_workers_leave_and_every_update_counts(run_dir):
+    """One before it has begun, one while it trains."""
+    flags = ["--num_ps=2", "--num_workers=3", "--delays=20,20,20", "--steps=300", "--compress=topk", "--start_secs=1000"]
+    process = start(run_dir, "--launch", *flags)
+    while not processes(run_dir, "--job_name=worker", "--task_index=2"):
+        assert process.poll() is None
+        time.sleep(0.01)
+    send(run_dir, "worker", 2, signal.SIGTERM)
+    wait_until_it_trains(process, run_dir, 1)
+    send(run_dir, "worker", 1, signal.SIGTERM)
+    said = finish(process).splitlines()
+    for worker in 1, 2:
+        (line, summary) = (line for line in said if line.startswith(f"worker {worker} has left after"))
+        assert "--compress=topk has kept" in line and summary.endswith(" updates")
+    result, updates = result_of(run_dir), [updates_of(run_dir, i) for i in range(3)]
+    assert updates[2] == 0 < updates[1] < updates[0]
+    left = {gone["worker"]: (gone["updates"], gone["samples"]) for gone in result["left"]}
+    assert left == {worker: (updates[worker], 32 * updates[worker]) for worker in (1, 2)}
+    assert sum(updates) == result["global_steps"] and result["samples"] == 32 * sum(updates)
+    assert lines_of(run_dir, 1)[-1]["left"] and lines_of(run_dir, 1)[-1]["time"] <= result["left"][0]["time"]
+    assert result["restarts"] == 0 and result["num_workers"] == 3
+    assert result["train_seconds"] < result["worker_seconds"] < 3 * result["wall_seconds"]
+    assert processes(run_dir) == []
+
+
+@pytest.mark.cluster
+def test_worker_that_has_left_is_not_missed_when_a_ps_forgets_it(run_dir):
+    """In a scheme in which the workers go by the speed of the fastest."""
+    flags = ["--delays=20,100", "--steps=150", "--checkpoint_secs=1", "--window=5"]
+    process = start(run_dir, "--launch", *flags, script=DYNAMIC)
+    wait_until_it_trains(process, run_dir, 1)
+    send(run_dir, "worker", 1, signal.SIGTERM)
+    assert "has left after" in read_until(process, is_of_worker_1)
+    send(run_dir, "ps", 0, signal.SIGKILL)
+    assert "restart 1 of 3" in read_until(process, lambda line: line.startswith("ps 0"))
+    finish(process)
+    result = result_of(run_dir)
+    assert [left["worker"] for left in result["left"]] == [1] and result["restarts"] == 1
+    assert result["global_steps"] >= 150 and processes(run_dir) == []
+
+
+@pytest.mark.cluster
+def test_run_stops_with_its_chief(run_dir):
+    """It saves the checkpoints and gives the result: the run stops as by Ctrl-C, and goes on by --resume."""
+    process = start(run_dir, "--launch", "--epochs=1000000", "--checkpoint_secs=1000")
+    wait_until_it_trains(process, run_dir, 0)
+    send(run_dir, "worker", 0, signal.SIGTERM)
+    assert "was asked to end (SIGTERM)" in read_until(process, lambda line: line.startswith("worker 0"))
+    assert "stopped; a checkpoint is saved" in finish(process, status=130)
+    newest = tf.train.latest_checkpoint(run_dir / "checkpoints")
+    assert int(newest.rpartition("-")[2]) >= lines_of(run_dir, 0)[-1]["global_step"] > 0
+    assert processes(run_dir) == []

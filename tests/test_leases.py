@@ -1,0 +1,139 @@
+"""common/leases.py: workers that come, leave and die, and which samples they train."""
+
+import random
+
+import numpy as np
+import pytest
+
+from common import leases, tf
+
+N, BATCH = 50, 4
+
+
+class Workers:
+    """Some workers in one session; `drawn` has the numbers of the samples that they have drawn, in that order."""
+
+    def __init__(self, count, window=1, num_workers=4):
+        x = np.arange(N, dtype=np.float32)[:, None]
+        ledger = leases.Ledger("")
+        self.batches = [leases.LeasedBatches(x, x, BATCH, 7, ledger, i, num_workers, name=f"batches_{i}") for i in range(count)]
+        self._next = [each.next_numbers(window) for each in self.batches]
+        self._empty = [each._pool.initializer for each in self.batches]
+        self._leased, self._given_back = ledger._next.read_value(), ledger._count.read_value()
+        self.session = tf.Session()
+        self.session.run(tf.global_variables_initializer())
+        feeds = {feed: value for each in self.batches for feed, value in each.init_feed_dict.items()}
+        self.session.run(tf.local_variables_initializer(), feeds)
+        self.drawn: list[int] = []
+
+    def begin(self, worker):
+        """A process of this worker begins, which knows nothing of one before."""
+        self.session.run(self._empty[worker])
+        self.session.run(self.batches[worker].begin)
+
+    def draw(self, worker):
+        """Returns the numbers that it draws."""
+        numbers = self.session.run(self._next[worker]).tolist()
+        self.drawn += numbers
+        return numbers
+
+    def leave(self, worker):
+        self.session.run(self.batches[worker].leave)
+        self.session.run(self._empty[worker])
+
+    def drawn_to_the_end(self):
+        """Worker 0 alone goes on until nothing is left of what was leased; returns how many numbers were leased before."""
+        leased = self.session.run(self._leased)
+        drawn: set[int] = set()
+        while self.session.run(self._leased) == leased or self.session.run(self._given_back):
+            numbers = set(self.draw(0))
+            assert numbers - drawn
+            drawn |= numbers
+        return leased
+
+
+def test_one_worker_draws_all_in_their_order(graph):
+    workers = Workers(1)
+    for _ in range(40):
+        workers.draw(0)
+    assert workers.drawn == list(range(160))
+
+
+def test_the_numbers_of_an_epoch_are_all_samples(graph):
+    """For every worker the same ones, in another order in the next epoch."""
+    workers = Workers(2)
+    one, other = workers.batches
+    epochs = [np.arange(e * N, (e + 1) * N) for e in range(3)]
+    for numbers in epochs:
+        assert sorted(one.numbers(numbers)) == list(range(N))
+        assert one.numbers(numbers).tolist() == other.numbers(numbers).tolist()
+    assert len({tuple(one.numbers(numbers)) for numbers in epochs}) == 3
+    drawn = workers.session.run(other.next(1)).ravel()
+    assert drawn.tolist() == other.numbers(np.arange(BATCH)).tolist()
+
+
+@pytest.mark.parametrize("window", [1, 5])
+@pytest.mark.parametrize("seed", range(2))
+def test_who_comes_and_leaves_in_peace_trains_each_number_once(graph, seed, window):
+    workers, drawn = Workers(4, window), random.Random(seed)
+    present = {0}
+    workers.begin(0)
+    for _ in range(100):
+        worker = drawn.randrange(4)
+        if worker not in present:
+            workers.begin(worker)
+            present.add(worker)
+        elif worker and drawn.random() < 0.3:
+            workers.leave(worker)
+            present.remove(worker)
+        else:
+            workers.draw(worker)
+    for worker in present - {0}:
+        workers.leave(worker)
+    leased = workers.drawn_to_the_end()
+    assert leased > 2 * N and set(range(leased)) <= set(workers.drawn)
+    assert len(workers.drawn) == len(set(workers.drawn))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_what_a_worker_had_leased_that_is_killed_is_trained_again(graph, seed):
+    """Each number at least once, though nobody knows whether the last that it had drawn were pushed."""
+    workers, drawn = Workers(4), random.Random(seed)
+    pushed: list[list[int]] = [[] for _ in range(4)]
+    is_sure = [True] * 4
+    for worker in range(4):
+        workers.begin(worker)
+    for _ in range(120):
+        worker = drawn.randrange(4)
+        if drawn.random() < 0.1:
+            workers.begin(worker)
+            if not is_sure[worker]:
+                del pushed[worker][-BATCH:]  # those were lost with it
+            is_sure[worker] = True
+        else:
+            pushed[worker] += workers.draw(worker)
+            is_sure[worker] = False
+    for worker in range(1, 4):
+        workers.leave(worker)
+    before = len(workers.drawn)
+    leased = workers.drawn_to_the_end()
+    trained = {number for numbers in (*pushed, workers.drawn[before:]) for number in numbers}
+    assert set(range(leased)) <= trained
+    assert len(set(workers.drawn)) < len(workers.drawn) and min(workers.drawn) >= 0
+
+
+def test_chief_gives_back_what_a_ps_knows_of_all(graph):
+    """As after a ps was restored: all pieces that the checkpoint says somebody has are trained by those who are there."""
+    workers = Workers(3)
+    for worker in range(3):
+        workers.begin(worker)
+        workers.draw(worker)
+    workers.begin(0)
+    drawn, workers.drawn = workers.drawn, []
+    workers.drawn_to_the_end()
+    assert set(drawn) <= set(workers.drawn) and len(workers.drawn) == len(set(workers.drawn))
+
+
+def test_a_lease_is_as_large_as_what_is_needed(graph):
+    workers = Workers(2, window=20)  # of more samples than there are
+    assert [workers.draw(i) for i in (0, 1, 0)] == [list(range(80 * i, 80 * i + 80)) for i in range(3)]

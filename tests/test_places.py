@@ -1,0 +1,241 @@
+"""Workers that join and leave a run that was begun with --max_workers, and what is refused."""
+
+import json
+import os
+import queue
+import signal
+import socket
+import time
+import types
+from typing import Any
+
+import pytest
+from runs import ROOT, SECONDS, finish, processes, read_until, result_of, start, wait_until_gone
+
+from common import launch, places
+
+# --- Who asks, and who answers ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The folder of a run, with a path that is too long for the name of a socket."""
+    path = tmp_path / ("long" * 30)
+    path.mkdir()
+    return path
+
+
+def test_request_and_answer(folder):
+    asked: list = []
+
+    def hear(request):
+        asked.append((request.what, request.count, request.version))
+        request.answer("so be it")
+
+    with places.heard(folder, hear):
+        assert os.stat(folder / "control").st_mode & 0o777 == 0o600
+        assert places.join(folder, 3) == places.leave(folder) == "so be it"
+    assert asked == [("join", 3, places.version(places.COMMON)), ("leave", 1, places.version(places.COMMON))]
+    assert not (folder / "control").exists()
+
+
+def test_refusal_is_an_error(folder, user_error):
+    with places.heard(folder, lambda request: request.answer("not now", is_error=True)), user_error("not now"):
+        places.join(folder)
+
+
+def test_nobody_listens(folder, user_error):
+    """No launcher, one that was killed, one that ends before it answers; and no folder."""
+    with user_error("no run with --max_workers trains in", "it is over"):
+        places.join(folder)
+    with places._named(folder) as path, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)  # stays when this is closed
+    with user_error("no run with --max_workers trains in", "it is over"):
+        places.join(folder)
+    with user_error("there is no folder"):
+        places.join(folder / "none")
+    with places.heard(folder, lambda request: request.answer("one that takes over")):
+        assert places.join(folder) == "one that takes over"
+
+
+NO_REQUESTS = ["", "{", "[]", '{"what": "join"}', '{"what": "join", "count": "x", "version": ""}', "9" * 900]
+
+
+@pytest.mark.parametrize("text", NO_REQUESTS)
+def test_what_is_no_request_is_not_heard(folder, text):
+    with places.heard(folder, lambda request: pytest.fail("heard it")):
+        with places._named(folder) as path, socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(SECONDS)
+            connection.connect(path)
+            connection.sendall(text.encode() + b"\n")
+            connection.shutdown(socket.SHUT_WR)
+            assert connection.recv(100) == b""
+
+
+def test_version_tells_files_from_others(tmp_path):
+    (tmp_path / "a.py").write_text("1")
+    before = places.version(tmp_path)
+    (tmp_path / "b.txt").write_text("2")
+    assert places.version(tmp_path) == before
+    (tmp_path / "a.py").write_text("2")
+    assert places.version(tmp_path) != before
+
+
+# --- The launcher -----------------------------------------------------------------------------------------------------------
+
+
+class Server:
+    """Stands in for the `ForkServer`: notes what it is asked for."""
+
+    def __init__(self):
+        self.asked: list = []
+
+    def start(self, key, command, log, environ):
+        self.asked.append(("start", key, environ.get("LAUNCHER_JOINS")))
+
+    def signal(self, key, number):
+        self.asked.append(("signal", key, number))
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A `Run` of four places, of which workers 0 and 1 have taken theirs; its `server`, and what it `said`."""
+    tasks = [launch.Task("ps", 0, [], str(tmp_path)), *(launch.Task("worker", i, [], str(tmp_path)) for i in range(4))]
+    for task in tasks[3:]:
+        task.status, task.has_left = 0, True
+    settings = types.SimpleNamespace(pace="own", ends_with_chief=True, num_evaluators=0, scheme="HogWild")
+    said: list = []
+    run: Any = launch.Run(tasks, Server(), settings, said.append)
+    run.server, run.said = run._server, said
+    run.code = launch._code(ROOT / "HogWild" / "hogwild.py")
+    return run
+
+
+def answered(run, what, count, version=None):
+    """What a run answers: a line, and whether it is an error."""
+    asked = {"what": what, "count": count, "version": version or places.version(places.COMMON)}
+    request = places.Request(json.dumps(asked))
+    run._answer(request)
+    answer = request.wait()
+    return answer["line"], answer["is_error"]
+
+
+def test_workers_take_places_and_leave_them(run):
+    assert answered(run, "join", 1) == ("worker 2 joins", False)
+    assert answered(run, "join", 1) == ("worker 3 joins", False)
+    assert answered(run, "leave", 2) == ("worker 2, worker 3 are asked to leave", False)
+    assert answered(run, "leave", 1) == ("worker 1 is asked to leave", False)
+    started = [("start", f"worker {i}", "1") for i in (2, 3)]
+    assert run.server.asked == started + [("signal", f"worker {i}", signal.SIGTERM) for i in (2, 3, 1)]
+    assert run.said[:2] == ["worker 2 joins", "worker 3 joins"]
+    assert run.said[2:] == ["worker 2, worker 3 are asked to leave", "worker 1 is asked to leave"]
+    run._workers[1].end(launch.LEFT)
+    assert answered(run, "join", 1) == ("worker 1 joins", False)
+
+
+@pytest.mark.parametrize(
+    "what, count, words",
+    [
+        ("join", 3, "2 of the 4 places of the run are free, too few for 3"),
+        ("leave", 2, "the run has 2 workers, of which worker 0 has to stay"),
+    ],
+)
+def test_what_cannot_be_is_a_line(run, what, count, words):
+    line, is_error = answered(run, what, count)
+    assert is_error and line.startswith(words) and "\n" not in line
+    assert run.server.asked == run.said == []
+
+
+def test_the_last_worker_cannot_leave(run):
+    answered(run, "leave", 1)
+    assert answered(run, "leave", 1)[0].startswith("the run has 1 worker, of which worker 0 has to stay")
+
+
+def test_nobody_joins_a_run_that_ends(run):
+    for _ in range(2):
+        run._chief.status = 0 if run._is_stopping else None
+        run._is_stopping = not run._is_stopping
+        assert answered(run, "join", 1) == ("the run is ending, so nobody can join", True)
+        assert answered(run, "leave", 1) == ("the run is ending, and all its workers with it", True)
+
+
+def test_nobody_joins_with_other_code(run, tmp_path):
+    refused = ("the code has changed since the run began, or is of another checkout: join with the one of the run", True)
+    assert answered(run, "join", 1, "another") == refused
+    (tmp_path / "scheme.py").write_text("1")
+    run.code = launch._code(tmp_path / "scheme.py")
+    (tmp_path / "scheme.py").write_text("2")
+    assert answered(run, "join", 1) == refused
+    assert answered(run, "leave", 1, "another") == ("worker 1 is asked to leave", False)
+
+
+def test_a_request_is_answered_by_the_main_thread(run):
+    """Also while it waits for something else."""
+    request = places.Request(json.dumps({"what": "leave", "count": 9, "version": ""}))
+    run.hear_request(request)
+    run._looked = time.monotonic()
+    assert run._next_end(time.monotonic()) is None
+    assert request.wait()["is_error"]
+    with pytest.raises(queue.Empty):
+        request._answers.get_nowait()
+
+
+# --- A whole run ------------------------------------------------------------------------------------------------------------
+
+
+def lines_of(run_dir, worker):
+    path = run_dir / "metrics" / f"worker-{worker}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wait_until_it_trains(process, run_dir, worker, times=0):
+    """Waits until it has trained since it joined so many times."""
+
+    def trains():
+        lines = lines_of(run_dir, worker)
+        came = [i for i, line in enumerate(lines) if "came" in line]
+        return len(came) >= times and any("samples" in line for line in lines[came[times - 1] if times else 0 :])
+
+    deadline = time.monotonic() + SECONDS
+    while not trains():
+        assert process.poll() is None and time.monotonic() < deadline, "the run ended before the worker trained"
+        time.sleep(0.05)
+
+
+def updates_of(run_dir, worker):
+    return sum(sum(line.get("staleness", {}).values()) for line in lines_of(run_dir, worker))
+
+
+STOP = """
+from pathlib import Path
+
+
+def stop(step, metrics):
+    return Path(__file__).with_name("stop").exists()
+"""
+
+
+@pytest.mark.cluster
+def test_worker_takes_a_place_leaves_it_and_takes_it_again(run_dir, tmp_path):
+    """No update is lost."""
+    (tmp_path / "callback.py").write_text(STOP)
+    flags = ["--num_workers=1", "--max_workers=2", "--num_ps=2", "--delays=10,10", "--epochs=1000000"]
+    flags += [f"--callback={tmp_path / 'callback.py'}:stop", "--evaluation_secs=0.2"]
+    process = start(run_dir, "--launch", *flags, script=ROOT / "Dynamic-SGD" / "dynamic_sgd.py")
+    wait_until_it_trains(process, run_dir, 0)
+    for times in 1, 2:
+        assert places.join(run_dir) == "worker 1 joins"
+        wait_until_it_trains(process, run_dir, 1, times)
+        if times == 1:
+            assert places.leave(run_dir) == "worker 1 is asked to leave"
+            said = read_until(process, lambda line: "has left after" in line)
+            assert said.startswith("worker 1 ") and "the others train its samples" in said
+            wait_until_gone(processes(run_dir, "--job_name=worker", "--task_index=1"))
+    (tmp_path / "stop").touch()
+    finish(process)
+    result = result_of(run_dir)
+    assert updates_of(run_dir, 0) + updates_of(run_dir, 1) == result["global_steps"]
+    assert result["samples"] == 32 * result["global_steps"] and result["restarts"] == 0
+    assert result["num_workers"] == 2 and result["left"] == []  # it is back
+    assert [sum(line.get("came", False) for line in lines_of(run_dir, worker)) for worker in range(2)] == [0, 2]
+    assert processes(run_dir) == [] and not (run_dir / "control").exists()
