@@ -9,6 +9,7 @@ reached by a Unix socket, too. Unix sockets are files: they lead out of a networ
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import selectors
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from common import isolation
 
-BUFFER_BYTES = 2**18
+BUFFER_BYTES = 2**20
 ROOM, REFUSED = "room: ", "refused: "  # how the lines begin that `start.py` reads
 
 
@@ -119,6 +120,8 @@ def join(connection, family, address):
             for end in connection, other:
                 if end.family == socket.AF_INET:
                     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                else:  # that of TCP grows by itself
+                    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
             back = threading.Thread(target=carry, args=(other, connection), daemon=True)
             back.start()
             carry(connection, other)
@@ -126,16 +129,23 @@ def join(connection, family, address):
 
 
 def carry(source, target):
-    """Sends on what comes, until one of the two ends ends; then the other one learns of it."""
-    buffer = memoryview(bytearray(BUFFER_BYTES))
-    try:
-        while count := source.recv_into(buffer):
-            target.sendall(buffer[:count])
-        target.shutdown(socket.SHUT_WR)
-    except OSError:
-        for end in source, target:
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
+    """Sends on what comes, until one of the two ends ends; then the other one learns of it.
+
+    It passes through a pipe, within the kernel, which takes half of the processor time that it takes to read and to write it.
+    """
+    from_pipe, to_pipe = os.pipe()
+    with open(from_pipe, "rb"), open(to_pipe, "wb"):
+        with contextlib.suppress(OSError):  # a user may have so many large pipes only; a smaller one does it, too
+            fcntl.fcntl(to_pipe, fcntl.F_SETPIPE_SZ, BUFFER_BYTES)
+        try:
+            while count := os.splice(source.fileno(), to_pipe, BUFFER_BYTES):
+                while count:
+                    count -= os.splice(from_pipe, target.fileno(), count)
+            target.shutdown(socket.SHUT_WR)
+        except OSError:
+            for end in source, target:
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
 
 
 def main(what, *words):

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from pathlib import Path
 
 NETWORK = "10.99.0."
 # A namespace ends with the last process in it; this one ends with the program that made it.
@@ -185,6 +186,34 @@ def train(hosts, script, *flags):
         outputs = [task.communicate()[0] for task in tasks]
     if any(task.returncode for task in tasks):
         sys.exit(f"{script} failed:\n" + "\n".join(outputs))
+
+
+@contextlib.contextmanager
+def ssh_to(of, folder):
+    """Lets a program reach some hosts by ssh, each with a server of its own: gives the command that does."""
+    key = Path(folder, "key")
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
+    options = {
+        "HostKey": key,
+        "AuthorizedKeysFile": f"{key}.pub",
+        "PidFile": "none",
+        "UsePAM": "no",
+        "StrictModes": "no",
+        "PermitRootLogin": "yes",
+    }
+    servers = []
+    with contextlib.ExitStack() as stack:
+        for host in of:
+            host.run("mkdir", "-p", "/run/sshd")
+            command = ["/usr/sbin/sshd", "-D", "-e", *(f"-o{name}={value}" for name, value in options.items())]
+            server = subprocess.Popen(host.command(*command), stderr=subprocess.PIPE, text=True)
+            stack.callback(server.communicate)
+            stack.callback(server.terminate)
+            servers.append(server)
+        for server in servers:
+            assert server.stderr and "listening" in server.stderr.readline()
+        ssh = f"ssh -i {key} -oBatchMode=yes -oStrictHostKeyChecking=no -oUserKnownHostsFile=/dev/null -oLogLevel=ERROR"
+        yield ssh
 
 
 class _Delay:

@@ -148,7 +148,7 @@ def by_ssh(hosts, tmp_path):
     hosts_file = tmp_path / "hosts"
     hosts_file.write_text("# a comment\nps host1:2300\n\nworker host2:2300  # the chief\n" + f"worker host3:2300 {ROOT}\n")
     started = []
-    with machines.ssh_to(hosts, tmp_path) as ssh:
+    with machines.hosts.ssh_to(hosts, tmp_path) as ssh:
 
         def by_ssh(*flags, scheme="HogWild"):
             started.append(start(hosts[0], ssh, hosts_file, scheme, f"--run_dir={tmp_path / 'run'}", *flags))
