@@ -97,7 +97,7 @@ def run(doors, command):
         isolation.give_up_new_privileges()
         isolation.die_with_parent(parent)
         os.execvp(command[0], command)
-    threading.Thread(target=accept, args=(relays,), daemon=True).start()  # in which, and whose threads, the signal stays blocked
+    threading.Thread(target=accept, args=(relays,), daemon=True).start()  # in it, and its threads, the signal stays blocked
     signal.signal(signal.SIGTERM, lambda *_: os.kill(task, signal.SIGTERM))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     status = os.waitstatus_to_exitcode(os.waitpid(task, 0)[1])

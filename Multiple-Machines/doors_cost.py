@@ -1,9 +1,9 @@
-"""Measures what closed doors cost: `bash Multiple-Machines/doors_cost.sh`, as root (and `apt-get install openssh-server socat`).
+"""Measures what closed doors cost: `bash Multiple-Machines/doors_cost.sh`, as root; `apt-get install openssh-server socat`.
 
-Two hosts on this machine (`hosts.py`); the first one starts everything, as a host with the ps would. A client on the second sends to a
-server on the first, and gets one byte back: by the open link; by ssh alone (`-R`, a port); by ssh and socat; and as `start.sh` does it,
-by ssh and the relays of `doors.py`. With `--train` instead, DOWNPOUR trains on three hosts, with `--insecure` and without.
-Figures are medians of --rounds rounds, in each of which all take their turn.
+Two hosts on this machine (`hosts.py`); the first one starts everything, as a host with the ps would. A client on the second
+sends to a server on the first, and gets one byte back: by the open link; by ssh alone (`-R`, a port); by ssh and socat; and as
+`start.sh` does it, by ssh and the relays of `doors.py`. With `--train` instead, DOWNPOUR trains on three hosts, with
+`--insecure` and without. Figures are medians of --rounds rounds, in each of which all take their turn.
 """
 
 import argparse
@@ -68,14 +68,14 @@ def of_links(three, ssh, folder, rounds):
     return "\n".join(lines)
 
 
-def started(command, stack):
-    """Starts a command, which says `up` when it is, and ends with this program."""
-    process = subprocess.Popen(["setpriv", "--pdeathsig", "KILL", *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def started(command, stack, sign="up"):
+    """Starts a command, waits until it says that it is `up`, and lets `stack` end it."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(["setpriv", "--pdeathsig", "KILL", *command], **pipes, text=True)
     stack.callback(process.communicate)
     stack.callback(process.kill)
     assert process.stdout
-    assert process.stdout.readline() == "up\n", f"{shlex.join(command)} does not start"
-    return process
+    assert any(sign in line for line in process.stdout), f"{shlex.join(command)} does not start"
 
 
 def serve(port):
@@ -84,13 +84,14 @@ def serve(port):
         print("up", flush=True)
         while True:
             connection, _ = server.accept()
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            buffer = memoryview(bytearray(2**20))
-            while head := connection.recv(8):
-                left = int.from_bytes(head, "big")
-                while left:
-                    left -= connection.recv_into(buffer[: min(left, len(buffer))])
-                connection.sendall(b"k")
+            with connection:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                buffer = memoryview(bytearray(2**20))
+                while head := connection.recv(8):
+                    left = int.from_bytes(head, "big")
+                    while left:
+                        left -= connection.recv_into(buffer[: min(left, len(buffer))])
+                    connection.sendall(b"k")
 
 
 def send(address, port):
@@ -135,16 +136,15 @@ def by_socat(three, ssh, folder, stack):
     forward = [*shlex.split(ssh), *OPTIONS, "-R", f"{folder}/out:{folder}/in", "host2", "echo up; read -r x"]
     started(three[0].command(*forward), stack)
     for i, ends in relays.items():
-        # -d -d: it says when it listens
-        command = f"exec 2>&1; {shlex.join([*socat, '-d', '-d', *ends])} | sed -un 's/.* listening on .*/up/p'"
-        started(three[i].command("sh", "-c", command), stack)
+        started(three[i].command(*socat, "-d", "-d", *ends), stack, "listening on")  # which -d -d makes it say
     return three[1].run(*SEND, "127.0.0.1", "10002")
 
 
 def by_doors(three, ssh, folder, stack):
-    for name in "01":
-        Path(folder, name).mkdir()
-    doors = Doors({"folder": folder, "place": "host1"}, [{"folder": folder, "place": f"host{i}"} for i in (1, 2)], ["a:1", "b:1"])
+    rooms = [{"folder": f"{folder}/host{i}", "place": f"host{i}"} for i in (1, 2)]
+    for i, room in enumerate(rooms):
+        Path(room["folder"], str(i)).mkdir(parents=True)
+    doors = Doors(rooms[0], rooms, ["a:1", "b:1"])
     run = [sys.executable, str(HERE / "doors.py"), "task"]
     started(three[0].command(*run, json.dumps(doors.of_task(0)), *SERVE), stack)
     address, port = doors.inside("a:1").split(":")
@@ -160,7 +160,7 @@ def of_training(three, ssh, folder, rounds):
     for number in range(rounds):
         for (name, is_open), of_one in found.items():
             flags = [flag.format(folder=folder) for flag in RUNS[name]]
-            run_dir = f"{folder}/{len(found)}-{number}-{len(of_one)}-{is_open}-{len(flags)}"
+            run_dir = f"{folder}/{number}-{len(flags)}-{is_open}"
             start = [str(HERE / "start.py"), *(["--insecure"] if is_open else []), f"{folder}/hosts", "DOWNPOUR", *flags]
             more = [f"--run_dir={run_dir}", "--epochs=1e9", "--seconds=10", "--evaluation_secs=60"]
             command = three[0].command(sys.executable, *start, *more)

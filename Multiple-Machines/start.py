@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 HERE = ("this machine", "")
 FIRST_PORT = 10001  # below those that Linux gives to who asks for any
 ROOM_SECONDS = 5  # for a host to remove its sockets
-INSECURE = "--insecure: whoever reaches a port of these tasks can read and change all they do, and run programs as you (SECURITY.md)"
+INSECURE = "--insecure: whoever reaches a port of these tasks can read and change all, and run programs as you (SECURITY.md)"
 OR_INSECURE = "start.sh --insecure goes without"
 # aes128-gcm, as processors have instructions for it; and no line about a task that is not there yet, for which the others wait
 OPTIONS = ["-oExitOnForwardFailure=yes", "-oLogLevel=ERROR", "-oCiphers=^aes128-gcm@openssh.com"]
