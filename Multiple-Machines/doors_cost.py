@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 import hosts
-from start import OPTIONS, Doors
+from doors import OPTIONS, Doors
 
 HERE = Path(__file__).resolve().parent
 MESSAGES = {"1 B": (1, 200), "104 kB": (104_488, 100), "40 MB": (40_000_000, 5)}  # bytes, and how many are sent
@@ -70,8 +70,9 @@ def of_links(three, ssh, folder, rounds):
 
 def started(command, stack, sign="up"):
     """Starts a command, waits until it says that it is `up`, and lets `stack` end it."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    process = subprocess.Popen(["setpriv", "--pdeathsig", "KILL", *command], **pipes, text=True)
+    command = ["setpriv", "--pdeathsig", "KILL", *command]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True)
     stack.callback(process.communicate)
     stack.callback(process.kill)
     assert process.stdout

@@ -2,9 +2,9 @@
 
     bash Multiple-Machines/start.sh [--insecure] HOSTS_FILE SCHEME [flags of the scheme]
 
-No port of a task can be reached on any host: each task runs in a network of its own, out of which leads only what ssh forwards, see
-`Doors` and `doors.py`. With `--insecure` tasks run in the networks of their hosts. The variable SSH is how to get there, `ssh` by default: SSH="ssh -i KEY". Each host needs this checkout; `.venv` is made on it
-when it is first used.
+No port of a task can be reached on any host: each task runs in a network of its own, out of which leads only what ssh forwards,
+see `doors.py`. With `--insecure` tasks run in the networks of their hosts. The variable SSH is how to get there, `ssh` by
+default: SSH="ssh -i KEY". Each host needs this checkout; `.venv` is made on it when it is first used.
 """
 
 import contextlib
@@ -12,7 +12,6 @@ import datetime
 import json
 import os
 import queue
-import re
 import shlex
 import shutil
 import signal
@@ -21,20 +20,18 @@ import sys
 import threading
 from pathlib import Path
 
+from doors import REFUSED, ROOM, Doors, host_of
+
 from common import signals
 from common.cluster import TaskSpecDef
 from common.flags import FITTING, UserError
 from common.launch import STOP_SECONDS
-from doors import REFUSED, ROOM
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = ("this machine", "")
-FIRST_PORT = 10001  # below those that Linux gives to who asks for any
 ROOM_SECONDS = 5  # for a host to remove its sockets
 INSECURE = "--insecure: whoever reaches a port of these tasks can read and change all, and run programs as you (SECURITY.md)"
 OR_INSECURE = "start.sh --insecure goes without"
-# aes128-gcm, as processors have instructions for it; and no line about a task that is not there yet, for which the others wait
-OPTIONS = ["-oExitOnForwardFailure=yes", "-oLogLevel=ERROR", "-oCiphers=^aes128-gcm@openssh.com"]
 # On the host, the task lives as long as the line to it: "stop" lets it save and leave, the end of the line kills it.
 REMOTE = """
 cd -- {folder} && exec 3<&0 </dev/null
@@ -151,13 +148,9 @@ def _run(arguments):
             quoted = {"folder": shlex.quote(folder), "config": shlex.quote(json.dumps(config))}
             program = REMOTE.format(**quoted, command=shlex.join([*runs, *flags]))
             # --: a host cannot be taken for an option
-            command = [*ssh, *(doors.options(i) if doors else []), "--", _host(address), shlex.join(["bash", "-c", program])]
+            command = [*ssh, *(doors.options(i) if doors else []), "--", host_of(address), shlex.join(["bash", "-c", program])]
             lines.append(_Line(name, command, events))
         return _watch(lines, events, doors)
-
-
-def _host(address):
-    return address.rpartition(":")[0]
 
 
 def _make_doors(ssh, tasks, scheme, flags, events, stack):
@@ -171,7 +164,7 @@ def _make_doors(ssh, tasks, scheme, flags, events, stack):
     check = ["--", "bash", f"{scheme}/run.sh", *flags, "--check"] if _may_be_downloaded(flags) else []
     there: dict[tuple[str, str], list[int]] = {}
     for i, (_, address, folder) in enumerate(tasks):
-        there.setdefault((_host(address), folder), []).append(i)
+        there.setdefault((host_of(address), folder), []).append(i)
     commands = {HERE: [sys.executable, str(ROOT / "Multiple-Machines" / "doors.py"), "room"]}
     for (host, folder), of_host in there.items():
         words = ["bash", "Multiple-Machines/doors.sh", "room", *map(str, of_host), *check]
@@ -206,67 +199,6 @@ def _may_be_downloaded(flags):
     """Whether the data may have to be got by the network, which the tasks do not have."""
     data = [flag.partition("=")[2] for flag in flags if flag.startswith("--data=")]
     return bool(data) and data[-1] not in FITTING
-
-
-class Doors:
-    """How the tasks of a cluster reach each other while none of them can be reached: as addresses, sockets and options of ssh.
-
-    In the networks of all tasks, a task has the same address. There it leads to a Unix socket (see `doors.py`): to the task's
-    own, if that is in the same place. Otherwise ssh forwards it, by way of this machine: `ssh -R` of the task that asks leads to
-    a socket here, and `ssh -L` of the task that is asked leads on from there. Tasks on this machine need no ssh for it.
-
-    Args:
-      here: the room of this machine, {"folder": path, "place": text}; see `doors.place`.
-      rooms: that of each task.
-      addresses: HOST:PORT of each task, as the user calls it.
-    """
-
-    def __init__(self, here, rooms, addresses):
-        self._here, self._places = here, [room["place"] for room in rooms]
-        self._folders = [os.path.join(room["folder"], str(i)) for i, room in enumerate(rooms)]
-        hosts = list(dict.fromkeys(map(_host, addresses)))
-        # Tasks of one host have one address: by it they know how many share its cores. Each has a port of its own, as the server
-        # of a task listens at its own on every address.
-        numbers = {host: f"127.{n >> 16}.{n >> 8 & 255}.{n & 255}" for n, host in enumerate(hosts, 1)}
-        self._inside = [(numbers[_host(address)], FIRST_PORT + i) for i, address in enumerate(addresses)]
-        self._outside = {f"{host}:{port}": address for (host, port), address in zip(self._inside, addresses, strict=True)}
-
-    def inside(self, address):
-        """Returns what a task that the user calls so is called in the networks of the tasks."""
-        return next(inside for inside, outside in self._outside.items() if outside == address)
-
-    def outside(self, text):
-        """Returns a text in which tasks are called as the user calls them."""
-        return re.sub(r"127(\.\d{1,3}){3}:\d+", lambda found: self._outside.get(found[0], found[0]), text)
-
-    def of_task(self, i):
-        """Returns the doors of a task, as `doors.run` takes them."""
-        others = [[*self._inside[k], self._path(i, k)] for k in range(len(self._folders)) if k != i]
-        return {"port": self._inside[i][1], "socket": self._own(i), "others": others}
-
-    def options(self, i):
-        """Returns the options with which ssh starts a task: what it forwards."""
-        far = [k for k, place in enumerate(self._places) if place != self._places[i]]
-        if self._is_here(i) or not far:
-            return []
-        towards_others = [word for k in far for word in ("-R", f"{self._path(i, k)}:{self._at_hub(k)}")]
-        return [*OPTIONS, "-L", f"{self._at_hub(i)}:{self._own(i)}", *towards_others]
-
-    def _is_here(self, i):
-        return self._places[i] == self._here["place"]
-
-    def _own(self, i):
-        return f"{self._folders[i]}/in"
-
-    def _at_hub(self, i):
-        """The socket on this machine that leads to a task."""
-        return self._own(i) if self._is_here(i) else f"{self._here['folder']}/{i}"
-
-    def _path(self, i, k):
-        """The socket that leads to task k where task i is."""
-        if self._places[i] == self._places[k]:
-            return self._own(k)
-        return self._at_hub(k) if self._is_here(i) else f"{self._folders[i]}/{k}"
 
 
 def _watch(lines, events, doors):
