@@ -111,22 +111,25 @@ class Relays:
     """
 
     def __init__(self, doors):
-        self._listening = selectors.DefaultSelector()
+        self._selector = selectors.DefaultSelector()
         self._outwards: set[threading.Thread] = set()  # those that carry what the task says
         inside = socket.socket(socket.AF_UNIX)
         inside.bind(doors["socket"])
         inside.listen(128)
-        self._listening.register(inside, selectors.EVENT_READ, (socket.AF_INET, ("127.0.0.1", doors["port"])))
+        self._listen(inside, socket.AF_INET, ("127.0.0.1", doors["port"]))
         for address, port, path in doors["others"]:
-            outside = socket.create_server((address, port), backlog=128)
-            self._listening.register(outside, selectors.EVENT_READ, (socket.AF_UNIX, path))
+            self._listen(socket.create_server((address, port), backlog=128), socket.AF_UNIX, path)
+
+    def _listen(self, listening, *to):
+        self._selector.register(listening, selectors.EVENT_READ, (listening, *to))
 
     def accept(self):
         """Takes care of each connection that comes, for ever."""
         while True:
-            for key, _ in self._listening.select():
-                connection, _ = key.fileobj.accept()
-                threading.Thread(target=self._join, args=(connection, *key.data), daemon=True).start()
+            for key, _ in self._selector.select():
+                listening, *to = key.data
+                connection, _ = listening.accept()
+                threading.Thread(target=self._join, args=(connection, *to), daemon=True).start()
 
     def finish(self, seconds):
         """Waits until what the task has said is on its way, but not longer than so many seconds. The task has ended."""

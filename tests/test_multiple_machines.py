@@ -178,7 +178,7 @@ import socket, struct, sys
 
 wanted = struct.pack("<f", float(sys.argv[1])) * 8  # of 64, which begin and end in any packet
 with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3)) as wire:  # 3: every protocol
-    wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUFFORCE, 2**26)
+    wire.setsockopt(socket.SOL_SOCKET, 33, 2**26)  # SO_RCVBUFFORCE
     print("listening", flush=True)
     heard = 0
     while heard < int(sys.argv[2]):
@@ -221,7 +221,7 @@ def start_to_train(by_ssh, tmp_path, *flags):
 
 
 def test_start_by_ssh(by_ssh, tmp_path):
-    process = by_ssh("--seed=7")
+    process = by_ssh("--seed=7", "--window=10", scheme="DOWNPOUR")
     output, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, output
     assert result_of(tmp_path / "run")["test_accuracy"] >= 0.95
@@ -255,7 +255,7 @@ def test_insecure_whoever_is_on_the_wire_hears_and_reaches_the_tasks_and_sigterm
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 130, output
-    assert output.startswith("--insecure: whoever reaches a port of these tasks can read and change all, and run programs as you")
+    assert output.startswith("--insecure: whoever reaches a port of these tasks can read and change all, and run programs as")
     assert wait_until_gone(pids) == []
     assert saved_at(tmp_path) > 0
 
