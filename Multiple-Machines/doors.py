@@ -159,7 +159,7 @@ class Relays:
 def carry(source, target):
     """Sends on what comes, until one of the two ends ends; then the other one learns of it.
 
-    It passes through a pipe, within the kernel, which takes half of the processor time that it takes to read and to write it.
+    It passes through a pipe, within the kernel, which takes less processor time than to read it and to write it.
     """
     from_pipe, to_pipe = os.pipe()
     with open(from_pipe, "rb"), open(to_pipe, "wb"):

@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import os
+import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -177,19 +179,33 @@ def test_room_where_tasks_can_have_no_network(tmp_path):
         assert process.returncode == 2
 
 
-def test_a_host_that_allows_no_network_starts_nothing(tmp_path):
-    """One line says so, and what to do. Here a program takes ssh's place that runs the command on this machine."""
+def start(tmp_path, *flags, instead_of_host_a='sh -c "$2"'):
+    """Runs start.py with a ps on `a` and a worker on `b`; a program takes ssh's place that runs the commands on this machine."""
     ssh = tmp_path / "ssh"
-    forbid = " ".join(f"'{word}'" for word in FORBID)
-    ssh.write_text(
-        f'#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\nshift\n[ "$1" = a ] || exec sh -c "$2"\n{forbid} sh -c "$2"\n'
-    )
+    on_host = f'shift\n[ "$1" = a ] || exec sh -c "$2"\n{instead_of_host_a}\n'
+    ssh.write_text('#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\n' + on_host)
     ssh.chmod(0o700)
     (tmp_path / "hosts").write_text("ps a:1\nworker b:2\n")
     command = [sys.executable, str(FILE.with_name("start.py")), str(tmp_path / "hosts"), "HogWild", f"--run_dir={tmp_path}/run"]
-    done = subprocess.run(command, env={**os.environ, "SSH": str(ssh)}, capture_output=True, text=True, timeout=SECONDS)
+    environ = {**os.environ, "SSH": str(ssh)}
+    return subprocess.run([*command, *flags], env=environ, capture_output=True, text=True, timeout=SECONDS)
+
+
+def test_a_host_that_allows_no_network_starts_nothing(tmp_path):
+    """One line says so, and what to do."""
+    done = start(tmp_path, instead_of_host_a=f'{shlex.join(FORBID)} sh -c "$2"')
     line = f"start.sh: a allows its tasks no network of their own: {WHY}; start.sh --insecure goes without\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
+    assert not (tmp_path / "run").exists()
+
+
+def test_data_that_a_host_cannot_use_starts_nothing(tmp_path):
+    (tmp_path / "d.py").write_text("def load():\n    return 1")
+    done = start(tmp_path, f"--data={tmp_path}/d.py:load")
+    assert (done.returncode, done.stderr) == (2, "")
+    first, *_, last = done.stdout.splitlines()
+    assert re.fullmatch(rf"[ab] \| hogwild.py: --data={tmp_path}/d.py:load: .+", first)
+    assert re.fullmatch("[ab] ended with exit status 2; nothing was started", last)
     assert not (tmp_path / "run").exists()
 
 
