@@ -180,7 +180,7 @@ def test_room_where_tasks_can_have_no_network(tmp_path):
 
 
 def start(tmp_path, *flags, instead_of_host_a='sh -c "$2"'):
-    """Runs start.py with a ps on `a` and a worker on `b`; a program takes ssh's place that runs the commands on this machine."""
+    """Runs start.py with a ps on `a` and a worker on `b`; a program takes the place of ssh, and runs the commands here."""
     ssh = tmp_path / "ssh"
     on_host = f'shift\n[ "$1" = a ] || exec sh -c "$2"\n{instead_of_host_a}\n'
     ssh.write_text('#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\n' + on_host)
@@ -204,7 +204,7 @@ def test_data_that_a_host_cannot_use_starts_nothing(tmp_path):
     done = start(tmp_path, f"--data={tmp_path}/d.py:load")
     assert (done.returncode, done.stderr) == (2, "")
     first, *_, last = done.stdout.splitlines()
-    assert re.fullmatch(rf"[ab] \| hogwild.py: --data={tmp_path}/d.py:load: .+", first)
+    assert re.fullmatch(rf"[ab] \| hogwild.py: --data={tmp_path}/d.py:load .+", first)
     assert re.fullmatch("[ab] ended with exit status 2; nothing was started", last)
     assert not (tmp_path / "run").exists()
 
