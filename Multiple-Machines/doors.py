@@ -31,6 +31,7 @@ BUFFER_BYTES = 2**20
 OPTIONS = ["-oExitOnForwardFailure=yes", "-oLogLevel=ERROR", "-oCiphers=^aes128-gcm@openssh.com"]
 FIRST_PORT = 10001  # below those that Linux gives to who asks for any
 LAST_SECONDS = 5  # for the last words of a task to leave
+NOBODY = re.compile(r"connect to /tmp/doors-\S+ port -2 failed: .*")  # what ssh says if a task is not there: the others wait
 ROOM, REFUSED = "room: ", "refused: "  # how the lines begin that `start.py` reads
 
 

@@ -20,7 +20,7 @@ import sys
 import threading
 from pathlib import Path
 
-from doors import REFUSED, ROOM, Doors, host_of
+from doors import NOBODY, REFUSED, ROOM, Doors, host_of
 
 from common import signals
 from common.cluster import TaskSpecDef
@@ -197,8 +197,12 @@ def _make_doors(ssh, tasks, scheme, flags, events, stack):
 
 def _may_be_downloaded(flags):
     """Whether the data may have to be got by the network, which the tasks do not have."""
-    data = [flag.partition("=")[2] for flag in flags if flag.startswith("--data=")]
-    return bool(data) and data[-1] not in FITTING
+    data = next(iter(FITTING))
+    for flag, following in zip(flags, [*flags[1:], ""], strict=True):
+        name, equals, value = flag.partition("=")
+        if name in ("--data", "-data"):
+            data = value if equals else following
+    return data not in FITTING
 
 
 def _watch(lines, events, doors):
@@ -212,6 +216,8 @@ def _watch(lines, events, doors):
         if event is None:
             print("stopping; Ctrl-C again stops at once", flush=True)
             status = 130
+        elif len(event) == 2 and doors and NOBODY.fullmatch(event[1]):
+            continue
         elif len(event) == 2:
             text = doors.outside(event[1]) if doors else event[1]
             print(f"{event[0]:>{max(map(len, (line.name for line in lines)))}} | {text}", flush=True)
