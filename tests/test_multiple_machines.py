@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,6 @@ from runs import HOGWILD, ROOT, SECONDS, processes, result_of, wait_until_gone
 
 pytestmark = pytest.mark.cluster
 START = ROOT / "Multiple-Machines" / "start.py"
-SOCKETS = Path("/tmp")  # where closed doors have theirs
 
 
 @pytest.fixture(scope="module")
@@ -205,9 +205,9 @@ def listening_at(host):
     return {int(line.split()[3].rpartition(":")[2]) for line in host.run("ss", "-ltnH").splitlines()}
 
 
-def left_of(place, before):
-    """Sockets and folders of closed doors that are there now and were not before."""
-    return sorted(set(place.glob("doors-*")) - before)
+def sockets_of(pids):
+    """The folders of sockets that are named on the command lines of these processes."""
+    return {Path(found) for pid in pids for found in re.findall(r"/tmp/doors-\w+", said_of(pid, "cmdline"))}
 
 
 def start_to_train(by_ssh, tmp_path, *flags):
@@ -232,9 +232,9 @@ def test_start_by_ssh(by_ssh, tmp_path):
 
 
 def test_nobody_hears_or_reaches_the_tasks_and_ctrl_c_ends_all(by_ssh, hosts, tmp_path):
-    before = set(SOCKETS.glob("doors-*"))
     process, pids = start_to_train(by_ssh, tmp_path)
-    assert len(pids) >= 4
+    folders = sockets_of(pids)
+    assert len(pids) >= 4 and len(folders) == 4  # on each host, and where it all began
     assert [listening_at(host) for host in hosts] == [{22}] * 3
     assert not marked_is_heard(hosts)
     process.send_signal(signal.SIGINT)
@@ -242,16 +242,15 @@ def test_nobody_hears_or_reaches_the_tasks_and_ctrl_c_ends_all(by_ssh, hosts, tm
     assert process.returncode == 130, output
     assert "stopping; Ctrl-C again stops at once" in output
     assert "asked to end: waits until the workers have left" in output  # the ps; it is told first
-    assert wait_until_gone(pids) == [] and left_of(SOCKETS, before) == []
+    assert wait_until_gone(pids) == [] and not any(folder.exists() for folder in folders)
     assert saved_at(tmp_path) > 0
 
 
 def test_insecure_whoever_is_on_the_wire_hears_and_reaches_the_tasks_and_sigterm_ends_all(by_ssh, hosts, tmp_path):
-    before = set(SOCKETS.glob("doors-*"))
     process, pids = start_to_train(by_ssh, tmp_path, "--insecure")
     assert [listening_at(host) for host in hosts] == [{22, 2300}] * 3
     assert marked_is_heard(hosts)
-    assert left_of(SOCKETS, before) == []
+    assert sockets_of(pids) == set()
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 130, output
@@ -283,10 +282,10 @@ def test_no_task_outlives_what_started_it_by_ssh(by_ssh, tmp_path):
 @pytest.mark.parametrize("what", ["the worker", "its connection"])
 def test_what_is_killed_ends_all_by_ssh(by_ssh, tmp_path, what):
     """The others are stopped, and the chief saves."""
-    before = set(SOCKETS.glob("doors-*"))
     process, pids = start_to_train(by_ssh, tmp_path)
     file, program = {"the worker": ("environ", f"python {HOGWILD}"), "its connection": ("cmdline", "ssh ")}[what]
     is_it = [pid for pid in pids if program in said_of(pid, "cmdline") and '"type": "worker", "index": 1' in said_of(pid, file)]
+    folders = sockets_of(pids)
     (killed,) = [pid for pid in is_it if "doors.py" not in said_of(pid, "cmdline") or what == "its connection"]
     os.kill(killed, signal.SIGKILL)
     output, _ = process.communicate(timeout=SECONDS)
@@ -294,7 +293,7 @@ def test_what_is_killed_ends_all_by_ssh(by_ssh, tmp_path, what):
     status = {"the worker": "137", "its connection": "-9"}[what]
     assert f"worker 1 ended with exit status {status}; the others are stopped" in output
     assert "/tmp/doors-" not in output  # ssh would say that nobody is there
-    assert wait_until_gone(pids) == [] and left_of(SOCKETS, before) == []
+    assert wait_until_gone(pids) == [] and not any(folder.exists() for folder in folders)
     assert saved_at(tmp_path) > 0
 
 
