@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from pathlib import Path
 
 NETWORK = "10.99.0."
 # A namespace ends with the last process in it; this one ends with the program that made it.
@@ -84,6 +85,9 @@ class Hosts:
       delay: seconds that each packet takes longer from host to host. Not every kernel has `netem`, so the packets pass through
         a thread of this program (`_Delay`), which is fast enough for links on which every answer takes twice this long. With
         `bytes_per_second` it holds that limit, too.
+
+    Attributes:
+      bridge: without `delay`, the `Host` through which all packets pass.
     """
 
     def __init__(self, count, bytes_per_second=None, delay=None):
@@ -103,9 +107,9 @@ class Hosts:
             if delay:
                 stack.callback(_Delay(self._hosts, delay, bytes_per_second).close)
             else:
-                self._switch = host("switch", None)
-                self._switch.run("ip", "link", "add", "name", "bridge", "type", "bridge")
-                self._switch.run("ip", "link", "set", "bridge", "up")
+                self.bridge = host("bridge", None)
+                self.bridge.run("ip", "link", "add", "name", "bridge", "type", "bridge")
+                self.bridge.run("ip", "link", "set", "bridge", "up")
             for i, one in enumerate(self._hosts):
                 if not delay:
                     self._join(i, one, bytes_per_second)
@@ -115,21 +119,21 @@ class Hosts:
 
     def _join(self, i, host, bytes_per_second):
         there = ["type", "veth", "peer", "name", "eth0", "netns", str(host.pid)]
-        self._switch.run("ip", "link", "add", "name", f"port{i}", *there)
-        self._switch.run("ip", "link", "set", f"port{i}", "master", "bridge", "up")
+        self.bridge.run("ip", "link", "add", "name", f"port{i}", *there)
+        self.bridge.run("ip", "link", "set", f"port{i}", "master", "bridge", "up")
         if bytes_per_second:
             # A burst is one large segment; what has waited for half a second is dropped, and TCP slows down.
             queue = ["root", "tbf", "rate", f"{8 * bytes_per_second:.0f}bit", "burst", "128kb", "latency", "500ms"]
-            self._switch.run("tc", "qdisc", "add", "dev", f"port{i}", *queue)
+            self.bridge.run("tc", "qdisc", "add", "dev", f"port{i}", *queue)
             host.run("tc", "qdisc", "add", "dev", "eth0", *queue)
 
     def cut(self, i):
         """Cuts the link of host `i`, at the bridge: the host itself does not notice."""
-        self._switch.run("ip", "link", "set", f"port{i}", "nomaster")
+        self.bridge.run("ip", "link", "set", f"port{i}", "nomaster")
 
     def mend(self, i):
         """Joins host `i` again."""
-        self._switch.run("ip", "link", "set", f"port{i}", "master", "bridge")
+        self.bridge.run("ip", "link", "set", f"port{i}", "master", "bridge")
 
     def __getitem__(self, i):
         return self._hosts[i]
@@ -185,6 +189,34 @@ def train(hosts, script, *flags):
         outputs = [task.communicate()[0] for task in tasks]
     if any(task.returncode for task in tasks):
         sys.exit(f"{script} failed:\n" + "\n".join(outputs))
+
+
+@contextlib.contextmanager
+def ssh_to(of, folder):
+    """Lets a program reach some hosts by ssh, each with a server of its own: gives the command that does."""
+    key = Path(folder, "key")
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
+    options = {
+        "HostKey": key,
+        "AuthorizedKeysFile": f"{key}.pub",
+        "PidFile": "none",
+        "UsePAM": "no",
+        "StrictModes": "no",
+        "PermitRootLogin": "yes",
+    }
+    servers = []
+    with contextlib.ExitStack() as stack:
+        for host in of:
+            host.run("mkdir", "-p", "/run/sshd")
+            command = ["/usr/sbin/sshd", "-D", "-e", *(f"-o{name}={value}" for name, value in options.items())]
+            server = subprocess.Popen(host.command(*command), stderr=subprocess.PIPE, text=True)
+            stack.callback(server.communicate)
+            stack.callback(server.terminate)
+            servers.append(server)
+        for server in servers:
+            assert server.stderr and "listening" in server.stderr.readline()
+        ssh = f"ssh -i {key} -oBatchMode=yes -oStrictHostKeyChecking=no -oUserKnownHostsFile=/dev/null -oLogLevel=ERROR"
+        yield ssh
 
 
 class _Delay:

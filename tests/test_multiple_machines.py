@@ -3,10 +3,12 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import machines
 import pytest
@@ -148,7 +150,7 @@ def by_ssh(hosts, tmp_path):
     hosts_file = tmp_path / "hosts"
     hosts_file.write_text("# a comment\nps host1:2300\n\nworker host2:2300  # the chief\n" + f"worker host3:2300 {ROOT}\n")
     started = []
-    with machines.ssh_to(hosts, tmp_path) as ssh:
+    with machines.hosts.ssh_to(hosts, tmp_path) as ssh:
 
         def by_ssh(*flags, scheme="HogWild"):
             started.append(start(hosts[0], ssh, hosts_file, scheme, f"--run_dir={tmp_path / 'run'}", *flags))
@@ -160,8 +162,66 @@ def by_ssh(hosts, tmp_path):
             process.communicate()
 
 
+MODEL = """
+import numpy as np
+
+def build():
+    import keras
+
+    # Its units never fire, so nothing changes what marks its parameters.
+    marked = keras.layers.Dense(64, "relu", kernel_initializer="zeros", bias_initializer=keras.initializers.Constant({mark}))
+    return keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten(), marked, keras.layers.Dense(10)])
+"""
+MARK = -12345.678  # a parameter, of which 64 are sent one after the other
+LISTEN = """
+import socket, struct, sys
+
+wanted = struct.pack("<f", float(sys.argv[1])) * 8  # of 64, which begin and end in any packet
+with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3)) as wire:  # 3: every protocol
+    wire.setsockopt(socket.SOL_SOCKET, 33, 2**26)  # SO_RCVBUFFORCE
+    print("listening", flush=True)
+    heard = 0
+    while heard < int(sys.argv[2]):
+        packet = wire.recv(2**17)
+        heard += len(packet)
+        if wanted in packet:
+            print("found", flush=True)
+            break
+    else:
+        print("not found", flush=True)
+"""
+
+
+def marked_is_heard(hosts, count=20_000_000):
+    """Whether somebody on the bridge sees marked parameters among the next so many bytes."""
+    command = hosts.bridge.command(sys.executable, "-c", LISTEN, str(MARK), str(count))
+    heard = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    assert heard.stdout in ("listening\nfound\n", "listening\nnot found\n"), heard.stderr
+    return heard.stdout.endswith("\nfound\n")
+
+
+def listening_at(host):
+    """The TCP ports at which anybody listens on a host, as `ss -ltn` tells them."""
+    return {int(line.split()[3].rpartition(":")[2]) for line in host.run("ss", "-ltnH").splitlines()}
+
+
+def sockets_of(pids):
+    """The folders of sockets that are named on the command lines of these processes."""
+    return {Path(found) for pid in pids for found in re.findall(r"/tmp/doors-\w+", said_of(pid, "cmdline"))}
+
+
+def start_to_train(by_ssh, tmp_path, *flags):
+    """Starts a run of the marked model, and waits until both workers train; returns its process and those of its tasks."""
+    (tmp_path / "model.py").write_text(MODEL.format(mark=MARK))
+    flags = ("--epochs=1e9", "--checkpoint_secs=600", f"--model={tmp_path}/model.py:build", *flags)
+    process = by_ssh(*flags)
+    for worker in (0, 1):
+        wait_for_step(tmp_path / "run", worker, 0, process)
+    return process, processes(tmp_path / "run")
+
+
 def test_start_by_ssh(by_ssh, tmp_path):
-    process = by_ssh("--seed=7")
+    process = by_ssh("--seed=7", "--window=10", scheme="DOWNPOUR")
     output, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, output
     assert result_of(tmp_path / "run")["test_accuracy"] >= 0.95
@@ -171,28 +231,70 @@ def test_start_by_ssh(by_ssh, tmp_path):
         assert f"worker {worker} | step" in output
 
 
-def test_ctrl_c_ends_all_by_ssh(by_ssh, tmp_path):
-    process = by_ssh("--epochs=1e9", "--checkpoint_secs=600")
-    for worker in (0, 1):
-        wait_for_step(tmp_path / "run", worker, 0, process)
-    pids = processes(tmp_path / "run")
+def test_nobody_hears_or_reaches_the_tasks_and_ctrl_c_ends_all(by_ssh, hosts, tmp_path):
+    process, pids = start_to_train(by_ssh, tmp_path)
+    folders = sockets_of(pids)
+    assert len(pids) >= 4 and len(folders) == 4  # on each host, and where it all began
+    assert [listening_at(host) for host in hosts] == [{22}] * 3
+    assert not marked_is_heard(hosts)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 130, output
     assert "stopping; Ctrl-C again stops at once" in output
     assert "asked to end: waits until the workers have left" in output  # the ps; it is told first
+    assert wait_until_gone(pids) == [] and not any(folder.exists() for folder in folders)
+    assert saved_at(tmp_path) > 0
+
+
+def test_insecure_whoever_is_on_the_wire_hears_and_reaches_the_tasks_and_sigterm_ends_all(by_ssh, hosts, tmp_path):
+    process, pids = start_to_train(by_ssh, tmp_path, "--insecure")
+    assert [listening_at(host) for host in hosts] == [{22, 2300}] * 3
+    assert marked_is_heard(hosts)
+    assert sockets_of(pids) == set()
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 130, output
+    assert output.startswith("--insecure: whoever reaches a port of these tasks can read and change all, and run programs as")
     assert wait_until_gone(pids) == []
-    assert max(int(path.name.partition("-")[2].partition(".")[0]) for path in tmp_path.glob("run/checkpoints/*.index")) > 0
+    assert saved_at(tmp_path) > 0
+
+
+def said_of(pid, file):
+    """What /proc says of a process in this file: its words, or its variables."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/{file}").read_bytes().decode(errors="replace").replace("\0", " ")
+    return ""
+
+
+def saved_at(tmp_path):
+    """The step of the newest checkpoint."""
+    return max(int(path.name.partition("-")[2].partition(".")[0]) for path in tmp_path.glob("run/checkpoints/*.index"))
 
 
 def test_no_task_outlives_what_started_it_by_ssh(by_ssh, tmp_path):
-    process = by_ssh("--epochs=1e9")
-    for worker in (0, 1):
-        wait_for_step(tmp_path / "run", worker, 0, process)
-    pids = [pid for pid in processes(tmp_path / "run") if pid != process.pid]
+    process, pids = start_to_train(by_ssh, tmp_path)
     process.kill()
+    pids.remove(process.pid)
     assert len(pids) >= 3
     assert wait_until_gone(pids) == []
+
+
+@pytest.mark.parametrize("what", ["the worker", "its connection"])
+def test_what_is_killed_ends_all_by_ssh(by_ssh, tmp_path, what):
+    """The others are stopped, and the chief saves."""
+    process, pids = start_to_train(by_ssh, tmp_path)
+    file, program = {"the worker": ("environ", f"python {HOGWILD}"), "its connection": ("cmdline", "ssh ")}[what]
+    is_it = [pid for pid in pids if program in said_of(pid, "cmdline") and '"type": "worker", "index": 1' in said_of(pid, file)]
+    folders = sockets_of(pids)
+    (killed,) = [pid for pid in is_it if "doors.py" not in said_of(pid, "cmdline") or what == "its connection"]
+    os.kill(killed, signal.SIGKILL)
+    output, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1, output
+    status = {"the worker": "137", "its connection": "-9"}[what]
+    assert f"worker 1 ended with exit status {status}; the others are stopped" in output
+    assert " port -2 failed" not in output  # as ssh says where nobody is there
+    assert wait_until_gone(pids) == [] and not any(folder.exists() for folder in folders)
+    assert saved_at(tmp_path) > 0
 
 
 def test_a_task_that_fails_by_ssh_ends_the_others(by_ssh, tmp_path):
@@ -206,8 +308,9 @@ def test_a_task_that_fails_by_ssh_ends_the_others(by_ssh, tmp_path):
     "hosts_file, arguments, texts",
     [
         ("ps a:1\nworker b:2", ["NoSuch"], ["there is no", "NoSuch/run.sh"]),
-        ("ps a:1\nworker b:2", [], ["expected: bash Multiple-Machines/start.sh HOSTS_FILE SCHEME"]),
-        ("ps a:1\nworker b:2", ["--steps=1"], ["expected: bash Multiple-Machines/start.sh HOSTS_FILE SCHEME"]),
+        ("ps a:1\nworker b:2", [], ["expected: bash Multiple-Machines/start.sh [--insecure] HOSTS_FILE SCHEME"]),
+        ("ps a:1\nworker b:2", ["--insecure"], ["expected: bash Multiple-Machines/start.sh [--insecure] HOSTS_FILE SCHEME"]),
+        ("ps a:1\nworker b:2", ["--steps=1"], ["expected: bash Multiple-Machines/start.sh [--insecure] HOSTS_FILE SCHEME"]),
         (None, ["HogWild"], ["cannot be read", "No such file"]),
         ("ps a:1\nchief b:2", ["HogWild"], ["line 2", "expected ps or worker, HOST:PORT", "'chief b:2'"]),
         ("ps\nworker b:2", ["HogWild"], ["line 1", "ps lacks its address"]),
@@ -264,9 +367,14 @@ def test_a_host_is_never_an_option(tmp_path):
     show.write_text('#!/bin/sh\nfor word in "$1" "$2" "$3"; do echo "($word)"; done\n')
     show.chmod(0o700)
     (tmp_path / "hosts").write_text("ps a:1\nworker b:2\n")
-    command = [sys.executable, str(START), str(tmp_path / "hosts"), "HogWild"]
+    command = [sys.executable, str(START), str(tmp_path / "hosts"), "HogWild", "--insecure"]
     environ = {**os.environ, "SSH": f"{show} -x"}
     shown = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environ)
     said = shown.stdout.splitlines()
     for name, host in ("    ps 0", "a"), ("worker 0", "b"):
         assert [line for line in said if line.startswith(f"{name} |")] == [f"{name} | ({word})" for word in ("-x", "--", host)]
+    with_rooms = subprocess.run(command[:-1], capture_output=True, text=True, timeout=SECONDS, env=environ)
+    assert (with_rooms.returncode, with_rooms.stderr) == (1, "")
+    for host in "ab":
+        said = [line for line in with_rooms.stdout.splitlines() if line.startswith(f"{host} |")]
+        assert said in ([], [f"{host} | ({word})" for word in ("-x", "--", host)])  # nothing, if the other one ended first
