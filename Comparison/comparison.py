@@ -1,0 +1,102 @@
+"""Every scheme until the same accuracy, under five conditions and with 1 to 1,000 workers: `bash Comparison/run.sh`.
+
+All runs are simulated (`Simulation/`), so the seconds are virtual, and equal commands give equal figures. A row of the table
+is a scheme with the learning rate that is best for it under each condition (`trials.py`). Figures are the median and range of
+five seeds. Writes `comparison.json` beside this file, and the pictures of `pictures.py`.
+
+`--quick` takes less than three minutes: one seed, the first learning rate of the search, two conditions, up to 10 workers. It writes
+into `runs/Comparison`. If rows are named, only these are measured anew; the figures of the others stay.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import pictures
+import tree
+import trials
+
+HERE = Path(__file__).resolve().parent
+WORKERS = [1, 10, 100, 1000]
+SEEDS, SEEDS_OF_SCALING = 5, 3
+QUICK = ["all equal", "one slow"]
+
+
+def main():
+    """Runs all, and writes the results."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="a small part of it, in less than three minutes")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="at the same time (default: one per core)")
+    parser.add_argument("rows", nargs="*", help=f"of the table (default: all): {'; '.join(trials.ROWS)}")
+    options = parser.parse_args()
+    if unknown := [name for name in options.rows if name not in trials.ROWS]:
+        parser.error(f"there is no row {unknown[0]!r}; there are {'; '.join(trials.ROWS)}")
+    if options.processes < 1:
+        parser.error(f"--processes must be at least 1, not {options.processes}")
+    folder = HERE.parent / "runs" / "Comparison" if options.quick else HERE
+    folder.mkdir(parents=True, exist_ok=True)
+    report = empty(options.quick)
+    path = folder / "comparison.json"
+    if options.rows and path.exists():
+        before = json.loads(path.read_text())
+        if any(before[name] != report[name] for name in report if name != "rows"):
+            parser.error(f"{path} is of another problem, or other conditions: name no row")
+        report["rows"] = before["rows"]
+    jobs = [(what, name, report) for what in ("conditions", "scaling") for name in options.rows or trials.ROWS]
+    # A process for each job: TensorFlow keeps what it has compiled. The jobs of --quick are so small that it doesn't matter.
+    with multiprocessing.get_context("spawn").Pool(options.processes, maxtasksperchild=None if options.quick else 1) as pool:
+        for what, name, found in pool.imap_unordered(measure, jobs, chunksize=1):
+            of_row = {**report["rows"].get(name, {}), what: found}
+            known = {**report["rows"], name: of_row}
+            report["rows"] = {name: known[name] for name in trials.ROWS if name in known}
+            path.write_text(json.dumps(report) + "\n")
+            print(f"{name}: {what} measured", flush=True)
+    print(f"\n{tree.targets(report)}\n\n{tree.as_text(tree.answer(report))}\n\n{path}")
+    for picture in pictures.draw_all(report, folder):
+        print(picture)
+
+
+def empty(quick):
+    """Returns the report of no rows: what is measured."""
+    conditions = {name: trials.CONDITIONS[name] for name in (QUICK if quick else trials.CONDITIONS)}
+    return {
+        "command": "bash Comparison/run.sh" + " --quick" * quick,
+        "seeds": 1 if quick else SEEDS,
+        "seeds_of_scaling": 1 if quick else SEEDS_OF_SCALING,
+        "search": not quick,
+        "workers": trials.WORKERS,
+        "batch_size": trials.BATCH,
+        "cluster": trials.CLUSTER,
+        "problem": trials.SERIES._asdict(),
+        "problem_of_scaling": trials.VALLEY._asdict(),
+        "conditions": {name: condition._asdict() for name, condition in conditions.items()},
+        "workers_of_scaling": WORKERS[:2] if quick else WORKERS,
+        "rows": {},
+    }
+
+
+def measure(job) -> tuple[str, str, Any]:
+    """Returns (what, name of the row, what was measured)."""
+    what, name, report = job
+    from common import notebook
+
+    notebook.quiet()
+    if what == "conditions":
+        found = trials.of_row(name, report["conditions"], report["seeds"], search=report["search"])
+    else:
+        workers = report["workers_of_scaling"]
+        found = trials.scaling_of_row(name, workers, report["seeds_of_scaling"], search=report["search"])
+    return what, name, found
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

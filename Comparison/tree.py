@@ -1,0 +1,3 @@
+def targets(r): return ""
+def answer(r): return []
+def as_text(a): return ""
