@@ -18,8 +18,9 @@ from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import answer
+import figures
 import pictures
-import tree
 import trials
 
 HERE = Path(__file__).resolve().parent
@@ -52,12 +53,11 @@ def main():
     # A process for each job: TensorFlow keeps what it has compiled. The jobs of --quick are so small that it doesn't matter.
     with multiprocessing.get_context("spawn").Pool(options.processes, maxtasksperchild=None if options.quick else 1) as pool:
         for what, name, found in pool.imap_unordered(measure, jobs, chunksize=1):
-            of_row = {**report["rows"].get(name, {}), what: found}
-            known = {**report["rows"], name: of_row}
+            known = {**report["rows"], name: {**report["rows"].get(name, {}), **found}}
             report["rows"] = {name: known[name] for name in trials.ROWS if name in known}
             path.write_text(json.dumps(report) + "\n")
             print(f"{name}: {what} measured", flush=True)
-    print(f"\n{tree.targets(report)}\n\n{tree.as_text(tree.answer(report))}\n\n{path}")
+    print(f"\n{figures.needs(report, 'seconds')}\n\n{answer.as_table(report)}\n\n{path}")
     for picture in pictures.draw_all(report, folder):
         print(picture)
 
@@ -81,8 +81,8 @@ def empty(quick):
     }
 
 
-def measure(job) -> tuple[str, str, Any]:
-    """Returns (what, name of the row, what was measured)."""
+def measure(job) -> tuple[str, str, dict[str, Any]]:
+    """Returns (what, name of the row, what its row of the report has of it)."""
     what, name, report = job
     from common import notebook
 
@@ -91,7 +91,7 @@ def measure(job) -> tuple[str, str, Any]:
         found = trials.of_row(name, report["conditions"], report["seeds"], search=report["search"])
     else:
         workers = report["workers_of_scaling"]
-        found = trials.scaling_of_row(name, workers, report["seeds_of_scaling"], search=report["search"])
+        found = {"scaling": trials.scaling_of_row(name, workers, report["seeds_of_scaling"], search=report["search"])}
     return what, name, found
 
 

@@ -241,14 +241,21 @@ class Trial:
         return measured(self.engine.evaluate(*self._dataset.test))[self._problem.metric]
 
     def state(self):
-        """Returns how many numbers a worker keeps, and the ps keep, in multiples of the model."""
+        """Returns how many numbers a worker keeps, and the ps keep, in multiples of the model.
+
+        The gradient counts, and in a cluster the ps keep what `center.exact` remembers of x̃ for each worker.
+        """
         from common import tf
 
-        def multiples(key):
-            found = [v for v in self.engine.graph.get_collection(key) if not v.name.startswith("samples/")]
-            return round(sum(v.shape.num_elements() for v in found if v.dtype.base_dtype.is_floating) / self.size, 2)
+        def multiples(variables):
+            floats = [v for v in variables if v.dtype.base_dtype.is_floating]
+            return round(sum(v.shape.num_elements() for v in floats) / self.size, 2)
 
-        return {"worker": multiples(tf.GraphKeys.LOCAL_VARIABLES), "ps": multiples(tf.GraphKeys.GLOBAL_VARIABLES)}
+        keys = tf.GraphKeys.LOCAL_VARIABLES, tf.GraphKeys.GLOBAL_VARIABLES
+        local, of_ps = (self.engine.graph.get_collection(key) for key in keys)
+        remembered = [v for v in local if "/pulled_value_" in v.name]
+        own = [v for v in local if all(v is not each for each in remembered) and not v.name.startswith("samples/")]
+        return {"worker": multiples(own), "ps": multiples(of_ps) + self._num_workers * multiples(remembered)}
 
     def close(self):
         """Closes the session."""
