@@ -7,6 +7,11 @@ from typing import NamedTuple
 import figures
 
 MANY = 100  # workers, from which on the number of workers decides
+# Of models that the other problems do not have
+OF_TABLES = (
+    "| Does the model have tables that are larger than a worker's memory? | [Embeddings]({prefix}Embeddings/): HogWild, or "
+    "DOWNPOUR with a window | [measured]({prefix}benchmarks/README.md#tables-on-the-ps) |"
+)
 
 
 class Leaf(NamedTuple):
@@ -18,7 +23,7 @@ class Leaf(NamedTuple):
       condition: under which the row was measured: a name, or a number of workers.
       seconds: of all seeds until the target, as `figures.values` has them.
       fastest: the row with the lowest median there, of those that were asked for.
-      command: to begin with.
+      flags: to begin with, as text.
     """
 
     question: str
@@ -26,7 +31,7 @@ class Leaf(NamedTuple):
     condition: str | int
     seconds: list[float]
     fastest: str
-    command: str
+    flags: str
 
 
 def answer(report):
@@ -52,7 +57,7 @@ def answer(report):
         if known:
             row, fastest = pick(report, known, condition)
             seconds = figures.values(report, row, condition)
-            leaves.append(Leaf(question, row, condition, seconds, fastest, command(report, row, condition)))
+            leaves.append(Leaf(question, row, condition, seconds, fastest, flags(report, row, condition)))
     return leaves
 
 
@@ -72,8 +77,8 @@ def pick(report, names, condition):
     """Returns the row to take under a condition, and the fastest one.
 
     The fastest has the lowest median of seconds until the target. The one to take is the first in reading order, as it changes
-    plain SGD least, of those that are not clearly slower: whose median lies in the range of the fastest, and which had the target with each seed if
-    the fastest did.
+    plain SGD least, of those that are not clearly slower: whose median lies in the range of the fastest, and which had the
+    target with each seed if the fastest did.
     """
     seconds = {name: figures.values(report, name, condition) for name in names}
     fastest = min(names, key=lambda name: (statistics.median(seconds[name]), max(seconds[name])))
@@ -85,16 +90,14 @@ def pick(report, names, condition):
     raise AssertionError("the fastest is one of them")
 
 
-def command(report, name, condition):
-    """Returns the command of a row, with the learning rate that was best for it under a condition."""
+def flags(report, name, condition):
+    """Returns the flags of a row as text, with the learning rate that was best for it under a condition."""
     of_row = report["rows"][name]
     found = of_row["found"][condition] if isinstance(condition, str) else of_row["scaling"][str(condition)]
-    workers = report["workers"] if isinstance(condition, str) else condition
-    flags = {"num_workers": workers, **of_row["flags"]}
+    given = dict(of_row["flags"])
     if figures.flag_of(of_row) == of_row["rate_flag"]:
-        flags[of_row["rate_flag"]] = found["rate"]
-    words = [f"--{flag}={value:g}" for flag, value in flags.items()]
-    return " ".join([f"bash {of_row['folder']}/run.sh", *words])
+        given[of_row["rate_flag"]] = found["rate"]
+    return " ".join(f"--{flag}={value:g}" for flag, value in given.items())
 
 
 def as_table(report, prefix=""):
@@ -104,11 +107,15 @@ def as_table(report, prefix=""):
       report: what `comparison.json` has.
       prefix: of the links to the folders.
     """
-    lines = ["| the first yes decides | take | supported by |", "|---|---|---|"]
+    lines = [
+        "| the first yes decides | take | seconds until the target, simulated |",
+        "|---|---|---|",
+        OF_TABLES.format(prefix=prefix),
+    ]
     for leaf in answer(report):
         folder = report["rows"][leaf.row]["folder"]
         link = f"[{leaf.row}]({prefix}{folder}/)"
-        lines.append(f"| {leaf.question} | {link}: `{leaf.command}` | {support(report, leaf)} |")
+        lines.append(f"| {leaf.question} | {link} `{leaf.flags}` | {support(report, leaf)} |")
     return "\n".join(lines)
 
 

@@ -4,8 +4,8 @@ All runs are simulated (`Simulation/`), so the seconds are virtual, and equal co
 is a scheme with the learning rate that is best for it under each condition (`trials.py`). Figures are the median and range of
 five seeds. Writes `comparison.json` beside this file, and the pictures of `pictures.py`.
 
-`--quick` takes less than three minutes: one seed, the first learning rate of the search, two conditions, up to 10 workers. It writes
-into `runs/Comparison`. If rows are named, only these are measured anew; the figures of the others stay.
+`--quick` takes less than three minutes: one seed, the first learning rate of the search, two conditions, up to 10 workers. It
+writes into `runs/Comparison`. If rows are named, only these are measured anew; the figures of the others stay.
 """
 
 import argparse

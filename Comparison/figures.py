@@ -29,7 +29,10 @@ ABOUT = {
         "DiLoCo, a fragment at a time, beside the local steps",
         "P = 2, T = 5, τ = 2, α = 0.5, η = 0.7, μ = 0.9, λ = 0.1",
     ),
-    "SparseLoCo": ("H local steps of AdamW; only the largest values of x̃ − x", "H = 10, k = 64 of 4,096, 2 bits, β = 0.95, λ = 0.1"),
+    "SparseLoCo": (
+        "H local steps of AdamW; only the largest values of x̃ − x",
+        "H = 10, k = 64 of 4,096, 2 bits, β = 0.95, λ = 0.1",
+    ),
     "Asynchronous-DiLoCo": ("DiLoCo; what one worker sends counts at once", "H = 10, η = 0.7, β = 0.5, λ = 0.1"),
 }
 
@@ -139,8 +142,6 @@ def growth(report):
     head = f"virtual seconds until a test loss of {problem['target']:g}"
     lines = [f"| {head} | {' | '.join(titles)} |", "|---" + "|---:" * len(workers) + "|"]
     for name, of_row in report["rows"].items():
-        cells = [
-            median_and_range(values(report, name, n)) if str(n) in of_row.get("scaling", {}) else "–" for n in workers
-        ]
+        cells = [median_and_range(values(report, name, n)) if str(n) in of_row.get("scaling", {}) else "–" for n in workers]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -42,7 +42,12 @@ def timelines(figure, report):
     from common.timeline import COLORS
 
     until, rows = SHOWN_STEPS * STEP, report["rows"]
-    lanes = {"train": (-0.4, 0.45, "train"), "push": (0.07, 0.15, "push"), "pull": (0.24, 0.15, "pull"), "wait": (-0.4, 0.45, "wait")}
+    lanes = {
+        "train": (-0.4, 0.45, "train"),
+        "push": (0.07, 0.15, "push"),
+        "pull": (0.24, 0.15, "pull"),
+        "wait": (-0.4, 0.45, "wait"),
+    }
     grid = list(figure.subplots(-(-len(rows) // 3), 3, sharex=True, sharey=True, squeeze=False).flat)
     for axes, (name, of_row) in zip(grid, rows.items(), strict=False):
         spans = spans_of(of_row, until)
@@ -71,7 +76,7 @@ def figure_patch(color):
 
 
 def dots(figure, report):
-    """Draws what each row needed until the target, with equal workers and fast links: the median, and the range of the seeds."""
+    """Draws what each row needed until the target, with equal workers and fast links: median and range."""
     names = list(report["rows"])
     for axes, what in zip(figure.subplots(1, 3, sharey=True), figures.UNITS, strict=True):
         all_seconds = [figures.values(report, name, "all equal", what) for name in names]
@@ -157,7 +162,10 @@ def growth(figure, report):
     """Draws a panel for each row: seconds until the target of the other problem, against the number of workers."""
     workers, rows = report["workers_of_scaling"], [n for n, row in report["rows"].items() if row.get("scaling")]
     grid = list(figure.subplots(-(-len(rows) // 4), 4, sharex=True, sharey=True, squeeze=False).flat)
-    every = {name: {n: figures.values(report, name, n) for n in workers if str(n) in report["rows"][name]["scaling"]} for name in rows}
+    every = {
+        name: {n: figures.values(report, name, n) for n in workers if str(n) in report["rows"][name]["scaling"]}
+        for name in rows
+    }
     finite = [v for of_row in every.values() for numbers in of_row.values() for v in numbers if math.isfinite(v)]
     top = 3 * max(finite)
     for axes, name in zip(grid, rows, strict=False):

@@ -361,7 +361,7 @@ def scaling_of_row(name, workers, seeds, problem=VALLEY, search=True):
 
     The search for the best rate begins where that of fewer workers has ended. Each worker sees all samples.
     """
-    row, found, first = ROWS[name], {}, ROWS[name].valley
+    row, found, first, condition = ROWS[name], {}, ROWS[name].valley, CONDITIONS["all equal"]
     for n in workers:
         if row.flags.get("backup_workers", 0) >= n:  # there would be no worker to wait for
             continue
@@ -372,7 +372,6 @@ def scaling_of_row(name, workers, seeds, problem=VALLEY, search=True):
                 trials[rate] = Trial(row, problem, n, rate, all_see_all=True)
             return trials[rate]
 
-        condition = CONDITIONS["all equal"]
         attempt = lambda rate, most, trial=trial: trial(rate).run(condition, 0, most)  # noqa: E731
         tried = climb(problem, first, attempt) if search else {first: attempt(first, math.inf)}
         first = best_of(problem, tried)

@@ -5,6 +5,7 @@ is 1 if a table differs from its file.
 """
 
 import argparse
+import functools
 import json
 import re
 import sys
@@ -21,12 +22,15 @@ import time_to_accuracy
 import workers
 
 HERE = Path(__file__).resolve().parent
-MACHINES, LINKS = HERE.parent / "Multiple-Machines", HERE.parent / "Slow-Links"
-sys.path += [str(MACHINES), str(LINKS)]
+MACHINES, LINKS, COMPARISON = (HERE.parent / name for name in ("Multiple-Machines", "Slow-Links", "Comparison"))
+sys.path += [str(MACHINES), str(LINKS), str(COMPARISON)]
+import answer  # noqa: E402
+import figures  # noqa: E402
 import slow_links  # noqa: E402
 import until_loss  # noqa: E402
 
 READMES = [HERE.parent / "README.md", HERE / "README.md", MACHINES / "README.md", LINKS / "README.md"]
+READMES += [COMPARISON / "README.md"]
 TABLES: dict[str, tuple[Any, Any]] = {  # name: file, and what makes a table of it
     "results": ("results.json", run.table),
     "targets": ("results.json", run.targets),
@@ -44,6 +48,12 @@ TABLES: dict[str, tuple[Any, Any]] = {  # name: file, and what makes a table of 
     "slow links": (MACHINES / "slow_links.json", slow_links.table),
     "until loss": (LINKS / "until_loss.json", until_loss.table),
     "until loss simulated": (LINKS / "simulated.json", until_loss.simulated_table),
+    "which scheme": (COMPARISON / "comparison.json", answer.as_table),
+    "which scheme of all": (COMPARISON / "comparison.json", functools.partial(answer.as_table, prefix="../")),
+    "schemes": (COMPARISON / "comparison.json", figures.schemes),
+    "rates": (COMPARISON / "comparison.json", figures.rates),
+    "growth": (COMPARISON / "comparison.json", figures.growth),
+    **{what: (COMPARISON / "comparison.json", functools.partial(figures.needs, what=what)) for what in figures.UNITS},
 }
 
 

@@ -1,0 +1,225 @@
+"""Comparison/: its tables and its decision tree, from a report made by hand; the measurements themselves are no test."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def comparison(monkeypatch):
+    """The folder, whose modules can be imported."""
+    for folder in ("benchmarks", "Comparison"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
+    return ROOT / "Comparison"
+
+
+def runs(*seconds):
+    """What `Trial.run` gives, for runs that needed so many seconds; None for one that never had the target."""
+    found = [(s, None, None) if s is None else (s, 1000 * s, 10 * s) for s in seconds]
+    keys = "seconds", "samples", "megabytes"
+    return [{**dict(zip(keys, each, strict=True)), "best": 0.7, "staleness": 1.5} for each in found]
+
+
+def row(folder, waiting, seconds, scaling, flags=None, rate_flag="learning_rate", steps=1):
+    """A row of a report: `seconds` are those of the seeds, by condition; `scaling` by number of workers."""
+    nothing = {"reads": False, "writes": False, "waits": False, "ticks": False, "fragment": None, "is_early": False}
+    train = {"local_steps": steps, "up": 0, "down": 0, **nothing, "ahead": False}
+    push = {**train, "local_steps": 0, "up": 400, "down": 800, "writes": True}
+    no = {"staleness": None, "quorum": None, "threshold": None, "fragments": 1}
+    return {
+        "folder": folder,
+        "flags": flags or {},
+        "rate_flag": rate_flag,
+        "actions": [train, push],
+        "waiting": {**no, **waiting},
+        "state": {"worker": 2.0, "ps": 1.0},
+        "found": {name: {"rate": 0.05, "tried": {}, "runs": runs(*of_seeds)} for name, of_seeds in seconds.items()},
+        "scaling": {str(n): {"rate": 0.02, "runs": runs(*of_seeds)} for n, of_seeds in scaling.items()},
+    }
+
+
+@pytest.fixture
+def report():
+    """Three rows, of which each is best somewhere."""
+    return {
+        "problem": {"target": 0.75},
+        "problem_of_scaling": {"target": 0.05},
+        "conditions": {"all equal": {}, "one slow": {}, "slow links": {}},
+        "workers": 8,
+        "workers_of_scaling": [1, 100],
+        "rows": {
+            "HogWild": row(
+                "HogWild",
+                {},
+                {"all equal": (3, 2, 4), "one slow": (3, 3, 3), "slow links": (40, None, None)},
+                {1: (4, 4, 4), 100: (None, None, None)},
+            ),
+            "Synchronous-SGD": row(
+                "Synchronous-SGD",
+                {"quorum": 8},
+                {"all equal": (3, 1, 5), "one slow": (30, 10, 50), "slow links": (30, 10, 50)},
+                {1: (4, 4, 4), 100: (1, 1, 1)},
+            ),
+            "DiLoCo, H = 50": row(
+                "DiLoCo",
+                {"quorum": 8},
+                {"all equal": (2.5, 2.4, 2.6), "one slow": (25, 24, 26), "slow links": (4, 3, 5)},
+                {1: (9, 9, 9)},
+                flags={"window": 50},
+                rate_flag="local_learning_rate",
+                steps=50,
+            ),
+        },
+    }
+
+
+def test_what_each_row_needs_is_shown_as_median_and_range_also_if_it_was_not_reached(report):
+    import figures
+
+    lines = figures.needs(report, "seconds").splitlines()
+    assert lines[0] == "| virtual seconds until 75% of the test set are right | all equal | one slow | slow links |"
+    assert lines[2] == "| HogWild | 3.00 (2.00 to 4.00) | 3.00 | not reached (40.0 to not reached) |"
+    assert len(lines) == 2 + len(report["rows"])
+    in_thousands = figures.needs(report, "samples").splitlines()
+    assert in_thousands[2] == lines[2].replace("virtual seconds", "thousand samples")
+    assert figures.needs(report, "megabytes").splitlines()[2].startswith("| HogWild | 30.0 (20.0 to 40.0) |")
+
+
+def test_growth_shows_what_was_not_reached_and_what_was_not_measured(report):
+    import figures
+
+    lines = figures.growth(report).splitlines()
+    assert lines[0].endswith("| 1 worker | 100 workers |")
+    assert lines[2:] == [
+        "| HogWild | 4.00 | not reached |",
+        "| Synchronous-SGD | 4.00 | 1.00 |",
+        "| DiLoCo, H = 50 | 9.00 | – |",
+    ]
+
+
+def test_schemes_say_who_waits_and_what_is_sent_a_local_step(report):
+    import figures
+
+    rows = figures.schemes(report).splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in rows]
+    assert [line[2] for line in cells] == ["nobody", "each for all", "each for all"]
+    assert [line[3] for line in cells] == ["400 + 800", "400 + 800", "8 + 16"]
+    assert cells[0][6:8] == ["1.50", "the others go on"] and cells[1][7] == "the others wait until it is back"
+    slow = {**report["rows"]["HogWild"], "waiting": {"quorum": None, "staleness": 10}}
+    assert figures.waiting(slow, 8)[0] == "the fast, if 10 steps ahead"
+    assert figures.waiting({"waiting": {"quorum": 7, "staleness": None}}, 8)[0] == "each for all but 1"
+
+
+def test_every_row_of_the_table_has_its_rule():
+    import figures
+    import trials
+
+    assert list(figures.ABOUT) == list(trials.ROWS)
+
+
+def test_rates_name_the_flag(report):
+    import figures
+
+    assert figures.rates(report).splitlines()[-1] == "| DiLoCo, H = 50 | `--local_learning_rate` | 0.05 | 0.05 | 0.05 |"
+
+
+def test_the_answer_takes_the_simplest_that_is_not_clearly_slower(report):
+    import answer
+
+    # HogWild's median, 3, is not in the range of DiLoCo, 2.4 to 2.6
+    assert answer.pick(report, list(report["rows"]), "all equal") == ("DiLoCo, H = 50", "DiLoCo, H = 50")
+    report["rows"]["DiLoCo, H = 50"]["found"]["all equal"]["runs"] = runs(2.5, 2.4, 3.0)
+    assert answer.pick(report, list(report["rows"]), "all equal") == ("HogWild", "DiLoCo, H = 50")
+    # It must be as sure as the fastest: one seed of it has never come there.
+    report["rows"]["HogWild"]["found"]["all equal"]["runs"] = runs(2.0, 2.8, None)
+    assert answer.pick(report, list(report["rows"]), "all equal")[0] == "Synchronous-SGD"
+
+
+def test_the_answer_asks_one_question_after_the_other(report):
+    import answer
+
+    leaves = answer.answer(report)
+    found = {leaf.question.split()[0]: (leaf.row, leaf.condition) for leaf in leaves}
+    assert found == {
+        "Must": ("Synchronous-SGD", "all equal"),  # DiLoCo is faster, but its updates are not those of one machine
+        "Does": ("DiLoCo, H = 50", "slow links"),
+        "Do": ("HogWild", "all equal"),  # the only one that waits for nobody; random slowness was not measured
+        "Is": ("HogWild", "one slow"),
+        "Are": ("Synchronous-SGD", 100),
+        "None": ("DiLoCo, H = 50", "all equal"),
+    }
+    assert leaves[1].flags == "--window=50 --local_learning_rate=0.05"
+    assert leaves[4].flags == "--learning_rate=0.02"
+
+
+def test_each_leaf_of_the_tree_names_what_supports_it(report):
+    import answer
+
+    lines = answer.as_table(report, "../").splitlines()[3:]
+    assert "[DiLoCo, H = 50](../DiLoCo/)" in lines[1] and lines[1].endswith("| slow links: 4.00 (3.00 to 5.00) s |")
+    report["rows"]["DiLoCo, H = 50"]["found"]["all equal"]["runs"] = runs(2.5, 2.4, 3.0)
+    of_both = "| all equal: 3.00 (2.00 to 4.00) s; DiLoCo, H = 50 2.50 (2.40 to 3.00) s |"
+    assert answer.as_table(report).splitlines()[-1].endswith(of_both)
+
+
+def test_a_front_has_those_that_no_other_beats():
+    import pictures
+
+    points = {"few bytes": (9, 1), "few samples": (1, 9), "between": (3, 3), "worse": (4, 3), "worst": (9, 9)}
+    assert pictures.front_of(points) == ["few bytes", "few samples", "between"]
+
+
+def reached(seconds, best=0.0):
+    import trials
+
+    return trials.Reached(seconds, None, None, best, None)
+
+
+def test_the_search_climbs_until_it_becomes_worse():
+    import trials
+
+    seconds = {0.1: 9.0, 0.2: 5.0, 0.4: 4.0, 0.8: None, 0.05: 1.0}
+    limits = {}
+
+    def attempt(rate, most):
+        limits[rate] = most
+        return reached(seconds[rate])
+
+    tried = trials.climb(trials.SERIES, 0.1, attempt)
+    assert list(tried) == [0.1, 0.2, 0.4, 0.8] and trials.best_of(trials.SERIES, tried) == 0.4
+    assert limits == {0.1: math.inf, 0.2: 9.0, 0.4: 5.0, 0.8: 4.0}  # it gives up what takes longer than the best
+
+
+def test_where_no_rate_reaches_the_target_the_search_follows_what_was_measured():
+    import trials
+
+    accuracy = {0.1: 0.3, 0.2: 0.2, 0.05: 0.5, 0.025: 0.4}
+    tried = trials.climb(trials.SERIES, 0.1, lambda rate, most: reached(None, accuracy[rate]))
+    assert trials.best_of(trials.SERIES, tried) == 0.05 and set(tried) == set(accuracy)
+    loss = {0.1: 0.3, 0.2: 0.2, 0.4: 0.25, 0.05: 0.5}  # of the other problem, where less is better
+    assert trials.best_of(trials.VALLEY, trials.climb(trials.VALLEY, 0.1, lambda rate, most: reached(None, loss[rate]))) == 0.2
+
+
+def test_the_target_is_reached_between_two_evaluations():
+    import trials
+
+    rows = [(0.0, 0, 0.0, 0.1), (2.0, 100, 4.0, 0.7), (4.0, 200, 8.0, 0.8)]
+    assert trials.crossing(rows, trials.SERIES) == pytest.approx((3.0, 150, 6.0))
+    assert trials.crossing(rows[:2], trials.SERIES) is None
+    assert trials.crossing([(0.0, 0, 0.0, 0.01)], trials.VALLEY) == (0.0, 0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [(["nothing"], "there is no row 'nothing'"), (["--processes=0"], "--processes must be at least 1, not 0")],
+)
+def test_mistakes_are_one_line(arguments, says, monkeypatch, capsys):
+    import comparison
+
+    monkeypatch.setattr("sys.argv", ["comparison.py", *arguments])
+    with pytest.raises(SystemExit) as error:
+        comparison.main()
+    assert error.value.code == 2 and says in capsys.readouterr().err
