@@ -15,8 +15,10 @@ def draw_all(report, folder):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    paths = []
+    paths, has_growth = [], any(of_row.get("scaling") for of_row in report["rows"].values())
     for draw, size in SIZES.items():
+        if draw is growth and not has_growth:
+            continue
         figure = Figure(figsize=size, layout="constrained")
         draw(figure, report)
         paths.append(folder / f"{draw.__name__}.png")
