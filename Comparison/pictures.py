@@ -111,7 +111,7 @@ def heat(figure, report):
     ratio = np.where(np.isfinite(table), table / np.where(np.isfinite(fastest), fastest, 1.0), np.nan)
     axes = figure.subplots()
     axes.set_facecolor("0.85")
-    shown = axes.imshow(np.log2(ratio), cmap="RdYlGn_r", vmin=0, vmax=4, aspect="auto")
+    shown = axes.imshow(np.log2(ratio), cmap="Oranges", vmin=0, vmax=4, aspect="auto")
     for (row, column), value in np.ndenumerate(table):
         axes.text(column, row, figures.three(value), ha="center", va="center", fontsize=9)
     axes.set(xticks=range(len(conditions)), yticks=range(len(names)))
@@ -136,9 +136,10 @@ def pareto(figure, report):
             points[name] = x, y
     front = sorted(points[name] for name in front_of(points))
     axes.plot(*zip(*front, strict=True), color="tab:orange", lw=1.5, zorder=1)
-    for name, (x, y) in points.items():
+    for x, y in points.values():
         axes.plot(x, y, "o", color="tab:orange" if (x, y) in front else "tab:blue")
-        axes.annotate(name, (x, y), xytext=(5, 3), textcoords="offset points", fontsize=8)
+    for names in close_ones(points):
+        axes.annotate("\n".join(names), points[names[0]], xytext=(6, 0), textcoords="offset points", fontsize=8, va="center")
     axes.set(xscale="log", yscale="log", xlabel=figures.UNITS["samples"], ylabel=figures.UNITS["megabytes"])
     for axis in axes.xaxis, axes.yaxis:
         axis.set_major_formatter("{x:g}")
@@ -158,6 +159,19 @@ def front_of(points):
         return one != other and one[0] <= other[0] and one[1] <= other[1]
 
     return [name for name, point in points.items() if not any(beats(other, point) for other in points.values())]
+
+
+def close_ones(points, share=1.06):
+    """Returns lists of names of {name: (x, y)}: those that lie so close to the first of the list that one label is for all."""
+    groups: list[list[str]] = []
+    for name, point in points.items():
+        near = lambda other, point=point: all(1 / share < a / b < share for a, b in zip(point, points[other], strict=True))  # noqa: E731
+        group = next((group for group in groups if near(group[0])), None)
+        if group is None:
+            groups.append([name])
+        else:
+            group.append(name)
+    return groups
 
 
 def growth(figure, report):

@@ -172,6 +172,13 @@ def test_a_front_has_those_that_no_other_beats():
     assert pictures.front_of(points) == ["few bytes", "few samples", "between"]
 
 
+def test_points_that_are_close_share_a_label():
+    import pictures
+
+    points = {"a": (100, 10), "b": (103, 9.8), "c": (103, 20), "d": (95, 10.2)}
+    assert pictures.close_ones(points) == [["a", "b", "d"], ["c"]]
+
+
 def reached(seconds, best=0.0):
     import trials
 
