@@ -41,7 +41,7 @@ def answer(report):
     """
     exact = [name for name in report["rows"] if is_exact(report["rows"][name])]
     free = [name for name, of_row in report["rows"].items() if figures.waits_for_nobody(of_row)]
-    asked = [
+    asked: list[tuple[str, str | int, list[str] | None]] = [
         ("Must each update be that of one machine with a larger batch, the same in each run?", "all equal", exact),
         ("Does a message take longer than a local step?", "slow links", None),
         ("Do workers come and go, or die?", "all equal", free),

@@ -196,12 +196,12 @@ class Trial:
             stale, count = stale + float(stales.sum()), count + len(stales)
             samples, sent = (float(of_step[part.steps].sum()) for of_step in (self._samples, self._bytes))
             rows.append((clock.now, rows[-1][1] + samples, rows[-1][2] + sent / 1e6, value))
-        if self._all_wait:
+        if self._all_wait and known is None:
             self._measured[key] = [row[3] for row in rows]
         finite = [row[3] for row in rows if math.isfinite(row[3])]
+        best, staleness = max(finite) if problem.rises else min(finite), stale / count if count else None
         at = crossing(rows, problem)
-        at = at if at is not None and at[0] <= most else (None, None, None)
-        return Reached(*at, max(finite) if problem.rises else min(finite), stale / count if count else None)
+        return Reached(None, None, None, best, staleness) if at is None or at[0] > most else Reached(*at, best, staleness)
 
     def _train(self, part):
         """Makes the steps of a schedule; returns the metric after them, NaN if a loss was not finite."""
@@ -267,7 +267,7 @@ def as_lists(flags):
     return {name: [float(value)] if name in ("latency_ms", "mbit") else value for name, value in flags.items()}
 
 
-def crossing(rows, problem):
+def crossing(rows, problem) -> tuple[float, float, float] | None:
     """Returns (seconds, samples, megabytes) where the metric first was as good as the target, between two evaluations.
 
     Args:
@@ -277,11 +277,10 @@ def crossing(rows, problem):
     after = rows[-1]
     if not problem.is_reached(after[3]):
         return None
-    if len(rows) == 1:
-        return after[:3]
-    before = rows[-2]
-    share = (problem.target - before[3]) / (after[3] - before[3])
-    return tuple(b + share * (a - b) for b, a in zip(before[:3], after[:3], strict=True))
+    before = rows[-2] if len(rows) > 1 else after
+    share = (problem.target - before[3]) / (after[3] - before[3]) if len(rows) > 1 else 1.0
+    seconds, samples, sent = (b + share * (a - b) for b, a in zip(before[:3], after[:3], strict=True))
+    return seconds, samples, sent
 
 
 def climb(problem, first, try_rate):
