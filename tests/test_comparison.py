@@ -1,9 +1,13 @@
 """Comparison/: its tables and its decision tree, from a report made by hand; the measurements themselves are no test."""
 
 import math
+import types
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from common.virtual_time import Schedule
 
 ROOT = Path(__file__).parents[1]
 
@@ -230,3 +234,63 @@ def test_mistakes_are_one_line(arguments, says, monkeypatch, capsys):
     with pytest.raises(SystemExit) as error:
         comparison.main()
     assert error.value.code == 2 and says in capsys.readouterr().err
+
+
+class Clock:
+    """A clock of which each update takes so many seconds, and has two local steps of 16 samples."""
+
+    def __init__(self, seconds):
+        self.now, self.updates, self._seconds = 0.0, 0, seconds
+
+    def run(self, updates):
+        made, self.updates = updates - self.updates, updates
+        self.now += made * self._seconds
+        steps = np.array([0, 1, 0, 1] * made)
+        no = np.full(len(steps), -1)
+        return Schedule(steps, 0 * steps, 0.0 * steps, 0.0 * steps, no, no)
+
+
+@pytest.fixture
+def trial(monkeypatch):
+    """A trial whose accuracy is 0.1, 0.2, ... after each update, if all wait for all; `trained` counts the updates."""
+    import trials
+
+    made = trials.Trial.__new__(trials.Trial)
+    made.engine = types.SimpleNamespace(restart=lambda shards, parameters: None)
+    made._problem = trials.SERIES._replace(target=0.45)
+    made._all_wait, made._measured, made._updates = True, {}, 1
+    made._samples, made._bytes, made.trained = np.array([16, 0]), np.array([0, 500_000]), 0
+
+    def train(part):
+        made.trained += 1
+        return 0.1 * (made.trained + 1)
+
+    monkeypatch.setattr(made, "_train", train, raising=False)
+    for name, value in {"_shards": None, "_beginning": None, "_measure": 0.1}.items():
+        monkeypatch.setattr(made, name, lambda *_, value=value: value, raising=False)
+    monkeypatch.setattr(made, "clock", lambda condition, seed: Clock(condition.slow), raising=False)
+    return made
+
+
+def test_where_all_wait_a_scheme_is_trained_once_and_the_clock_tells_the_rest(trial):
+    import trials
+
+    usual, slow = trials.CONDITIONS["all equal"], trials.CONDITIONS["one slow"]
+    found = trial.run(usual, 0)
+    assert (found.seconds, found.samples, found.megabytes) == pytest.approx((3.5, 3.5 * 32, 3.5))
+    assert trial.run(slow, 0, most=12.0).seconds is None  # given up: it would take 35 s
+    assert trial.run(slow, 0).seconds == pytest.approx(35.0)
+    assert trial.trained == 4
+    trial.run(trials.CONDITIONS["unlike shards"], 0)
+    assert trial.trained > 4  # other samples, so it is trained again
+
+
+def test_a_run_ends_when_the_loss_is_not_finite_or_the_samples_are_used_up(trial, monkeypatch):
+    import trials
+
+    condition = trials.CONDITIONS["all equal"]
+    monkeypatch.setattr(trial, "_train", lambda part: math.nan)
+    assert trial.run(condition, 0)[:4] == (None, None, None, 0.1)
+    trial._problem = trial._problem._replace(samples=64)
+    monkeypatch.setattr(trial, "_train", lambda part: 0.3)
+    assert trial.run(condition, 1)[:4] == (None, None, None, 0.3)
