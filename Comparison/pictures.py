@@ -26,12 +26,18 @@ def draw_all(report, folder):
     return paths
 
 
-def spans_of(of_row, until):
-    """Returns the `common.virtual_time.Span`s of three unlike workers of a row until a time, in seconds."""
+def spans_of(of_row, num_workers, until):
+    """Returns the `common.virtual_time.Span`s of three unlike workers of a row, which was measured with `num_workers`.
+
+    Args:
+      of_row: of the report.
+      num_workers: for how many its waiting is; as many as there did need not be waited for.
+      until: when to end, in seconds.
+    """
     from common.virtual_time import Action, Costs, VirtualTime, Waiting
 
     quorum = of_row["waiting"]["quorum"]
-    waiting = Waiting(**{**of_row["waiting"], "quorum": None if quorum is None else len(SLOWNESS)})
+    waiting = Waiting(**{**of_row["waiting"], "quorum": quorum and quorum - num_workers + len(SLOWNESS)})
     actions = [Action(**{**action, "up": 0, "down": 0}) for action in of_row["actions"]]
     costs = Costs(step=STEP * np.array(SLOWNESS), latency=LATENCY)
     clock = VirtualTime(actions, len(SLOWNESS), costs, waiting, spans_until=until)
@@ -52,7 +58,7 @@ def timelines(figure, report):
     }
     grid = list(figure.subplots(-(-len(rows) // 3), 3, sharex=True, sharey=True, squeeze=False).flat)
     for axes, (name, of_row) in zip(grid, rows.items(), strict=False):
-        spans = spans_of(of_row, until)
+        spans = spans_of(of_row, report["workers"], until)
         for part, (low, height, key) in lanes.items():
             for worker in range(len(SLOWNESS)):
                 bars = [(s.start, s.end - s.start) for s in spans if (s.worker, s.part) == (worker, part)]

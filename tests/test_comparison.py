@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.virtual_time import Schedule
+from common.virtual_time import Action, Schedule
 
 ROOT = Path(__file__).parents[1]
 
@@ -174,6 +174,20 @@ def test_a_front_has_those_that_no_other_beats():
 
     points = {"few bytes": (9, 1), "few samples": (1, 9), "between": (3, 3), "worse": (4, 3), "worst": (9, 9)}
     assert pictures.front_of(points) == ["few bytes", "few samples", "between"]
+
+
+@pytest.mark.parametrize(("quorum", "rounds_of_the_fastest"), [(8, 3), (7, 4), (None, 5)])
+def test_three_workers_wait_as_the_eight_did(quorum, rounds_of_the_fastest):
+    import pictures
+
+    pull, train, push = Action(reads=True, down=8), Action(local_steps=1), Action(writes=True, up=8)
+    actions = [pull, train, push, *([Action(waits=True)] if quorum else [])]
+    waiting = {"staleness": None, "quorum": quorum, "threshold": None, "fragments": 1}
+    of_row = {"waiting": waiting, "actions": [action._asdict() for action in actions]}
+    spans = pictures.spans_of(of_row, 8, until=0.1 + 1e-6)
+    # The first step begins after two messages of 6 ms. A round takes the step of the slowest that is waited for, 20, 13 or 10
+    # ms, a push, and a pull that the ps begin by themselves.
+    assert sum(span.part == "train" and span.worker == 0 for span in spans) == rounds_of_the_fastest
 
 
 def test_points_that_are_close_share_a_label():
