@@ -314,7 +314,8 @@ def of_row(name, conditions, seeds, problem=SERIES, search=True):
     Args:
       name: of `ROWS`.
       conditions: names of `CONDITIONS`.
-      seeds: how many; the search for the best rate takes the first one alone.
+      seeds: how many; the search for the best rate takes the first one alone. If no rate reaches the target with it, that is
+        the only one.
       problem: `Problem`.
       search: whether to search for the best rate, under each condition; else the first one is taken.
     """
@@ -332,7 +333,8 @@ def of_row(name, conditions, seeds, problem=SERIES, search=True):
         tried = climb(problem, first, attempt) if search else {first: attempt(first, math.inf)}
         rate = best_of(problem, tried)
         first = rate if what == "all equal" else first
-        runs = [tried[rate], *(trial(rate).run(condition, seed) for seed in range(1, seeds))]
+        more = range(1, seeds if tried[rate].seconds is not None else 1)  # no more if no rate reaches it
+        runs = [tried[rate], *(trial(rate).run(condition, seed) for seed in more)]
         found[what] = {
             "rate": rate,
             "tried": {f"{each:g}": as_json(reached) for each, reached in sorted(tried.items())},
