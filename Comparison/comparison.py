@@ -1,11 +1,11 @@
-"""Every scheme until the same accuracy, under five conditions and with 1 to 1,000 workers: `bash Comparison/run.sh`.
+"""Every scheme until the same accuracy, under five conditions: `bash Comparison/run.sh`.
 
 All runs are simulated (`Simulation/`), so the seconds are virtual, and equal commands give equal figures. A row of the table
 is a scheme with the learning rate that is best for it under each condition (`trials.py`). Figures are the median and range of
 five seeds. Writes `comparison.json` beside this file, and the pictures of `pictures.py`.
 
-`--quick` takes less than three minutes: one seed, the first learning rate of the search, two conditions, up to 10 workers. It
-writes into `runs/Comparison`. If rows are named, only these are measured anew; the figures of the others stay.
+`--quick` takes less than three minutes: one seed, the first learning rate of the search, two conditions. It writes into
+`runs/Comparison`. If rows are named, only these are measured anew; the figures of the others stay.
 """
 
 import argparse
@@ -24,8 +24,7 @@ import pictures
 import trials
 
 HERE = Path(__file__).resolve().parent
-WORKERS = [1, 10, 100, 1000]
-SEEDS, SEEDS_OF_SCALING = 5, 3
+SEEDS = 5
 QUICK = ["all equal", "one slow"]
 
 
@@ -49,15 +48,16 @@ def main():
         if any(before[name] != report[name] for name in report if name != "rows"):
             parser.error(f"{path} is of another problem, or other conditions: name no row")
         report["rows"] = before["rows"]
-    jobs = [(what, name, report) for what in ("conditions", "scaling") for name in options.rows or trials.ROWS]
-    # A process for each job: TensorFlow keeps what it has compiled. The jobs of --quick are so small that it doesn't matter.
+    jobs = [(name, report) for name in options.rows or trials.ROWS]
+    # A process for each row: TensorFlow keeps what it has compiled. The rows of --quick are so small that it doesn't matter.
     with multiprocessing.get_context("spawn").Pool(options.processes, maxtasksperchild=None if options.quick else 1) as pool:
-        for what, name, found in pool.imap_unordered(measure, jobs, chunksize=1):
-            known = {**report["rows"], name: {**report["rows"].get(name, {}), **found}}
+        for name, found in pool.imap_unordered(measure, jobs, chunksize=1):
+            known = {**report["rows"], name: found}
             report["rows"] = {name: known[name] for name in trials.ROWS if name in known}
             path.write_text(json.dumps(report) + "\n")
-            print(f"{name}: {what} measured", flush=True)
-    print(f"\n{figures.needs(report, 'seconds')}\n\n{answer.as_table(report)}\n\n{path}")
+            print(f"{name} measured", flush=True)
+    workers = json.loads((HERE.parent / "benchmarks" / "workers.json").read_text())
+    print(f"\n{figures.needs(report, 'seconds')}\n\n{answer.as_table(report, workers)}\n\n{path}")
     for picture in pictures.draw_all(report, folder):
         print(picture)
 
@@ -68,31 +68,23 @@ def empty(quick):
     return {
         "command": "bash Comparison/run.sh" + " --quick" * quick,
         "seeds": 1 if quick else SEEDS,
-        "seeds_of_scaling": 1 if quick else SEEDS_OF_SCALING,
         "search": not quick,
         "workers": trials.WORKERS,
         "batch_size": trials.BATCH,
         "cluster": trials.CLUSTER,
-        "problem": trials.SERIES._asdict(),
-        "problem_of_scaling": trials.VALLEY._asdict(),
+        "problem": trials.PROBLEM._asdict(),
         "conditions": {name: condition._asdict() for name, condition in conditions.items()},
-        "workers_of_scaling": WORKERS[:2] if quick else WORKERS,
         "rows": {},
     }
 
 
-def measure(job) -> tuple[str, str, dict[str, Any]]:
-    """Returns (what, name of the row, what its row of the report has of it)."""
-    what, name, report = job
+def measure(job) -> tuple[str, dict[str, Any]]:
+    """Returns the name of a row, and what was measured of it."""
+    name, report = job
     from common import notebook
 
     notebook.quiet()
-    if what == "conditions":
-        found = trials.of_row(name, report["conditions"], report["seeds"], search=report["search"])
-    else:
-        workers = report["workers_of_scaling"]
-        found = {"scaling": trials.scaling_of_row(name, workers, report["seeds_of_scaling"], search=report["search"])}
-    return what, name, found
+    return name, trials.of_row(name, report["conditions"], report["seeds"], search=report["search"])
 
 
 if __name__ == "__main__":

@@ -43,12 +43,10 @@ def values(report, name, condition, what="seconds"):
     Args:
       report: what `comparison.json` has.
       name: of the row.
-      condition: name of a condition, or a number of workers, for the other problem.
+      condition: name of a condition.
       what: seconds, samples or megabytes.
     """
-    of_row = report["rows"][name]
-    found = of_row["found"][condition] if isinstance(condition, str) else of_row["scaling"][str(condition)]
-    return [math.inf if run[what] is None else run[what] for run in found["runs"]]
+    return [math.inf if run[what] is None else run[what] for run in report["rows"][name]["found"][condition]["runs"]]
 
 
 def median_and_range(numbers):
@@ -133,15 +131,3 @@ def waiting(of_row, num_workers):
         late = num_workers - quorum
         return f"each for all but {late}", f"the others go on, without {late} more"
     return "each for all", "the others wait until it is back"
-
-
-def growth(report):
-    """Returns a Markdown table: seconds until the target of the other problem, with more and more workers."""
-    workers, problem = report["workers_of_scaling"], report["problem_of_scaling"]
-    titles = [f"{n:,} worker{'s' * (n > 1)}" for n in workers]
-    head = f"virtual seconds until a test loss of {problem['target']:g}"
-    lines = [f"| {head} | {' | '.join(titles)} |", "|---" + "|---:" * len(workers) + "|"]
-    for name, of_row in report["rows"].items():
-        cells = [median_and_range(values(report, name, n)) if str(n) in of_row.get("scaling", {}) else "–" for n in workers]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)

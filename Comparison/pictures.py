@@ -15,10 +15,8 @@ def draw_all(report, folder):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    paths, has_growth = [], any(of_row.get("scaling") for of_row in report["rows"].values())
+    paths = []
     for draw, size in SIZES.items():
-        if draw is growth and not has_growth:
-            continue
         figure = Figure(figsize=size, layout="constrained")
         draw(figure, report)
         paths.append(folder / f"{draw.__name__}.png")
@@ -180,37 +178,4 @@ def close_ones(points, share=1.06):
     return groups
 
 
-def growth(figure, report):
-    """Draws a panel for each row: seconds until the target of the other problem, against the number of workers."""
-    workers, rows = report["workers_of_scaling"], [n for n, row in report["rows"].items() if row.get("scaling")]
-    grid = list(figure.subplots(-(-len(rows) // 4), 4, sharex=True, sharey=True, squeeze=False).flat)
-    every = {
-        name: {n: figures.values(report, name, n) for n in workers if str(n) in report["rows"][name]["scaling"]}
-        for name in rows
-    }
-    finite = [v for of_row in every.values() for numbers in of_row.values() for v in numbers if math.isfinite(v)]
-    top = 3 * max(finite)
-    for axes, name in zip(grid, rows, strict=False):
-        known = {n: v for n, v in every[name].items() if math.isfinite(statistics.median(v))}
-        if known:
-            first = min(known)
-            middle = [statistics.median(v) for v in known.values()]
-            axes.plot(workers, [middle[0] * first / n for n in workers], color="0.6", ls=":", lw=1)
-            axes.plot(list(known), middle, marker="o", color="tab:blue")
-            low, high = [min(v) for v in known.values()], [min(max(v), top) for v in known.values()]
-            axes.fill_between(list(known), low, high, color="tab:blue", alpha=0.2, lw=0)
-        missing = [n for n in every[name] if n not in known]
-        axes.plot(missing, [top / 1.5] * len(missing), "x", color="tab:red")
-        axes.set_title(name.replace("-different-learning-rates", ",\ndifferent learning rates"), fontsize=9)
-        axes.set(xscale="log", yscale="log", xlim=(0.6, 1.7 * workers[-1]), ylim=(0.5 * min(finite), top))
-        axes.xaxis.set_major_formatter("{x:,g}")
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-    for axes in grid[len(rows) :]:
-        axes.set_visible(False)
-    figure.supxlabel("workers; dotted: twice as many take half as long; red cross: never reached")
-    figure.supylabel("virtual seconds until the target of the quadratic, best rate")
-
-
-SIZES = {timelines: (12, 11), dots: (12, 7), heat: (9, 8.5), pareto: (10, 7), growth: (11, 11)}
+SIZES = {timelines: (12, 11), dots: (12, 7), heat: (9, 8.5), pareto: (10, 7)}

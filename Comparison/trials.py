@@ -1,7 +1,7 @@
 """One scheme in the simulator until a target: under the conditions of this comparison, with the best of several learning rates.
 
-A `Problem` says what is learned and when it is learned; `CONDITIONS` say on which machines and links; `of_row` measures a row
-of the table under all of them, and `scaling_of_row` against the number of workers.
+`PROBLEM` says what is learned, and until when; `CONDITIONS` say on which machines and links; `of_row` measures a row of the
+table under all of them.
 """
 
 import dataclasses
@@ -51,8 +51,7 @@ class Problem(NamedTuple):
     Attributes:
       flags: of the simulator.
       metric: of the test set, as `common.metrics.measured` calls it.
-      target: what it has to come to.
-      rises: whether more is better.
+      target: what it has to come to, or more.
       samples: of all workers together, after which a run ends without the target.
       every: samples of all workers between two evaluations; if a fiftieth of those until then is more, that.
     """
@@ -60,17 +59,11 @@ class Problem(NamedTuple):
     flags: dict
     metric: str
     target: float
-    rises: bool
     samples: int
     every: int
 
-    def is_reached(self, value):
-        """Whether a measured value is as good as the target."""
-        return value >= self.target if self.rises else value <= self.target
 
-
-SERIES = Problem({"data": "mnist1d", "model": "cnn1d"}, "test_accuracy", 0.75, True, 120_000, 1280)
-VALLEY = Problem({"data": "quadratic", "model": "dense"}, "test_loss", 0.05, False, 500_000, 800)
+PROBLEM = Problem({"data": "mnist1d", "model": "cnn1d"}, "test_accuracy", 0.75, 120_000, 1280)
 
 
 class Row(NamedTuple):
@@ -79,15 +72,13 @@ class Row(NamedTuple):
     Attributes:
       folder: of the scheme.
       rate: the flag whose value is searched for.
-      first: its value with which the search on `SERIES` begins.
-      valley: the same on `VALLEY`.
+      first: its value with which the search begins.
       flags: others than their defaults.
     """
 
     folder: str
     rate: str = "learning_rate"
     first: float = 0.05
-    valley: float = 0.1
     flags: dict = {}
 
 
@@ -105,14 +96,14 @@ ROWS = {
     "DOWNPOUR": Row("DOWNPOUR"),
     "AGN": Row("AGN"),
     "AEASGD": Row("AEASGD"),
-    "AEAMSGD": Row("AEAMSGD", first=0.001, valley=0.001),
-    "SAGN": Row("SAGN", first=0.01, valley=0.01),
+    "AEAMSGD": Row("AEAMSGD", first=0.001),
+    "SAGN": Row("SAGN", first=0.01),
     "Local-SGD": Row("Local-SGD", first=0.2),
-    "DiLoCo": Row("DiLoCo", LOCAL, 0.004, 0.004),
-    "DiLoCo, H = 50": Row("DiLoCo", LOCAL, 0.004, 0.004, {"window": 50}),
-    "Streaming-DiLoCo": Row("Streaming-DiLoCo", LOCAL, 0.004, 0.004),
-    "SparseLoCo": Row("SparseLoCo", LOCAL, 0.004, 0.004),
-    "Asynchronous-DiLoCo": Row("Asynchronous-DiLoCo", LOCAL, 0.004, 0.004),
+    "DiLoCo": Row("DiLoCo", LOCAL, 0.004),
+    "DiLoCo, H = 50": Row("DiLoCo", LOCAL, 0.004, {"window": 50}),
+    "Streaming-DiLoCo": Row("Streaming-DiLoCo", LOCAL, 0.004),
+    "SparseLoCo": Row("SparseLoCo", LOCAL, 0.004),
+    "Asynchronous-DiLoCo": Row("Asynchronous-DiLoCo", LOCAL, 0.004),
 }
 
 
@@ -125,11 +116,10 @@ class Reached(NamedTuple):
     best: float
     staleness: float | None
 
-    def order(self, problem):
-        """Returns a key by which runs are compared, the better one first: those that reached the target by their time."""
-        if self.seconds is not None:
-            return 0, self.seconds
-        return 1, -self.best if problem.rises else self.best
+    @property
+    def order(self):
+        """A key by which runs are compared, the better one first: those that reached the target by their time."""
+        return (1, -self.best) if self.seconds is None else (0, self.seconds)
 
 
 class Trial:
@@ -140,15 +130,14 @@ class Trial:
       problem: `Problem`.
       num_workers: how many.
       rate: the value of the row's flag.
-      all_see_all: whether each worker has all samples, in an order of its own, instead of a part of them.
     """
 
-    def __init__(self, row, problem, num_workers, rate, all_see_all=False):
+    def __init__(self, row, problem, num_workers, rate):
         import simulate
 
         from common import data, fit
 
-        self._problem, self._num_workers, self._all_see_all = problem, num_workers, all_see_all
+        self._problem, self._num_workers = problem, num_workers
         flags = {**problem.flags, **CLUSTER, **row.flags, "num_workers": num_workers, "batch_size": BATCH}
         if row.folder == "Synchronous-SGD-different-learning-rates":  # every other worker has a tenth; their sum is the rate
             shares = np.resize([1.0, 0.1], num_workers)
@@ -187,7 +176,7 @@ class Trial:
             self.engine.restart(self._shards(condition, seed), self._beginning(seed))
         rows = [(0.0, 0.0, 0.0, known[0] if known else self._measure())]
         stale, count = 0.0, 0
-        while math.isfinite(rows[-1][3]) and not problem.is_reached(rows[-1][3]):
+        while math.isfinite(rows[-1][3]) and rows[-1][3] < problem.target:
             if rows[-1][1] >= problem.samples or clock.now > most:
                 break
             part = clock.run(clock.updates + max(self._updates, clock.updates // 50))
@@ -199,7 +188,7 @@ class Trial:
         if self._all_wait and known is None:
             self._measured[key] = [row[3] for row in rows]
         finite = [row[3] for row in rows if math.isfinite(row[3])]
-        best, staleness = max(finite) if problem.rises else min(finite), stale / count if count else None
+        best, staleness = max(finite), stale / count if count else None
         at = crossing(rows, problem)
         return Reached(None, None, None, best, staleness) if at is None or at[0] > most else Reached(*at, best, staleness)
 
@@ -221,10 +210,6 @@ class Trial:
     def _shards(self, condition, seed):
         from common import simulation
 
-        if self._all_see_all:
-            every = np.arange(self._dataset.num_samples)
-            seeds = range(seed, seed + self._num_workers)
-            return simulation.Shards(self._dataset.train, [every] * self._num_workers, BATCH, seeds)
         return simulation.shards_of(self._dataset, self._num_workers, BATCH, seed, condition.non_iid)
 
     def _beginning(self, seed):
@@ -268,14 +253,14 @@ def as_lists(flags):
 
 
 def crossing(rows, problem) -> tuple[float, float, float] | None:
-    """Returns (seconds, samples, megabytes) where the metric first was as good as the target, between two evaluations.
+    """Returns (seconds, samples, megabytes) where the metric first came to the target, between two evaluations.
 
     Args:
-      rows: (seconds, samples, megabytes, metric), of an evaluation each; only the last one may be as good.
+      rows: (seconds, samples, megabytes, metric), of an evaluation each; only the last one may have come there.
       problem: `Problem`.
     """
     after = rows[-1]
-    if not problem.is_reached(after[3]):
+    if not after[3] >= problem.target:
         return None
     before = rows[-2] if len(rows) > 1 else after
     share = (problem.target - before[3]) / (after[3] - before[3]) if len(rows) > 1 else 1.0
@@ -283,11 +268,10 @@ def crossing(rows, problem) -> tuple[float, float, float] | None:
     return seconds, samples, sent
 
 
-def climb(problem, first, try_rate):
+def climb(first, try_rate):
     """Returns {rate: Reached} of the rates that were tried: `first`, and in steps of two as long as it becomes better.
 
     Args:
-      problem: `Problem`.
       first: where to begin.
       try_rate: function of a rate and the virtual seconds after which to give up, returns `Reached`.
     """
@@ -297,18 +281,18 @@ def climb(problem, first, try_rate):
         while (rate := best * factor) not in tried:
             most = tried[best].seconds
             tried[rate] = try_rate(rate, math.inf if most is None else most)
-            if tried[rate].order(problem) >= tried[best].order(problem):
+            if tried[rate].order >= tried[best].order:
                 break
             best = rate
     return tried
 
 
-def best_of(problem, tried):
-    """Returns the rate that was best for a `Problem`, of {rate: Reached}."""
-    return min(tried, key=lambda rate: tried[rate].order(problem))
+def best_of(tried):
+    """Returns the rate that was best, of {rate: Reached}."""
+    return min(tried, key=lambda rate: tried[rate].order)
 
 
-def of_row(name, conditions, seeds, problem=SERIES, search=True):
+def of_row(name, conditions, seeds, problem=PROBLEM, search=True):
     """Returns what is known of a row of the table, and what it needs until the target under conditions, to be written as JSON.
 
     Args:
@@ -330,8 +314,8 @@ def of_row(name, conditions, seeds, problem=SERIES, search=True):
     for what in conditions:
         condition = CONDITIONS[what]
         attempt = lambda rate, most, condition=condition: trial(rate).run(condition, 0, most)  # noqa: E731
-        tried = climb(problem, first, attempt) if search else {first: attempt(first, math.inf)}
-        rate = best_of(problem, tried)
+        tried = climb(first, attempt) if search else {first: attempt(first, math.inf)}
+        rate = best_of(tried)
         first = rate if what == "all equal" else first
         more = range(1, seeds if tried[rate].seconds is not None else 1)  # no more if no rate reaches it
         runs = [tried[rate], *(trial(rate).run(condition, seed) for seed in more)]
@@ -355,33 +339,6 @@ def of_row(name, conditions, seeds, problem=SERIES, search=True):
     for each in trials.values():
         each.close()
     return about
-
-
-def scaling_of_row(name, workers, seeds, problem=VALLEY, search=True):
-    """Returns what a row of the table needs until the target with so many equal workers, to be written as JSON.
-
-    The search for the best rate begins where that of fewer workers has ended. Each worker sees all samples.
-    """
-    row, found, first, condition = ROWS[name], {}, ROWS[name].valley, CONDITIONS["all equal"]
-    for n in workers:
-        if row.flags.get("backup_workers", 0) >= n:  # there would be no worker to wait for
-            continue
-        trials: dict[float, Trial] = {}
-
-        def trial(rate, n=n, trials=trials):
-            if rate not in trials:
-                trials[rate] = Trial(row, problem, n, rate, all_see_all=True)
-            return trials[rate]
-
-        attempt = lambda rate, most, trial=trial: trial(rate).run(condition, 0, most)  # noqa: E731
-        tried = climb(problem, first, attempt) if search else {first: attempt(first, math.inf)}
-        first = best_of(problem, tried)
-        more = range(1, seeds if tried[first].seconds is not None else 1)  # no more if no rate reaches it
-        runs = [tried[first], *(trial(first).run(condition, seed) for seed in more)]
-        found[str(n)] = {"rate": first, "runs": [as_json(each) for each in runs]}
-        for each in trials.values():
-            each.close()
-    return found
 
 
 def as_json(reached):

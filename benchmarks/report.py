@@ -31,6 +31,13 @@ import until_loss  # noqa: E402
 
 READMES = [HERE.parent / "README.md", HERE / "README.md", MACHINES / "README.md", LINKS / "README.md"]
 READMES += [COMPARISON / "README.md"]
+
+
+def which_scheme(report, prefix=""):
+    """Returns the decision tree of Comparison/, to which the benchmark of many workers belongs."""
+    return answer.as_table(report, json.loads((HERE / "workers.json").read_text()), prefix)
+
+
 TABLES: dict[str, tuple[Any, Any]] = {  # name: file, and what makes a table of it
     "results": ("results.json", run.table),
     "targets": ("results.json", run.targets),
@@ -48,11 +55,10 @@ TABLES: dict[str, tuple[Any, Any]] = {  # name: file, and what makes a table of 
     "slow links": (MACHINES / "slow_links.json", slow_links.table),
     "until loss": (LINKS / "until_loss.json", until_loss.table),
     "until loss simulated": (LINKS / "simulated.json", until_loss.simulated_table),
-    "which scheme": (COMPARISON / "comparison.json", answer.as_table),
-    "which scheme of all": (COMPARISON / "comparison.json", functools.partial(answer.as_table, prefix="../")),
+    "which scheme": (COMPARISON / "comparison.json", which_scheme),
+    "which scheme of all": (COMPARISON / "comparison.json", functools.partial(which_scheme, prefix="../")),
     "schemes": (COMPARISON / "comparison.json", figures.schemes),
     "rates": (COMPARISON / "comparison.json", figures.rates),
-    "growth": (COMPARISON / "comparison.json", figures.growth),
     **{what: (COMPARISON / "comparison.json", functools.partial(figures.needs, what=what)) for what in figures.UNITS},
 }
 

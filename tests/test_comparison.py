@@ -27,8 +27,8 @@ def runs(*seconds):
     return [{**dict(zip(keys, each, strict=True)), "best": 0.7, "staleness": 1.5} for each in found]
 
 
-def row(folder, waiting, seconds, scaling, flags=None, rate_flag="learning_rate", steps=1):
-    """A row of a report: `seconds` are those of the seeds, by condition; `scaling` by number of workers."""
+def row(folder, waiting, seconds, flags=None, rate_flag="learning_rate", steps=1):
+    """A row of a report: `seconds` are those of the seeds, by condition."""
     nothing = {"reads": False, "writes": False, "waits": False, "ticks": False, "fragment": None, "is_early": False}
     train = {"local_steps": steps, "up": 0, "down": 0, **nothing, "ahead": False}
     push = {**train, "local_steps": 0, "up": 400, "down": 800, "writes": True}
@@ -41,7 +41,6 @@ def row(folder, waiting, seconds, scaling, flags=None, rate_flag="learning_rate"
         "waiting": {**no, **waiting},
         "state": {"worker": 2.0, "ps": 1.0},
         "found": {name: {"rate": 0.05, "tried": {}, "runs": runs(*of_seeds)} for name, of_seeds in seconds.items()},
-        "scaling": {str(n): {"rate": 0.02, "runs": runs(*of_seeds)} for n, of_seeds in scaling.items()},
     }
 
 
@@ -50,28 +49,23 @@ def report():
     """Three rows, of which each is best somewhere."""
     return {
         "problem": {"target": 0.75},
-        "problem_of_scaling": {"target": 0.05},
         "conditions": {"all equal": {}, "one slow": {}, "slow links": {}},
         "workers": 8,
-        "workers_of_scaling": [1, 100],
         "rows": {
             "HogWild": row(
                 "HogWild",
                 {},
                 {"all equal": (3, 2, 4), "one slow": (3, 3, 3), "slow links": (40, None, None)},
-                {1: (4, 4, 4), 100: (None, None, None)},
             ),
             "Synchronous-SGD": row(
                 "Synchronous-SGD",
                 {"quorum": 8},
                 {"all equal": (3, 1, 5), "one slow": (30, 10, 50), "slow links": (30, 10, 50)},
-                {1: (4, 4, 4), 100: (1, 1, 1)},
             ),
             "DiLoCo, H = 50": row(
                 "DiLoCo",
                 {"quorum": 8},
                 {"all equal": (2.5, 2.4, 2.6), "one slow": (25, 24, 26), "slow links": (4, 3, 5)},
-                {1: (9, 9, 9)},
                 flags={"window": 50},
                 rate_flag="local_learning_rate",
                 steps=50,
@@ -90,18 +84,6 @@ def test_what_each_row_needs_is_shown_as_median_and_range_also_if_it_was_not_rea
     in_thousands = figures.needs(report, "samples").splitlines()
     assert in_thousands[2] == lines[2].replace("virtual seconds", "thousand samples")
     assert figures.needs(report, "megabytes").splitlines()[2].startswith("| HogWild | 30.0 (20.0 to 40.0) |")
-
-
-def test_growth_shows_what_was_not_reached_and_what_was_not_measured(report):
-    import figures
-
-    lines = figures.growth(report).splitlines()
-    assert lines[0].endswith("| 1 worker | 100 workers |")
-    assert lines[2:] == [
-        "| HogWild | 4.00 | not reached |",
-        "| Synchronous-SGD | 4.00 | 1.00 |",
-        "| DiLoCo, H = 50 | 9.00 | – |",
-    ]
 
 
 def test_schemes_say_who_waits_and_what_is_sent_a_local_step(report):
@@ -130,43 +112,56 @@ def test_rates_name_the_flag(report):
     assert figures.rates(report).splitlines()[-1] == "| DiLoCo, H = 50 | `--local_learning_rate` | 0.05 | 0.05 | 0.05 |"
 
 
-def test_the_answer_takes_the_simplest_that_is_not_clearly_slower(report):
+@pytest.fixture
+def many():
+    """What the benchmark of many workers has, of two schemes: HogWild is good with another rate than its folder's."""
+    hogwild = {"0.1": [0.1, 0.1, 0.1], "0.01": [0.9, 0.96, 0.95]}
+    dynamic = {"0.1": [0.95, 0.97, 0.96]}
+    nothing = {"0.1": [0.1, 0.1, 0.1]}
+    schemes = {"HogWild": [nothing, hogwild], "Dynamic-SGD": [nothing, dynamic]}
+    return {"workers": [1, 100], "seconds": 1, "schemes": schemes}
+
+
+def test_the_answer_takes_the_simplest_that_is_not_clearly_worse():
     import answer
 
-    # HogWild's median, 3, is not in the range of DiLoCo, 2.4 to 2.6
-    assert answer.pick(report, list(report["rows"]), "all equal") == ("DiLoCo, H = 50", "DiLoCo, H = 50")
-    report["rows"]["DiLoCo, H = 50"]["found"]["all equal"]["runs"] = runs(2.5, 2.4, 3.0)
-    assert answer.pick(report, list(report["rows"]), "all equal") == ("HogWild", "DiLoCo, H = 50")
-    # It must be as sure as the fastest: one seed of it has never come there.
-    report["rows"]["HogWild"]["found"]["all equal"]["runs"] = runs(2.0, 2.8, None)
-    assert answer.pick(report, list(report["rows"]), "all equal")[0] == "Synchronous-SGD"
+    measured = {"simple": [3, 2, 4], "middle": [9, 9, 9], "best": [2.5, 2.4, 2.6]}
+    assert answer.pick(measured) == ("best", "best")  # the median of the simple one, 3, is not in the range of 2.4 to 2.6
+    assert answer.pick(measured | {"best": [2.5, 2.4, 3.0]}) == ("simple", "best")
+    # It must be as sure as the best: one seed of it has never come there.
+    assert answer.pick({"simple": [2, 2.8, math.inf], "best": [2.5, 2.4, 3.0]}) == ("best", "best")
+    never = [math.inf] * 3
+    assert answer.pick({"simple": never, "best": [5, 1, math.inf], "other": never}) == ("simple", "best")
 
 
-def test_the_answer_asks_one_question_after_the_other(report):
+def test_the_answer_asks_one_question_after_the_other(report, many):
     import answer
 
-    leaves = answer.answer(report)
-    found = {leaf.question.split()[0]: (leaf.row, leaf.condition) for leaf in leaves}
+    leaves = answer.answer(report, many)
+    found = {leaf.question.split()[0]: (leaf.row, leaf.flags) for leaf in leaves}
+    of_diloco = "--window=50 --local_learning_rate=0.05"
     assert found == {
-        "Must": ("Synchronous-SGD", "all equal"),  # DiLoCo is faster, but its updates are not those of one machine
-        "Does": ("DiLoCo, H = 50", "slow links"),
-        "Do": ("HogWild", "all equal"),  # the only one that waits for nobody; random slowness was not measured
-        "Is": ("HogWild", "one slow"),
-        "Are": ("Synchronous-SGD", 100),
-        "None": ("DiLoCo, H = 50", "all equal"),
+        "Must": ("Synchronous-SGD", "--learning_rate=0.05"),  # DiLoCo is faster, but its updates are not those of one machine
+        "Does": ("DiLoCo, H = 50", of_diloco),
+        "Do": ("HogWild", "--learning_rate=0.05"),  # the only one that waits for nobody; random slowness was not measured
+        "Is": ("HogWild", "--learning_rate=0.05"),
+        "Are": ("HogWild", "--learning_rate=0.01"),
+        "None": ("DiLoCo, H = 50", of_diloco),
     }
-    assert leaves[1].flags == "--window=50 --local_learning_rate=0.05"
-    assert leaves[4].flags == "--learning_rate=0.02"
+    assert leaves[4].support == "100 workers, accuracy after 1 s: 0.950 (0.900 to 0.960); Dynamic-SGD 0.960 (0.950 to 0.970)"
+    many["schemes"]["Dynamic-SGD"][1]["0.1"] = [0.955, 0.97, 0.96]
+    assert answer.of_many("", many).row == "Dynamic-SGD"
 
 
-def test_each_leaf_of_the_tree_names_what_supports_it(report):
+def test_each_leaf_of_the_tree_names_what_supports_it(report, many):
     import answer
 
-    lines = answer.as_table(report, "../").splitlines()[3:]
-    assert "[DiLoCo, H = 50](../DiLoCo/)" in lines[1] and lines[1].endswith("| slow links: 4.00 (3.00 to 5.00) s |")
+    lines = answer.as_table(report, many, "../").splitlines()[3:]
+    assert "[DiLoCo, H = 50](../DiLoCo/) `--window=50" in lines[1]
+    assert lines[1].endswith("| slow links: 4.00 (3.00 to 5.00) s |")
     report["rows"]["DiLoCo, H = 50"]["found"]["all equal"]["runs"] = runs(2.5, 2.4, 3.0)
     of_both = "| all equal: 3.00 (2.00 to 4.00) s; DiLoCo, H = 50 2.50 (2.40 to 3.00) s |"
-    assert answer.as_table(report).splitlines()[-1].endswith(of_both)
+    assert answer.as_table(report, many).splitlines()[-1].endswith(of_both)
 
 
 def test_a_front_has_those_that_no_other_beats():
@@ -213,8 +208,8 @@ def test_the_search_climbs_until_it_becomes_worse():
         limits[rate] = most
         return reached(seconds[rate])
 
-    tried = trials.climb(trials.SERIES, 0.1, attempt)
-    assert list(tried) == [0.1, 0.2, 0.4, 0.8] and trials.best_of(trials.SERIES, tried) == 0.4
+    tried = trials.climb(0.1, attempt)
+    assert list(tried) == [0.1, 0.2, 0.4, 0.8] and trials.best_of(tried) == 0.4
     assert limits == {0.1: math.inf, 0.2: 9.0, 0.4: 5.0, 0.8: 4.0}  # it gives up what takes longer than the best
 
 
@@ -222,19 +217,17 @@ def test_where_no_rate_reaches_the_target_the_search_follows_what_was_measured()
     import trials
 
     accuracy = {0.1: 0.3, 0.2: 0.2, 0.05: 0.5, 0.025: 0.4}
-    tried = trials.climb(trials.SERIES, 0.1, lambda rate, most: reached(None, accuracy[rate]))
-    assert trials.best_of(trials.SERIES, tried) == 0.05 and set(tried) == set(accuracy)
-    loss = {0.1: 0.3, 0.2: 0.2, 0.4: 0.25, 0.05: 0.5}  # of the other problem, where less is better
-    assert trials.best_of(trials.VALLEY, trials.climb(trials.VALLEY, 0.1, lambda rate, most: reached(None, loss[rate]))) == 0.2
+    tried = trials.climb(0.1, lambda rate, most: reached(None, accuracy[rate]))
+    assert trials.best_of(tried) == 0.05 and set(tried) == set(accuracy)
 
 
 def test_the_target_is_reached_between_two_evaluations():
     import trials
 
     rows = [(0.0, 0, 0.0, 0.1), (2.0, 100, 4.0, 0.7), (4.0, 200, 8.0, 0.8)]
-    assert trials.crossing(rows, trials.SERIES) == pytest.approx((3.0, 150, 6.0))
-    assert trials.crossing(rows[:2], trials.SERIES) is None
-    assert trials.crossing([(0.0, 0, 0.0, 0.01)], trials.VALLEY) == (0.0, 0, 0.0)
+    assert trials.crossing(rows, trials.PROBLEM) == pytest.approx((3.0, 150, 6.0))
+    assert trials.crossing(rows[:2], trials.PROBLEM) is None
+    assert trials.crossing([(0.0, 0, 0.0, 0.8)], trials.PROBLEM) == (0.0, 0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -271,7 +264,7 @@ def trial(monkeypatch):
 
     made = trials.Trial.__new__(trials.Trial)
     made.engine = types.SimpleNamespace(restart=lambda shards, parameters: None)
-    made._problem = trials.SERIES._replace(target=0.45)
+    made._problem = trials.PROBLEM._replace(target=0.45)
     made._all_wait, made._measured, made._updates = True, {}, 1
     made._samples, made._bytes, made.trained = np.array([16, 0]), np.array([0, 500_000]), 0
 
