@@ -5,6 +5,7 @@ is 1 if a table differs from its file.
 """
 
 import argparse
+import functools
 import json
 import re
 import sys
@@ -21,12 +22,22 @@ import time_to_accuracy
 import workers
 
 HERE = Path(__file__).resolve().parent
-MACHINES, LINKS = HERE.parent / "Multiple-Machines", HERE.parent / "Slow-Links"
-sys.path += [str(MACHINES), str(LINKS)]
+MACHINES, LINKS, COMPARISON = (HERE.parent / name for name in ("Multiple-Machines", "Slow-Links", "Comparison"))
+sys.path += [str(MACHINES), str(LINKS), str(COMPARISON)]
+import answer  # noqa: E402
+import figures  # noqa: E402
 import slow_links  # noqa: E402
 import until_loss  # noqa: E402
 
 READMES = [HERE.parent / "README.md", HERE / "README.md", MACHINES / "README.md", LINKS / "README.md"]
+READMES += [COMPARISON / "README.md"]
+
+
+def which_scheme(report, prefix=""):
+    """Returns the decision tree of Comparison/, to which the benchmark of many workers belongs."""
+    return answer.as_table(report, json.loads((HERE / "workers.json").read_text()), prefix)
+
+
 TABLES: dict[str, tuple[Any, Any]] = {  # name: file, and what makes a table of it
     "results": ("results.json", run.table),
     "targets": ("results.json", run.targets),
@@ -44,6 +55,11 @@ TABLES: dict[str, tuple[Any, Any]] = {  # name: file, and what makes a table of 
     "slow links": (MACHINES / "slow_links.json", slow_links.table),
     "until loss": (LINKS / "until_loss.json", until_loss.table),
     "until loss simulated": (LINKS / "simulated.json", until_loss.simulated_table),
+    "which scheme": (COMPARISON / "comparison.json", which_scheme),
+    "which scheme of all": (COMPARISON / "comparison.json", functools.partial(which_scheme, prefix="../")),
+    "schemes": (COMPARISON / "comparison.json", figures.schemes),
+    "rates": (COMPARISON / "comparison.json", figures.rates),
+    **{what: (COMPARISON / "comparison.json", functools.partial(figures.needs, what=what)) for what in figures.UNITS},
 }
 
 

@@ -97,6 +97,7 @@ class Engine:
             self._state = local.state_at(self._value)
             self._values = {reference: rows.read_value() for reference, rows in self._rows.items()}
             self._feeds = {**feeds, **local.init_feed_dict}
+            self._begin_of_center = next(iter(center.init_feed_dict))
             self._initializers = [
                 tf.global_variables_initializer(),
                 tf.variables_initializer(tf.get_collection(_SHARED)),
@@ -109,8 +110,24 @@ class Engine:
         self.session: Any = None
         self.restart()
 
-    def restart(self):
-        """Begins anew, in a new session; the samples go on where they are."""
+    def restart(self, shards=None, parameters=None):
+        """Begins anew, in a new session.
+
+        Args:
+          shards: the `Shards` from now on, of the same samples, of which each worker has the same share; None for those that it
+            has, which go on where they are.
+          parameters: x̃ at the beginning, an array `[size]`; None for that of the last time.
+
+        Raises:
+          ValueError: if these shards have other workers, shares or batches.
+        """
+        if shards is not None:
+            shares, before = (each.counts / each.counts.sum() for each in (shards, self._shards))
+            if not np.array_equal(shares, before) or shards.batch_size != self._shards.batch_size:
+                raise ValueError("expected shards with as many workers, the same share of each, and as many samples in a batch")
+            self._shards = shards
+        if parameters is not None:
+            self._feeds[self._begin_of_center] = parameters
         if self.session:
             self.session.close()
         self.session = tf.Session(graph=self.graph, config=self._config)

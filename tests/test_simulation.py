@@ -99,6 +99,28 @@ def test_many_steps_a_call_equal_one_step_a_call(engine, load_scheme, model, reg
     replay.close()
 
 
+def test_an_engine_begins_anew_with_other_samples_and_parameters(engine, load_scheme, model, regression, monkeypatch):
+    """As one that is made with them, to the byte; a worker's own parameters begin there, too."""
+    scheme = SCHEMES["AEASGD"]
+    rule, hp = load_scheme(scheme.folder, scheme.name), hyperparameters(scheme)
+    steps = 3 * list(range(3)), 3 * [0] + 3 * [1] + 3 * [0]
+    used, parameters = engine(rule, hp, model), model.initial_parameters + 1
+    used.run(*steps)
+    used.restart(shards_of(regression, WORKERS, BATCH, seed=5), parameters)
+    first = used.center.copy()
+    used.run(*steps)
+    monkeypatch.setattr(model, "initial_parameters", parameters)
+    fresh = Engine(rule, hp, model, shards_of(regression, WORKERS, BATCH, seed=5))
+    np.testing.assert_array_equal(first, parameters)
+    fresh.run(*steps)
+    np.testing.assert_array_equal(used.center, fresh.center)
+    np.testing.assert_array_equal(used.replicas, fresh.replicas)
+    fresh.close()
+    for num_workers, batch in (WORKERS + 1, BATCH), (WORKERS, BATCH + 1):
+        with pytest.raises(ValueError, match="as many workers"):
+            used.restart(shards_of(regression, num_workers, batch, seed=0))
+
+
 @pytest.mark.parametrize("name", SCHEMES)
 def test_what_uses_a_variable_has_an_order(engine, load_scheme, model, name):
     """In the graph as TensorFlow's optimizer leaves it: else a run would differ from another, rarely, on a busy machine.
