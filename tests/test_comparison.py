@@ -2,6 +2,7 @@
 
 import math
 import types
+from typing import Any
 from pathlib import Path
 
 import numpy as np
@@ -262,7 +263,7 @@ def trial(monkeypatch):
     """A trial whose accuracy is 0.1, 0.2, ... after each update, if all wait for all; `trained` counts the updates."""
     import trials
 
-    made = trials.Trial.__new__(trials.Trial)
+    made: Any = trials.Trial.__new__(trials.Trial)
     made.engine = types.SimpleNamespace(restart=lambda shards, parameters: None)
     made._problem = trials.PROBLEM._replace(target=0.45)
     made._all_wait, made._measured, made._updates = True, {}, 1
