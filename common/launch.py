@@ -516,6 +516,8 @@ class Run:
                 self._mend(task)
             elif self._may_be_asked_again(task):
                 task.starts_at = time.monotonic() + CHIEF_SECONDS
+            elif task.has_left and self._settings.max_workers:
+                self._say(f"the place of {task.name} is free")
         for task in self._starting():
             task.starts_at = None  # not needed any more
         deadline = time.monotonic() + PS_SECONDS

@@ -230,6 +230,7 @@ def test_worker_takes_a_place_leaves_it_and_takes_it_again(run_dir, tmp_path):
             assert places.leave(run_dir) == "worker 1 is asked to leave"
             said = read_until(process, lambda line: "has left after" in line)
             assert said.startswith("worker 1 ") and "the others train its samples" in said
+            read_until(process, lambda line: line == "the place of worker 1 is free\n")
             wait_until_gone(processes(run_dir, "--job_name=worker", "--task_index=1"))
     (tmp_path / "stop").touch()
     finish(process)
