@@ -39,7 +39,7 @@ def spans_of(of_row, num_workers, until):
     actions = [Action(**{**action, "up": 0, "down": 0}) for action in of_row["actions"]]
     costs = Costs(step=STEP * np.array(SLOWNESS), latency=LATENCY)
     clock = VirtualTime(actions, len(SLOWNESS), costs, waiting, spans_until=until)
-    clock.run(until=until)
+    clock.run(until=5 * until)  # so that what begins before has an end, too
     return clock.spans
 
 
@@ -81,6 +81,15 @@ def figure_patch(color):
     return Patch(color=color)
 
 
+def label(axis):
+    """Gives a logarithmic axis numbers that do not collide: 1, 2, 3, 5, 10 and so on."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter("{x:g}")
+
+
 def dots(figure, report):
     """Draws what each row needed until the target, with equal workers and fast links: median and range."""
     names = list(report["rows"])
@@ -99,10 +108,8 @@ def dots(figure, report):
                 axes.plot(middle, place, "o", color="tab:blue")
         axes.set(xscale="log", xlim=(0.7 * min(finite), edge), xlabel=figures.UNITS[what])
         axes.set(yticks=range(len(names)), ylim=(len(names) - 0.5, -0.5))
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_minor_formatter("{x:g}")
-        axes.tick_params(axis="x", which="both", labelsize=8, labelrotation=60)
-        axes.grid(alpha=0.3, which="both", axis="x")
+        label(axes.xaxis)
+        axes.grid(alpha=0.3, axis="x")
     figure.axes[0].set_yticklabels(names)
     figure.suptitle("dot: median of the seeds, line: their range; red arrow: some never had the target", fontsize=10)
 
@@ -143,14 +150,15 @@ def pareto(figure, report):
     for x, y in points.values():
         axes.plot(x, y, "o", color="tab:orange" if (x, y) in front else "tab:blue")
     for names in close_ones(points):
-        axes.annotate("\n".join(names), points[names[0]], xytext=(6, 0), textcoords="offset points", fontsize=8, va="center")
+        is_crowd = len(names) > 2  # there is room on its left
+        at = sorted(points[name] for name in names)[0 if is_crowd else -1]
+        side = {"xytext": (-6, 0), "ha": "right"} if is_crowd else {"xytext": (6, 0)}
+        axes.annotate("\n".join(names), at, textcoords="offset points", fontsize=8, va="center", **side)
     axes.set(xscale="log", yscale="log", xlabel=figures.UNITS["samples"], ylabel=figures.UNITS["megabytes"])
     for axis in axes.xaxis, axes.yaxis:
-        axis.set_major_formatter("{x:g}")
-        axis.set_minor_formatter("{x:g}")
-    axes.tick_params(which="minor", labelsize=8)
+        label(axis)
     axes.margins(x=0.15)
-    axes.grid(alpha=0.3, which="both")
+    axes.grid(alpha=0.3)
     missing = [name for name in report["rows"] if name not in points]
     text = f"; without the target: {', '.join(missing)}" if missing else ""
     axes.set_title(f"all equal, medians; orange: no other needs less of both{text}", fontsize=10)
@@ -165,7 +173,7 @@ def front_of(points):
     return [name for name, point in points.items() if not any(beats(other, point) for other in points.values())]
 
 
-def close_ones(points, share=1.06):
+def close_ones(points, share=1.16):
     """Returns lists of names of {name: (x, y)}: those that lie so close to the first of the list that one label is for all."""
     groups: list[list[str]] = []
     for name, point in points.items():
