@@ -151,7 +151,7 @@ class Trial:
         run = simulate.Run(folder, self._settings)
         self.engine, self.size = run.engine, run.model.size
         self._beginnings: dict[int, Any] = {}
-        # If all wait for all, who comes first changes no update: it is trained once, and the clock tells the time of each.
+        # If all wait for all, the order of arrival changes no update: it is trained once, and the clock tells the time of each.
         self._all_wait = self.engine.waiting.quorum == num_workers
         self._measured: dict[tuple, list[float]] = {}
         local = np.array([action.local_steps for action in self.engine.actions])

@@ -64,7 +64,7 @@ class Rendezvous:
         while True:
             # Its own again each time, since a ps that was restarted has forgotten it.
             workers, reports = session.run(self._hand_in_and_list, {self._report: report})
-            known = self._kept() | dict(zip(workers.tolist(), reports, strict=True))
+            known = self._known(workers, reports)
             self._came, self._awaited = set(known), self._expected(session)
             if self._awaited <= self._came:
                 return np.array([known[worker] for worker in sorted(known)])
@@ -81,9 +81,10 @@ class Rendezvous:
 
     def left(self, session):
         """Returns the numbers of the workers that have left for good, and are not back."""
-        workers, reports = session.run(self._list)
-        known = self._kept() | dict(zip(workers.tolist(), reports, strict=True))
-        return [worker for worker, report in known.items() if report[-1] > 0]
+        return [worker for worker, report in self._known(*session.run(self._list)).items() if report[-1] > 0]
+
+    def _known(self, workers, reports):
+        return self._kept() | dict(zip(workers.tolist(), reports, strict=True))
 
     def missing(self):
         """Returns the workers whose reports `gather` waits for, as ["worker 3"]."""

@@ -597,7 +597,6 @@ class Run:
         except (KeyboardInterrupt, TrainingFailed):
             pass
 
-
     def _signal_to_stop(self, worker):
         """SIGTERM to a worker of a scheme means that it alone is to leave."""
         is_of_scheme = self._settings.ends_with_chief and worker not in self._evaluators

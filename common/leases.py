@@ -10,6 +10,7 @@ from common.batches import Batches, local_variable
 from common.coordination import Lock
 from common.flags import MOST_PLACES as MOST
 
+_MOST_OF_PIECE = 2**14  # samples: a worker copies what is left of its pieces in each round
 _KEPT = 4  # pieces of a worker that the ledger knows: two leases of two pieces, so also those of the updates on their way
 _ROOM = 2 * _KEPT * MOST  # for pieces that were given back
 
@@ -107,7 +108,7 @@ class LeasedBatches(Batches):
     def __init__(self, x, y, batch_size, seed, ledger, worker, num_workers=1, weights=None, name="batches"):
         super().__init__(x, y, batch_size, seed, name, weights)
         self._ledger, self._worker = ledger, worker
-        self._size = max(1, self.num_samples // (4 * num_workers))
+        self._size = max(1, min(self.num_samples // (4 * num_workers), _MOST_OF_PIECE))
         with tf.variable_scope(name):
             # Numbers that were leased and not trained yet.
             self._pool = local_variable("pool", tf.zeros([0], tf.int64), validate_shape=False)

@@ -130,7 +130,7 @@ def _say(status, line):
     return status
 
 
-def _check_places(settings, pace, evaluate, has_launcher):
+def _check_places(settings, pace, evaluate, has_launcher, num_workers_given):
     """Raises a `UserError` if workers cannot come and go."""
     flag = f"--max_workers={settings.max_workers}"
     if pace != "own":
@@ -139,6 +139,8 @@ def _check_places(settings, pace, evaluate, has_launcher):
         raise UserError(f"{flag}: {settings.scheme} has an evaluator in the last place: leave it out")
     if not has_launcher:
         raise UserError(f"{flag} is for --launch, which `bash {settings.scheme}/run.sh` gives: a launcher lets workers join")
+    if settings.gpus is not None and not num_workers_given:
+        raise UserError(f"{flag}: with --gpus name --num_workers, too, with which the run begins")
     if settings.max_workers < settings.begin_workers:
         raise UserError(f"{flag} are fewer than --num_workers={settings.begin_workers}, with which the run begins")
 
@@ -179,7 +181,8 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
     launches = task is None and settings.launch
     settings = settings.but(begin_workers=settings.num_workers)
     if settings.max_workers:
-        _check_places(settings, pace, evaluate, launches or os.environ.get("LAUNCHER_KEY"))
+        has_launcher = launches or os.environ.get("LAUNCHER_KEY")
+        _check_places(settings, pace, evaluate, has_launcher, flags.present(values, "num_workers"))
     settings = settings.but(num_evaluators=1 if evaluate and (task or launches) else 0)
     if evaluate and not settings.num_evaluators:  # trains alone, and on all that there is
         settings = settings.but(validation=None, patience=None)

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import termios
+import time
 from pathlib import Path
 
 import numpy as np
@@ -119,6 +120,27 @@ def read_until(process, is_it):
         if is_it(line):
             return line
     pytest.fail(f"the run ended with {process.wait()} before it said so")
+
+
+def wait_until(process, holds):
+    """Returns when `holds()`, which is asked again and again as what it looks at are files; fails if the run ends before."""
+    deadline = time.monotonic() + SECONDS
+    while not holds():
+        assert process.poll() is None and time.monotonic() < deadline, "the run ended before"
+        time.sleep(0.05)
+
+
+def metrics_of(run_dir, worker):
+    """Returns the lines of metrics of a worker that there are by now, as dicts."""
+    with contextlib.suppress(FileNotFoundError):
+        lines = (run_dir / "metrics" / f"worker-{worker}.jsonl").read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+    return []
+
+
+def updates_of(run_dir, worker):
+    """Returns how many updates a worker has noted in its metrics by now."""
+    return sum(sum(line.get("staleness", {}).values()) for line in metrics_of(run_dir, worker))
 
 
 def is_training(line):

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import json
 import os
 import signal
 import threading
@@ -10,7 +9,7 @@ import time
 import types
 
 import pytest
-from runs import ROOT, SECONDS, finish, processes, read_until, result_of, start
+from runs import ROOT, SECONDS, finish, metrics_of, processes, read_until, result_of, start, updates_of, wait_until
 
 from common import ending, launch, signals, tf, training, words
 from common import run_dir as folders
@@ -18,22 +17,6 @@ from common.cluster import TaskSpecDef
 from common.forkserver import EARLY, LEFT
 
 DYNAMIC = ROOT / "Asynchronous-DiLoCo" / "asynchronous_diloco.py"
-
-
-def lines_of(run_dir, worker):
-    path = run_dir / "metrics" / f"worker-{worker}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def updates_of(run_dir, worker):
-    return sum(sum(line.get("staleness", {}).values()) for line in lines_of(run_dir, worker))
-
-
-def wait_until_it_trains(process, run_dir, worker):
-    deadline = time.monotonic() + SECONDS
-    while not updates_of(run_dir, worker):
-        assert process.poll() is None and time.monotonic() < deadline, "the run ended before the worker trained"
-        time.sleep(0.05)
 
 
 def send(run_dir, job, index, number):
@@ -242,11 +225,9 @@ def test_workers_leave_and_every_update_counts(run_dir):
     """One before it has begun, one while it trains."""
     flags = ["--num_ps=2", "--num_workers=3", "--delays=20,20,20", "--steps=300", "--compress=topk", "--start_secs=1000"]
     process = start(run_dir, "--launch", *flags)
-    while not processes(run_dir, "--job_name=worker", "--task_index=2"):
-        assert process.poll() is None
-        time.sleep(0.01)
+    wait_until(process, lambda: processes(run_dir, "--job_name=worker", "--task_index=2"))
     send(run_dir, "worker", 2, signal.SIGTERM)
-    wait_until_it_trains(process, run_dir, 1)
+    wait_until(process, lambda: updates_of(run_dir, 1))
     send(run_dir, "worker", 1, signal.SIGTERM)
     said = finish(process).splitlines()
     for worker in 1, 2:
@@ -257,7 +238,7 @@ def test_workers_leave_and_every_update_counts(run_dir):
     left = {gone["worker"]: (gone["updates"], gone["samples"]) for gone in result["left"]}
     assert left == {worker: (updates[worker], 32 * updates[worker]) for worker in (1, 2)}
     assert sum(updates) == result["global_steps"] and result["samples"] == 32 * sum(updates)
-    assert lines_of(run_dir, 1)[-1]["left"] and lines_of(run_dir, 1)[-1]["time"] <= result["left"][0]["time"]
+    assert metrics_of(run_dir, 1)[-1]["left"] and metrics_of(run_dir, 1)[-1]["time"] <= result["left"][0]["time"]
     assert result["restarts"] == 0 and result["num_workers"] == 3
     assert result["train_seconds"] < result["worker_seconds"] < 3 * result["wall_seconds"]
     assert processes(run_dir) == []
@@ -268,7 +249,7 @@ def test_worker_that_has_left_is_not_missed_when_a_ps_forgets_it(run_dir):
     """In a scheme in which the workers go by the speed of the fastest."""
     flags = ["--delays=20,100", "--steps=150", "--checkpoint_secs=1", "--window=5"]
     process = start(run_dir, "--launch", *flags, script=DYNAMIC)
-    wait_until_it_trains(process, run_dir, 1)
+    wait_until(process, lambda: updates_of(run_dir, 1))
     send(run_dir, "worker", 1, signal.SIGTERM)
     assert "has left after" in read_until(process, is_of_worker_1)
     send(run_dir, "ps", 0, signal.SIGKILL)
@@ -283,10 +264,10 @@ def test_worker_that_has_left_is_not_missed_when_a_ps_forgets_it(run_dir):
 def test_run_stops_with_its_chief(run_dir):
     """It saves the checkpoints and gives the result: the run stops as by Ctrl-C, and goes on by --resume."""
     process = start(run_dir, "--launch", "--epochs=1000000", "--checkpoint_secs=1000")
-    wait_until_it_trains(process, run_dir, 0)
+    wait_until(process, lambda: updates_of(run_dir, 0))
     send(run_dir, "worker", 0, signal.SIGTERM)
     assert "was asked to end (SIGTERM)" in read_until(process, lambda line: line.startswith("worker 0"))
     assert "stopped; a checkpoint is saved" in finish(process, status=130)
     newest = tf.train.latest_checkpoint(run_dir / "checkpoints")
-    assert int(newest.rpartition("-")[2]) >= lines_of(run_dir, 0)[-1]["global_step"] > 0
+    assert int(newest.rpartition("-")[2]) >= metrics_of(run_dir, 0)[-1]["global_step"] > 0
     assert processes(run_dir) == []

@@ -1,7 +1,6 @@
 """A cluster on three hosts with a network between them, not on one machine; and how ssh starts and ends one."""
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import machines
 import pytest
-from runs import HOGWILD, ROOT, SECONDS, processes, result_of, wait_until_gone
+from runs import HOGWILD, ROOT, SECONDS, metrics_of, processes, result_of, wait_until, wait_until_gone
 
 pytestmark = pytest.mark.cluster
 START = ROOT / "Multiple-Machines" / "start.py"
@@ -86,23 +85,15 @@ assert connection.recv(10) == b"thanks"
             server.communicate()
 
 
-def steps_of(run_dir, worker):
-    """The global steps in a worker's metrics, as far as they are written."""
-    with contextlib.suppress(FileNotFoundError):
-        lines = (run_dir / "metrics" / f"worker-{worker}.jsonl").read_text().splitlines(keepends=True)
-        return [json.loads(line)["global_step"] for line in lines if line.endswith("\n")]
-    return []
+def newest_step(run_dir, worker):
+    """Returns the last global step in a worker's metrics so far."""
+    return max((line["global_step"] for line in metrics_of(run_dir, worker)), default=0)
 
 
 def wait_for_step(run_dir, worker, step, process):
     """Waits until a worker has reported a step after this one; returns the newest."""
-    deadline = time.monotonic() + SECONDS
-    while True:
-        newest = max(steps_of(run_dir, worker), default=0)
-        if newest > step:
-            return newest
-        assert process.poll() is None and time.monotonic() < deadline, "the worker does not go on"
-        time.sleep(0.05)
+    wait_until(process, lambda: newest_step(run_dir, worker) > step)
+    return newest_step(run_dir, worker)
 
 
 def test_three_hosts_train_though_a_link_is_cut_for_ten_seconds(hosts, tmp_path):
@@ -115,11 +106,11 @@ def test_three_hosts_train_though_a_link_is_cut_for_ten_seconds(hosts, tmp_path)
         try:
             began = time.monotonic()
             # The call of the second line began after the cut: it knows of all updates that worker 1 can have heard of.
-            known = max(steps_of(run_dir, 0))
+            known = newest_step(run_dir, 0)
             for _ in range(2):
                 known = wait_for_step(run_dir, 0, known, started[1])
             time.sleep(max(0.0, began + 10 - time.monotonic()))  # the link is cut for so long at least
-            there = max(steps_of(run_dir, 1))
+            there = newest_step(run_dir, 1)
             assert there <= known
             wait_for_step(run_dir, 0, known, started[1])
         finally:

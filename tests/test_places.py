@@ -10,7 +10,19 @@ import types
 from typing import Any
 
 import pytest
-from runs import ROOT, SECONDS, finish, processes, read_until, result_of, start, wait_until_gone
+from runs import (
+    ROOT,
+    SECONDS,
+    finish,
+    metrics_of,
+    processes,
+    read_until,
+    result_of,
+    start,
+    updates_of,
+    wait_until,
+    wait_until_gone,
+)
 
 from common import launch, places
 
@@ -183,27 +195,15 @@ def test_a_request_is_answered_by_the_main_thread(run):
 # --- A whole run ------------------------------------------------------------------------------------------------------------
 
 
-def lines_of(run_dir, worker):
-    path = run_dir / "metrics" / f"worker-{worker}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def wait_until_it_trains(process, run_dir, worker, times=0):
     """Waits until it has trained since it joined so many times."""
 
     def trains():
-        lines = lines_of(run_dir, worker)
+        lines = metrics_of(run_dir, worker)
         came = [i for i, line in enumerate(lines) if "came" in line]
         return len(came) >= times and any("samples" in line for line in lines[came[times - 1] if times else 0 :])
 
-    deadline = time.monotonic() + SECONDS
-    while not trains():
-        assert process.poll() is None and time.monotonic() < deadline, "the run ended before the worker trained"
-        time.sleep(0.05)
-
-
-def updates_of(run_dir, worker):
-    return sum(sum(line.get("staleness", {}).values()) for line in lines_of(run_dir, worker))
+    wait_until(process, trains)
 
 
 STOP = """
@@ -238,5 +238,5 @@ def test_worker_takes_a_place_leaves_it_and_takes_it_again(run_dir, tmp_path):
     assert updates_of(run_dir, 0) + updates_of(run_dir, 1) == result["global_steps"]
     assert result["samples"] == 32 * result["global_steps"] and result["restarts"] == 0
     assert result["num_workers"] == 2 and result["left"] == []  # it is back
-    assert [sum(line.get("came", False) for line in lines_of(run_dir, worker)) for worker in range(2)] == [0, 2]
+    assert [sum(line.get("came", False) for line in metrics_of(run_dir, worker)) for worker in range(2)] == [0, 2]
     assert processes(run_dir) == [] and not (run_dir / "control").exists()
