@@ -2,9 +2,11 @@
 
     python tests/chaos.py --rounds=200 --seed=1            # prints a table
     python tests/chaos.py --rounds=1 --seed=1 --first=137  # that round again: the same scheme, faults and times
+    python tests/chaos.py --rounds=100 --seed=1 --places   # workers join and leave as well
 
 A round is one run of a scheme through its launcher. At times drawn from the seed a task, drawn too, gets SIGKILL or SIGSTOP, or
-the launcher gets SIGKILL and is started again with --resume. `Round.problems` has what must hold in the end,
+the launcher gets SIGKILL and is started again with --resume. With --places a run has more places than workers; workers join,
+are asked to leave, or get SIGTERM, as a machine that is taken away sends it. `Round.problems` has what must hold in the end,
 `Round._losses` how much training is lost with a ps. The folder of a round that failed is kept.
 """
 
@@ -26,6 +28,9 @@ from pathlib import Path
 
 from runs import processes, wait_until_gone
 
+from common import places
+from common.flags import UserError
+
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -39,6 +44,16 @@ SCHEMES = {
     "Semi-Synchronous-SGD": ("semi_synchronous_sgd.py", 3000),
     "DiLoCo": ("diloco.py", 800),
 }
+# The same of schemes whose workers come and go, and their flags beside.
+COME_AND_GO = {
+    "HogWild": ("hogwild.py", 12_000),
+    "DOWNPOUR": ("downpour.py", 3000),
+    "AGN": ("agn.py", 3000),
+    "Ringmaster-ASGD": ("ringmaster_asgd.py", 12_000),
+    "DC-ASGD": ("dc_asgd.py", 12_000),
+    "Asynchronous-DiLoCo": ("asynchronous_diloco.py", 1500, "--buffer_size=2"),
+}
+MORE_PLACES = 2  # than workers at the beginning
 TOGETHER = "Synchronous-SGD", "DiLoCo"  # schemes whose updates are of all workers
 # Schemes whose workers have an optimizer of their own that begins with large steps, and so again when a worker comes back. If
 # that is at the very end, they are in the final parameters. So the best of the last three evaluations counts here.
@@ -66,12 +81,14 @@ class Round:
       seed, number: all that is random is drawn from these two.
       folder: where the run writes.
       scheme: one of `SCHEMES`; by default the round's turn.
+      has_places: workers come and go, too; the scheme is one of `COME_AND_GO`.
     """
 
     seed: int
     number: int
     folder: Path
     scheme: str = ""
+    has_places: bool = False
     injected: list = field(default_factory=list)  # (seconds, what, whom)
     seconds: float = 0.0
     gap: float = 0.0  # longest time without a line of metrics, from the first to the last
@@ -81,9 +98,10 @@ class Round:
 
     def __post_init__(self):
         drawn = random.Random(f"{self.seed}-{self.number}")
-        self.scheme = self.scheme or list(SCHEMES)[self.number % len(SCHEMES)]
+        self._schemes = COME_AND_GO if self.has_places else SCHEMES
+        self.scheme = self.scheme or list(self._schemes)[self.number % len(self._schemes)]
         self.num_ps, self.num_workers = drawn.choice([1, 1, 2]), drawn.choice([2, 2, 3])
-        self._is_large = is_large = self.number % LARGE_EVERY == LARGE_EVERY - 1
+        self._is_large = is_large = self.number % LARGE_EVERY == LARGE_EVERY - 1 and not self.has_places
         if is_large:
             self.num_ps, self.num_workers = LARGE_TASKS
         self._slower = LARGE_SLOWER if is_large else 1
@@ -93,6 +111,11 @@ class Round:
             kind = drawn.choices(["SIGKILL", "SIGSTOP", "launcher"], [6, 3, 1])[0]
             whom = drawn.choice(tasks)
             self.plan.append((drawn.uniform(0, FAULTS_UNTIL * self._slower), kind, None if kind == "launcher" else whom))
+        self.places = self.num_workers + (MORE_PLACES if self.has_places else 0)
+        for _ in range(drawn.randint(2, 5) if self.has_places else 0):
+            kind = drawn.choices(["join", "leave", "SIGTERM"], [3, 1, 1])[0]
+            whom = ("worker", drawn.randrange(1, self.places)) if kind == "SIGTERM" else None
+            self.plan.append((drawn.uniform(0, FAULTS_UNTIL), kind, whom))
         self.plan.sort(key=lambda fault: fault[0])
 
     def run(self):
@@ -108,6 +131,8 @@ class Round:
                     break  # it has ended before
                 if kind == "launcher":
                     process = self._kill_launcher(process, at)
+                elif kind in ("join", "leave"):
+                    self._ask(at, kind)
                 else:
                     self._signal(at, kind, whom)
             status = self._wait_for_end(process)
@@ -126,13 +151,14 @@ class Round:
         return self
 
     def _start(self):
-        script, steps = SCHEMES[self.scheme]
+        script, steps, *more = self._schemes[self.scheme]
         if self.scheme not in TOGETHER:
             steps *= self._slower  # of sixteen workers, the last begins when the first have trained for long
         resume = ["--resume"] if any(self.folder.glob("checkpoints/*.index")) else []
         flags = [f"--num_ps={self.num_ps}", f"--num_workers={self.num_workers}", f"--steps={steps}", *resume]
         if self._is_large and self.scheme in LARGE_RATES:
             flags.append(f"--learning_rate={LARGE_RATES[self.scheme]}")
+        flags += [*more, *([f"--max_workers={self.places}"] if self.has_places else [])]
         flags += [f"--hang_secs={HANG_SECS * self._slower}", f"--checkpoint_secs={CHECKPOINT_SECS}", "--max_restarts=10"]
         flags.append(f"--run_dir={self.folder}")
         with open(f"{self.folder}.out", "a") as out:
@@ -175,6 +201,10 @@ class Round:
                 os.kill(pid, signal.Signals[kind])
                 self._note(at, kind, f"{whom[0]} {whom[1]}")
 
+    def _ask(self, at, kind):
+        with contextlib.suppress(UserError):  # all places are taken, or only worker 0 is there, or the launcher starts
+            self._note(at, kind, places.ask(self.folder, kind, 1))
+
     def _note(self, at, kind, whom):
         self.injected.append((round(at, 2), kind, whom))
         if not whom.startswith("worker"):
@@ -211,7 +241,7 @@ class Round:
         yield from self._losses(training, sorted((line["time"], line) for line in lines if "parameters" in line))
         self.gap = max((after[0] - before[0] for before, after in zip(training, training[1:])), default=0.0)
         restored = [line["time"] for line in lines if line.get("parameters", "").startswith("restored")]
-        for worker in range(self.num_workers):
+        for worker in range(self.places):
             reports = [line for line in lines if "samples" in line and line["worker"] == worker]
             own = sorted((line["time"], line["global_step"]) for line in reports)
             for (before, reached), (after, step) in zip(own, own[1:]):
@@ -268,9 +298,11 @@ class Round:
 
 def table(rounds):
     """Returns a row for each scheme, as Markdown."""
+    come_and_go = {"join": "joined", "leave": "asked to leave", "SIGTERM": "preempted"} if rounds[0].has_places else {}
+    more = "".join(f" {said} |" for said in come_and_go.values())
     rows = [
-        "| scheme | rounds | killed | stopped | launcher killed | came through | restored | largest loss | longest gap |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+        f"| scheme | rounds | killed | stopped | launcher killed |{more} came through | restored | largest loss | longest gap |",
+        f"|---|--:|--:|--:|--:|{'--:|' * len(come_and_go)}--:|--:|--:|--:|",
     ]
     groups = collections.defaultdict(list)
     for one in rounds:
@@ -282,7 +314,8 @@ def table(rounds):
         stopped = sum(kind == "SIGSTOP" for _, kind, _ in faults)
         good = sum(not one.problem for one in group)
         gap, losses = max(one.gap for one in group), [loss for one in group for loss in one.losses]
-        counts = f"{len(group)} | {killed} | {stopped} | {launcher} | {good} | {len(losses)}"
+        moved = "".join(f" {sum(kind == what for _, what, _ in faults)} |" for kind in come_and_go)
+        counts = f"{len(group)} | {killed} | {stopped} | {launcher} |{moved} {good} | {len(losses)}"
         rows.append(f"| {name} | {counts} | {max(losses, default=0.0):.1f} s | {gap:.1f} s |")
     return "\n".join(rows)
 
@@ -294,9 +327,11 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="number of the first round")
     parser.add_argument("--at_once", type=int, default=1, help="rounds that run at the same time")
+    parser.add_argument("--places", action="store_true", help="workers join and leave, and get SIGTERM")
     options = parser.parse_args()
     base, done = Path(tempfile.mkdtemp(prefix="chaos-")), []
-    rounds = [Round(options.seed, options.first + i, base / str(options.first + i)) for i in range(options.rounds)]
+    numbers = range(options.first, options.first + options.rounds)
+    rounds = [Round(options.seed, i, base / str(i), has_places=options.places) for i in numbers]
     with concurrent.futures.ThreadPoolExecutor(options.at_once) as pool:
         for future in concurrent.futures.as_completed([pool.submit(one.run) for one in rounds]):
             one = future.result()
