@@ -53,6 +53,7 @@ class LocalParameters:
       dynamic: the `common.dynamic.Dynamic` of this worker, if it has one.
       window: local steps between two pulls, if there are tables; `common.schedules.hyperparameters` sets it.
       local_steps: how many the calls of `train` have had together; those of `dynamic` count as one.
+      present: where workers come and go, how many there were when `compare` read x̃, a float32 variable; None elsewhere.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class LocalParameters:
         self.copies: set[str] = set()
         self._counters: dict[str, Any] = {}
         self.dynamic: Any = None
+        self.present: Any = None
         self.overlap = False
         self._read_ahead: tuple[Any, ...] = ()
         self.decay = None
@@ -270,10 +272,22 @@ class LocalParameters:
         return Step((*changed, *on_ps, *kept), pulled=pulled, ahead=ReadAhead(x, at, keep))
 
     def compare(self, center):
-        """d ← x − x̃, which is in `difference` afterwards. One message from each ps."""
+        """d ← x − x̃, which is in `difference` afterwards. One message from each ps.
+
+        Where workers come and go, it also counts those that are there at that moment; a scheme finds them as `hp.num_workers`.
+        """
         self._only_vector("local.compare")
         value, step = center.read(packed=True)
-        return Step((self.vector("difference").assign(self.value - value, read_value=False), *self.note(step)), pulled=step)
+        noted = [*self.note(step), *self._count_workers(center)]
+        return Step((self.vector("difference").assign(self.value - value, read_value=False), *noted), pulled=step)
+
+    def _count_workers(self, center):
+        if center.present is None:
+            return []
+        if self.present is None:
+            with tf.control_dependencies(None), tf.variable_scope(self.name):
+                self.present = local_variable("present", tf.ones([]))
+        return [self.present.assign(center.count_workers(), read_value=False)]
 
     def add(self, difference):
         """x ← x + difference, a tensor `[size]`."""

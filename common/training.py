@@ -66,6 +66,7 @@ def train(scheme, task, settings):
         center = GlobalParameters(model.initial_parameters, *about, fragments_of(settings), *of_tables)
         with tf.device(task and task.device):
             if settings.max_workers:
+                center.present = ending.Present(center.step.device)
                 position, ledger = None, Ledger(center.step.device)
                 x, y, *weights = dataset.train
                 leased = LeasedBatches(
@@ -130,9 +131,9 @@ def train(scheme, task, settings):
             goal = settings.epochs * dataset.num_samples
         rows = local.told_of_tables(), functools.partial(tables.numbers_of, model.tables)
         farewell = [local.dynamic.leave()] if local.dynamic else []
-        farewell += [leased.leave] if leased else []
+        farewell += [leased.leave, center.present.leave(index)] if leased else []
         how = next_call, evaluation, final, scaffold, gate, waits, gradients, keeper, position, unit, rows, goal, farewell
-        plan = Plan(last, center.step, *how, lease=leased.begin if leased else None)
+        plan = Plan(last, center.step, *how, lease=[leased.begin, center.present.enter(index)] if leased else None)
         with streams.reading(dataset):
             open_session = functools.partial(monitored_session, keeper=keeper)
             outcome = run_worker(plan, task, settings, server, interruption, open_session)
@@ -902,6 +903,7 @@ def check(settings, dataset, scheme=None):
             pieces = {"num_ps": settings.num_ps or 1, "fragments": fragments_of(settings), "tables": model.tables}
             pieces["max_rows"] = settings.max_rows
             center = GlobalParameters(model.initial_parameters, **pieces, compression=compression)
+            center.present = ending.Present("") if settings.max_workers else None
             batches = batches_of(dataset, settings, 0, 1, None)
             local = LocalParameters(center, model, batches, "worker_0", 0, settings.num_workers)
             build_steps(scheme, center, local, hyperparameters(settings, center, local))

@@ -2,14 +2,13 @@
 
 import contextlib
 import functools
-import os
 import signal
 import threading
 import time
 import types
 
 import pytest
-from runs import ROOT, SECONDS, finish, metrics_of, processes, read_until, result_of, start, updates_of, wait_until
+from runs import ROOT, SECONDS, finish, metrics_of, processes, read_until, result_of, send, start, updates_of, wait_until
 
 from common import ending, launch, signals, tf, training, words
 from common import run_dir as folders
@@ -17,11 +16,6 @@ from common.cluster import TaskSpecDef
 from common.forkserver import EARLY, LEFT
 
 DYNAMIC = ROOT / "Asynchronous-DiLoCo" / "asynchronous_diloco.py"
-
-
-def send(run_dir, job, index, number):
-    (task,) = processes(run_dir, f"--job_name={job}", f"--task_index={index}")
-    os.kill(task, number)
 
 
 def is_of_worker_1(line):

@@ -1,5 +1,6 @@
 """Workers that join and leave a run that was begun with --max_workers, and what is refused."""
 
+import contextlib
 import json
 import os
 import queue
@@ -18,13 +19,14 @@ from runs import (
     processes,
     read_until,
     result_of,
+    send,
     start,
     updates_of,
     wait_until,
     wait_until_gone,
 )
 
-from common import launch, places
+from common import launch, places, tf
 
 # --- Who asks, and who answers ----------------------------------------------------------------------------------------------
 
@@ -206,6 +208,18 @@ def wait_until_it_trains(process, run_dir, worker, times=0):
     wait_until(process, trains)
 
 
+def wait_until_it_counts(process, run_dir, n):
+    """Waits until a checkpoint of `counting_task.py` says that there are n workers."""
+
+    def counts():
+        with contextlib.suppress(tf.errors.OpError, ValueError):  # it may be removed meanwhile
+            newest = tf.train.latest_checkpoint(run_dir / "checkpoints")
+            return newest is not None and set(tf.train.load_variable(newest, "parameters")) == {n}
+        return False
+
+    wait_until(process, counts)
+
+
 STOP = """
 from pathlib import Path
 
@@ -240,3 +254,38 @@ def test_worker_takes_a_place_leaves_it_and_takes_it_again(run_dir, tmp_path):
     assert result["num_workers"] == 2 and result["left"] == []  # it is back
     assert [sum(line.get("came", False) for line in metrics_of(run_dir, worker)) for worker in range(2)] == [0, 2]
     assert processes(run_dir) == [] and not (run_dir / "control").exists()
+
+
+@pytest.fixture
+def stopped_by(tmp_path):
+    """Flags of a run that ends when the other that this gives, a function, is called."""
+    (tmp_path / "callback.py").write_text(STOP)
+    flags = ["--epochs=1000000", "--evaluation_secs=0.2", f"--callback={tmp_path / 'callback.py'}:stop"]
+    return flags, (tmp_path / "stop").touch
+
+
+@pytest.mark.cluster
+def test_every_worker_knows_how_many_there_are(run_dir, stopped_by):
+    """One comes, one is killed and comes again, one leaves, and the ps forgets all."""
+    flags, stop = stopped_by
+    flags = [*flags, "--num_workers=2", "--max_workers=4", "--delays=10,10,10", "--checkpoint_secs=0.5"]
+    process = start(run_dir, "--launch", *flags, script=ROOT / "tests" / "counting_task.py")
+    wait_until_it_counts(process, run_dir, 2)
+    places.join(run_dir)
+    wait_until_it_counts(process, run_dir, 3)
+    send(run_dir, "worker", 1, signal.SIGKILL)
+    read_until(process, lambda line: "worker 1 was killed" in line)
+    places.leave(run_dir)  # worker 2
+    read_until(process, lambda line: line == "the place of worker 2 is free\n")
+    wait_until_it_counts(process, run_dir, 2)
+    places.join(run_dir, 2)
+    wait_until_it_counts(process, run_dir, 4)
+    places.leave(run_dir)
+    wait_until_it_counts(process, run_dir, 3)
+    send(run_dir, "ps", 0, signal.SIGKILL)
+    read_until(process, lambda line: line.startswith("ps 0 was killed"))
+    places.leave(run_dir)
+    wait_until_it_counts(process, run_dir, 2)
+    stop()
+    finish(process)
+    assert result_of(run_dir)["restarts"] == 2 and processes(run_dir) == []
