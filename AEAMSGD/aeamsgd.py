@@ -10,7 +10,8 @@ def aeamsgd(center, local, hp):
     The gradient is taken ahead, where the velocity v alone would lead. The elastic force moves x, not v: v goes on through
     the exchange.
 
-    T is `hp.window`; α = β/n with β = `hp.beta` and n = `hp.num_workers`, of those present when x̃ is read; δ is `hp.momentum`, in the paper 0.99; η is `hp.learning_rate`.
+    T is `hp.window`; α = β/n with β = `hp.beta` and n = `hp.num_workers`; where workers come and go, those who are there when x̃
+    is read. δ is `hp.momentum`, in the paper 0.99; η is `hp.learning_rate`.
     """
     v = local.vector("velocity")  # zero at first
 

@@ -11,9 +11,9 @@ def aeasgd(center, local, hp):
     once, from the old values of both. The replicas stay apart, each explores on its own, and the center, which is what is
     evaluated, follows their mean.
 
-    T is `hp.window`; α = β/n with β = `hp.beta` and n = `hp.num_workers`, as in the paper; where workers come and go, n is how
-    many there are when x̃ is read. η is `hp.learning_rate`, and the local steps
-    are of SGD or of another optimizer (`hp.local_optimizer`).
+    T is `hp.window`; α = β/n with β = `hp.beta`, as in the paper, and n = `hp.num_workers`; where workers come and go, those
+    who are there when x̃ is read. η is `hp.learning_rate`, and the local steps are of SGD or of another optimizer
+    (`hp.local_optimizer`).
     """
     yield local.train(hp.window, local.optimizer(hp))  # x ← x − η g(x), T times
     yield local.compare(center)  # reads x̃, for x − x̃

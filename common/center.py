@@ -381,9 +381,9 @@ class GlobalParameters:
             raise UserError("--compress and --compress_pull are for messages to and from a ps, which center.ring has none of")
         return self._only("waits", Ring, local)
 
-    def clocks(self, num_workers, staleness=0, quorum=None):
+    def clocks(self, local, staleness=0, quorum=None):
         """Returns the clocks by which workers wait for each other, see `common.coordination.Clocks`."""
-        return Clocks(num_workers, self.lock, staleness, quorum)
+        return Clocks(local.num_workers, self.lock, staleness, quorum, begin=local.begin_workers)
 
     def waits(self, local):
         """Returns how this worker waits for others, a `Pace`, `Together` or `Ring`; None if it goes at its own pace."""

@@ -59,11 +59,13 @@ class Clocks:
       staleness: s, how many ticks a worker may be ahead; infinity is allowed.
       quorum: N; all workers by default.
       name: the same for all workers that share the clocks.
+      begin: if workers come and go, how many of them the run begins with; the others are not waited for until they have come.
+        None: all of them.
     """
 
     is_virtual = False  # as in `common.simulation`, where no worker enters or leaves
 
-    def __init__(self, num_workers, lock, staleness=0, quorum=None, name="clocks"):
+    def __init__(self, num_workers, lock, staleness=0, quorum=None, name="clocks", begin=None):
         self.lock, self._num_workers, self._quorum = lock, num_workers, quorum or num_workers
         self._staleness = int(min(staleness, FINISHED))
         with tf.device(lock.device), tf.control_dependencies(None):
@@ -74,11 +76,25 @@ class Clocks:
             self._bells = [tf.queue.FIFOQueue(-1, tf.int64, [[]], shared_name=f"{name}_bell_{i}") for i in range(num_workers)]
             # Made here, they carry no control dependencies: a lookup has its own.
             self._workers, self._zero = tf.range(num_workers, dtype=tf.int64), tf.zeros([], tf.int64)
+            self._unknown, self._first = tf.constant(-1, tf.int64), None
+            if begin is not None:
+                self._first = tf.constant([0] * begin + [FINISHED] * (num_workers - begin), tf.int64)
             self._keys = [tf.constant([i], tf.int64) for i in range(num_workers)]
 
-    def read(self):
-        """Returns all clocks, an int64 tensor `[num_workers]`."""
-        return self._find(self._clocks, self._workers)
+    def read(self, left=None):
+        """Returns all clocks, an int64 tensor `[num_workers]`.
+
+        Args:
+          left: booleans `[num_workers]`: who has left for good, as far as this ps does not know it; None for nobody.
+        """
+        if self._first is None:
+            return self._find(self._clocks, self._workers)
+        with tf.device(self.lock.device):
+            found = self._find(self._clocks, self._workers, self._unknown)
+            first = self._first
+            if left is not None:
+                first = tf.where(left, tf.fill(left.shape, tf.constant(FINISHED, tf.int64)), first)
+            return tf.where(found < 0, first, found)
 
     def low(self, clocks):
         """Returns the clock that the others are measured by, a scalar."""
@@ -142,13 +158,13 @@ class Clocks:
     def _ring(self, worker, tokens):
         return self._bells[worker].enqueue_many([tf.zeros([tokens], tf.int64)])
 
-    def enter(self, worker):
+    def enter(self, worker, left=None):
         """Operations for the begin of a worker's session: it goes on with the clock that it had.
 
-        One that had left goes on with the slowest of the others.
+        One that had left, or is new, goes on with the slowest of the others. `left` as of `read`.
         """
         with self.lock.held([]) as done, tf.device(self.lock.device):
-            clocks = self.read()
+            clocks = self.read(left)
             low = self.low(clocks)
             back = tf.where(tf.equal(low, FINISHED), tf.zeros_like(low), low)
             clock = tf.where(tf.equal(clocks[worker], FINISHED), back, clocks[worker])
@@ -181,9 +197,10 @@ class Clocks:
                 done += [released, self._ring(worker, 1)]
         return done
 
-    def _find(self, table, keys):
+    def _find(self, table, keys, default=None):
+        default = self._zero if default is None else default
         with tf.device(self.lock.device):
-            return tf.raw_ops.LookupTableFindV2(table_handle=table, keys=keys, default_value=self._zero)
+            return tf.raw_ops.LookupTableFindV2(table_handle=table, keys=keys, default_value=default)
 
     def _of(self, table, worker):
         return self._find(table, self._keys[worker])[0]

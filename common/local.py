@@ -41,6 +41,7 @@ class LocalParameters:
       clip_norm: the largest norm of the gradient of a step; a longer one is scaled down to it. None lets all be.
       kept: variables, see `GlobalParameters.keep`: where the state of this worker's model begins, in place of the model's own.
       samples_of_each: how many samples each worker has, a list; None in it if they never end. None: all have equally many.
+      begin_workers: if workers come and go, how many of them the run begins with, as an attribute, too; None elsewhere.
 
     Attributes:
       value: x, a variable `[size]`.
@@ -68,10 +69,11 @@ class LocalParameters:
         clip_norm=None,
         kept=(),
         samples_of_each=None,
+        begin_workers=None,
     ):
         self.model, self.batches, self.name, self._clip_norm = model, batches, name, clip_norm
         self.index, self.num_workers, self.delay = index, num_workers, delay
-        self._samples_of_each = samples_of_each
+        self._samples_of_each, self.begin_workers = samples_of_each, begin_workers
         self.init_feed_dict = dict(batches.init_feed_dict)
         with tf.variable_scope(name):
             self.value = local_variable("x", center.read()[0])

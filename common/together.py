@@ -31,6 +31,8 @@ class Pace:
         others stop waiting for it; `release` when it is to stop, so that it no longer waits itself.
       behind: which workers this one waits for just now, booleans `[num_workers]`.
       vote: None, as a worker stops by itself.
+      left: the chief's, where workers come and go: a placeholder for `enter`, booleans `[num_workers]`, of those that have left
+        for good, which a ps that was restarted has forgotten. None elsewhere.
     """
 
     gradients_per_update, vote = 1, None
@@ -38,10 +40,10 @@ class Pace:
     def __init__(self, center, local, staleness):
         self._center, self._local, self.staleness = center, local, staleness
         with tf.control_dependencies(None):
-            self._clocks, index = center.clocks(local.num_workers, staleness), local.index
-            self.enter, self.leave, self.release = (
-                make(index) for make in (self._clocks.enter, self._clocks.leave, self._clocks.release)
-            )
+            self._clocks, index = center.clocks(local, staleness), local.index
+            self.left = _left(local)
+            self.enter = self._clocks.enter(index, *([] if self.left is None else [self.left]))
+            self.leave, self.release = (make(index) for make in (self._clocks.leave, self._clocks.release))
             self.behind = self._clocks.behind(index)
 
     def wait(self):
@@ -81,15 +83,17 @@ class Together:
       enter, leave, release, behind, vote: as of `Pace`; it is over when one of the workers leaves.
     """
 
-    vote = None
+    vote = left = None
 
     def __init__(self, center, local, backup_workers=0, mean=True):
+        if local.begin_workers is not None:
+            raise UserError("--max_workers: each update of this scheme is made of gradients of all workers: leave it out")
         self._center, self._local = center, local
         self.gradients_per_update = local.num_workers - backup_workers
         if self.gradients_per_update < 1:
             raise UserError(f"{backup_workers} backup workers of {local.num_workers} leave no worker: expected fewer")
         with tf.control_dependencies(None):
-            self._clocks = center.clocks(local.num_workers, 0, self.gradients_per_update)
+            self._clocks = center.clocks(local, 0, self.gradients_per_update)
             reduction = "MEAN" if mean else "SUM"
             self._sums: list[Any] = [_Total(f"gradients_{i}", piece, reduction) for i, piece in enumerate(center.pieces)]
             for i, piece in enumerate(center.targets[len(center.pieces) :]):  # of tables
@@ -266,7 +270,7 @@ class Ring:
       vote: this worker is to stop, and all others together with it after the call, in which it has to take part.
     """
 
-    enter, leave, release, behind = (), (), (), None
+    enter, leave, release, behind, left = (), (), (), None, None
 
     def __init__(self, center, local):
         self._center, self._local, self._num_means = center, local, 0
@@ -312,6 +316,12 @@ class Ring:
             with tf.device(center.step.device):
                 operations.append(center.step.assign(newest, read_value=False))
         return Step(tuple(operations), updated=step_before + 1, step_before=step_before, training_ended=ended)
+
+
+def _left(local):
+    """Returns what `Pace` has as `left`."""
+    is_chief = local.begin_workers is not None and local.index == 0
+    return tf.placeholder(tf.bool, [local.num_workers]) if is_chief else None
 
 
 def _wait(owner, center, clocks, index):

@@ -46,9 +46,10 @@ def train(scheme, task, settings):
     """
     index, num_workers = (task.shard_index, task.num_workers) if task else (0, 1)
     begin_workers = settings.begin_workers if settings.max_workers else num_workers
-    leaver = Leaver(task, settings) if index > 0 and settings.pace == "own" else None
+    waits_for_others = settings.pace != "own"
+    leaver = Leaver(task, settings) if index > 0 and (settings.max_workers or not waits_for_others) else None
     run_dir.forget_left(settings.run_dir, index)
-    interruption = Interruption(leaver)
+    interruption = Interruption(leaver, waits_for_others)
     server = task.create_server() if task else None  # first of all: the others try to reach it
     if leaver:
         leaver.server.set()
@@ -83,6 +84,7 @@ def train(scheme, task, settings):
                 clip_norm=settings.clip_norm,
                 kept=kept if index == 0 else (),
                 samples_of_each=samples_of_each(dataset, num_workers),
+                begin_workers=begin_workers if settings.max_workers else None,
             )
             last, next_call, rounds = build_calls(scheme, center, local, settings, dataset.num_samples)
             if index == 0:
@@ -361,8 +363,10 @@ def run_worker(plan, task, settings, server, interruption, open_session):
         early_stopping = EarlyStoppingHook(stop if index == 0 else None, stop_session=False)
         hooks.append(early_stopping)
     meeting = None
+    size = len(REPORT) + len(PARTS) + len(STAY)
+    kept = functools.partial(run_dir.read_left, settings.run_dir, task.num_workers if task else 0, size)
     if plan.waits:
-        meeting = MeetingHook(plan.waits)
+        meeting = MeetingHook(plan.waits, kept)
         interruption.release = meeting.release
         hooks.insert(1, meeting)
     if plan.lease is not None:
@@ -376,11 +380,9 @@ def run_worker(plan, task, settings, server, interruption, open_session):
             hooks.append(StartHook(plan.gate, begin_workers, settings.start_secs, lambda: interruption.requested, waited))
     rendezvous: Any = None
     if task:
-        size = len(REPORT) + len(PARTS) + len(STAY)
         expected = None
         if settings.max_workers and plan.gate:
             expected = lambda opened: {*range(begin_workers), *plan.gate.who_came(opened)}  # noqa: E731
-        kept = functools.partial(run_dir.read_left, settings.run_dir, task.num_workers, size)
         rendezvous = ending.Rendezvous(task, size, kept, expected)
     with tf.device(plan.step.device):
         clock = tf.timestamp()  # one clock for all workers
@@ -784,6 +786,8 @@ class Interruption(tf.train.SessionRunHook):
 
     Args:
       leaver: a `Leaver`, for a worker that may leave: SIGTERM asks it to. None if that is as any other signal.
+      waits_for_others: whether the worker waits for others, and they for it. Then it leaves by its session alone, also when
+        there is none yet, as long as training has not ended for it; and until it has left it waits as before.
 
     Attributes:
       requested: whether the worker is to stop.
@@ -791,12 +795,12 @@ class Interruption(tf.train.SessionRunHook):
       report: what it has told the chief at its end, once it has.
     """
 
-    def __init__(self, leaver=None):
+    def __init__(self, leaver=None, waits_for_others=False):
         self.requested = self.leaves = False
         self.report: Any = None
         self.release = lambda: None  # called when it is requested; it may wait for a session
         self._is_training = self._has_ended = False
-        self._leaver, self._is_left_to_it = leaver, False
+        self._leaver, self._is_left_to_it, self._waits_for_others = leaver, False, waits_for_others
         signals.hear_signals(signals.INTERRUPTING_SIGNALS, self._hear)
 
     def _hear(self, number):
@@ -807,9 +811,13 @@ class Interruption(tf.train.SessionRunHook):
             say_asked()
         if self.requested or not (self._is_training or leaves):
             signals.exit_at_once(130)
-        self.leaves, self._is_left_to_it = leaves, leaves and not self._is_training
+        is_by_session = self._is_training or self._waits_for_others and not self._has_ended
+        self.leaves, self._is_left_to_it = leaves, leaves and not is_by_session
         self.requested = True
-        react = functools.partial(self._leaver, self.report) if self._is_left_to_it else self.release
+        if self._is_left_to_it:
+            react = functools.partial(self._leaver, self.report)
+        else:
+            react = (lambda: None) if leaves else self.release
         threading.Thread(target=react, daemon=True).start()  # so that a second signal is heard
 
     def training_begins(self):
@@ -905,7 +913,9 @@ def check(settings, dataset, scheme=None):
             center = GlobalParameters(model.initial_parameters, **pieces, compression=compression)
             center.present = ending.Present("") if settings.max_workers else None
             batches = batches_of(dataset, settings, 0, 1, None)
-            local = LocalParameters(center, model, batches, "worker_0", 0, settings.num_workers)
+            begin = settings.begin_workers if settings.max_workers else None
+            local = LocalParameters(center, model, batches, "worker_0", 0, settings.max_workers or settings.num_workers)
+            local.begin_workers = begin
             build_steps(scheme, center, local, hyperparameters(settings, center, local))
 
 

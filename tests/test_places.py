@@ -229,33 +229,6 @@ def stop(step, metrics):
 """
 
 
-@pytest.mark.cluster
-def test_worker_takes_a_place_leaves_it_and_takes_it_again(run_dir, tmp_path):
-    """No update is lost."""
-    (tmp_path / "callback.py").write_text(STOP)
-    flags = ["--num_workers=1", "--max_workers=2", "--num_ps=2", "--delays=10,10", "--epochs=1000000"]
-    flags += [f"--callback={tmp_path / 'callback.py'}:stop", "--evaluation_secs=0.2"]
-    process = start(run_dir, "--launch", *flags, script=ROOT / "Dynamic-SGD" / "dynamic_sgd.py")
-    wait_until_it_trains(process, run_dir, 0)
-    for times in 1, 2:
-        assert places.join(run_dir) == "worker 1 joins"
-        wait_until_it_trains(process, run_dir, 1, times)
-        if times == 1:
-            assert places.leave(run_dir) == "worker 1 is asked to leave"
-            said = read_until(process, lambda line: "has left after" in line)
-            assert said.startswith("worker 1 ") and "the others train its samples" in said
-            read_until(process, lambda line: line == "the place of worker 1 is free\n")
-            wait_until_gone(processes(run_dir, "--job_name=worker", "--task_index=1"))
-    (tmp_path / "stop").touch()
-    finish(process)
-    result = result_of(run_dir)
-    assert updates_of(run_dir, 0) + updates_of(run_dir, 1) == result["global_steps"]
-    assert result["samples"] == 32 * result["global_steps"] and result["restarts"] == 0
-    assert result["num_workers"] == 2 and result["left"] == []  # it is back
-    assert [sum(line.get("came", False) for line in metrics_of(run_dir, worker)) for worker in range(2)] == [0, 2]
-    assert processes(run_dir) == [] and not (run_dir / "control").exists()
-
-
 @pytest.fixture
 def stopped_by(tmp_path):
     """Flags of a run that ends when the other that this gives, a function, is called."""
@@ -289,3 +262,71 @@ def test_every_worker_knows_how_many_there_are(run_dir, stopped_by):
     stop()
     finish(process)
     assert result_of(run_dir)["restarts"] == 2 and processes(run_dir) == []
+
+
+ASYNCHRONOUS = ["Dynamic-SGD", "AEASGD", "Semi-Synchronous-SGD"]
+
+
+def script_of(folder):
+    return ROOT / folder / f"{folder.lower().replace('-', '_')}.py"
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("folder", ASYNCHRONOUS)
+def test_worker_takes_a_place_leaves_it_and_takes_it_again(run_dir, stopped_by, folder):
+    """No update is lost."""
+    flags, stop = stopped_by
+    flags = [*flags, "--num_workers=1", "--max_workers=2", "--num_ps=2", "--delays=10,10", "--window=1"]
+    process = start(run_dir, "--launch", *flags, script=script_of(folder))
+    wait_until_it_trains(process, run_dir, 0)
+    for times in 1, 2:
+        assert places.join(run_dir) == "worker 1 joins"
+        wait_until_it_trains(process, run_dir, 1, times)
+        if times == 1:
+            assert places.leave(run_dir) == "worker 1 is asked to leave"
+            said = read_until(process, lambda line: "has left after" in line)
+            assert said.startswith("worker 1 ") and "the others train its samples" in said
+            read_until(process, lambda line: line == "the place of worker 1 is free\n")
+            wait_until_gone(processes(run_dir, "--job_name=worker", "--task_index=1"))
+    stop()
+    finish(process)
+    result = result_of(run_dir)
+    assert updates_of(run_dir, 0) + updates_of(run_dir, 1) == result["global_steps"]
+    assert result["samples"] == 32 * result["global_steps"] and result["restarts"] == 0
+    assert result["num_workers"] == 2 and result["left"] == []  # it is back
+    assert [sum(line.get("came", False) for line in metrics_of(run_dir, worker)) for worker in range(2)] == [0, 2]
+    assert processes(run_dir) == [] and not (run_dir / "control").exists()
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("folder", ["Semi-Synchronous-SGD"])
+def test_workers_that_wait_for_others_come_go_and_die(run_dir, stopped_by, folder):
+    """One that leaves is not waited for, one that is killed until it is back, and a ps forgets who has left."""
+    flags, stop = stopped_by
+    flags = [*flags, "--num_workers=2", "--max_workers=3", "--delays=5,5,5", "--checkpoint_secs=0.5"]
+    process = start(run_dir, "--launch", *flags, script=script_of(folder))
+
+    def goes_on():
+        before = updates_of(run_dir, 0)
+        wait_until(process, lambda: updates_of(run_dir, 0) > before + 30)
+
+    goes_on()
+    places.join(run_dir)
+    wait_until_it_trains(process, run_dir, 2, 1)
+    send(run_dir, "worker", 2, signal.SIGKILL)
+    read_until(process, lambda line: "worker 2 was killed" in line)
+    goes_on()
+    places.leave(run_dir, 2)
+    for _ in range(2):
+        read_until(process, lambda line: "is free" in line)
+    goes_on()  # alone
+    send(run_dir, "ps", 0, signal.SIGKILL)
+    read_until(process, lambda line: line.startswith("ps 0 was killed"))
+    goes_on()
+    places.join(run_dir)
+    wait_until_it_trains(process, run_dir, 1, 1)
+    stop()
+    finish(process)
+    result = result_of(run_dir)
+    assert result["restarts"] == 2 and [left["worker"] for left in result["left"]] == [2]
+    assert result["test_accuracy"] > 0.9 and processes(run_dir) == []

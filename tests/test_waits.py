@@ -131,7 +131,8 @@ def test_who_is_behind(initialized, graph, staleness, quorum, ticks, behind):
 
 
 def test_meeting_names_workers(graph):
-    hook = MeetingHook(types.SimpleNamespace(vote=None, enter=(), behind=tf.constant([True, False, True])))
+    behind = tf.constant([True, False, True])
+    hook = MeetingHook(types.SimpleNamespace(vote=None, enter=(), left=None, come=None, behind=behind))
     assert hook.missing() == []  # there is no session yet
     with tf.Session() as session:
         hook.after_create_session(session, None)
@@ -140,7 +141,7 @@ def test_meeting_names_workers(graph):
 
 
 def test_ring_names_workers_that_do_not_answer(waiting, monkeypatch):
-    hook = MeetingHook(types.SimpleNamespace(vote=None, enter=(), behind=None))
+    hook = MeetingHook(types.SimpleNamespace(vote=None, enter=(), left=None, come=None, behind=None))
     words.doing("a call", whom=hook.missing)
     monkeypatch.setattr(words, "_why_unreachable", lambda address: "Connection refused" if address == "host:2" else "")
     waiting.clock.now += 5
