@@ -151,6 +151,8 @@ class MeetingHook(tf.train.SessionRunHook):
             session.run(self._meeting.leave)
         else:
             session.run(self._meeting.enter, self._feed())
+            if self._meeting.come is not None:
+                session.run(self._meeting.come)
         if self._is_released:
             session.run(self._meeting.release)
 
@@ -174,6 +176,16 @@ class MeetingHook(tf.train.SessionRunHook):
         """The others need not wait for this worker any more."""
         self._has_left = True
         session.run(self._meeting.leave)
+
+    def goes(self, session):
+        """Lets this worker leave for good; returns whether it has to make one more round for that."""
+        if self._meeting.go is None:
+            self.leave(session)
+            return False
+        if session.run(self._meeting.has_left):
+            return False
+        session.run(self._meeting.go)
+        return True
 
     def vote(self, session):
         """Says that this worker is to stop together with the others, and returns whether that is how they stop."""

@@ -207,8 +207,10 @@ class LocalParameters:
         """This worker's share of the samples of all workers, a number, or a scalar tensor in a simulation.
 
         Raises:
-          UserError: if the samples never end.
+          UserError: if the samples never end, or workers come and go.
         """
+        if self.begin_workers is not None:
+            raise UserError("--max_workers: workers lease samples piece by piece, so none has a known share: leave it out")
         counts = self._samples_of_each or [1] * self.num_workers
         if None in counts:
             raise UserError("the training set never ends, so no worker has a known share of it")

@@ -156,7 +156,7 @@ def train(scheme, task, settings):
                 tell(line)
         more |= {"delays": settings.delays or [], "rounds_per_call": rounds, "flags_of_scheme": own}
         is_dynamic, what = center.local_steps is not None, (settings, task, outcome.reports, *outcome.evaluated)
-        write_result(*what, gradients_per_update=gradients, is_dynamic=is_dynamic, **more)
+        write_result(*what, gradients_per_update=1 if is_dynamic else gradients, is_dynamic=is_dynamic, **more)
     return outcome.status
 
 
@@ -182,7 +182,8 @@ def build_calls(scheme, center, local, settings, num_samples):
     check_rates(center, last)
     updates, windows = int(one.steps.shape[0]), local.windows  # of one round
     # Every worker on its own, or all together, as fast as the slowest.
-    at_once = local.num_workers if gradients == 1 else 1
+    are_together = isinstance(waits, Together) and local.begin_workers is not None
+    at_once = 1 if gradients > 1 or are_together else local.num_workers
     in_ring = isinstance(waits, Ring)
 
     def build(rounds):
@@ -303,13 +304,14 @@ class Plan(NamedTuple):
     position: Any = None  # a `common.batches.Position`, if the position is kept
     unit: Any = None  # of the loss, see `unit_of`
     rows: Any = ()  # what is told of tables: tensors, and a function of their values, see `EvaluationHook`
-    goal: Any = None  # number of samples to end at, where updates are made of more or fewer, see `common.dynamic`
+    goal: Any = None  # number of samples to end at, where updates are made of more or fewer
     farewell: Any = ()  # operations of a worker that leaves for good
     lease: Any = None  # operations for the begin of a session of workers that come and go
 
-    def last_of(self, present, samples, settings):
-        """Returns the global step to end at, by the samples so far: at least so many more updates until the goal."""
-        left = math.ceil(max(0, self.goal - int(samples)) / samples_per_update(settings))
+    def last_of(self, present, samples, settings, gradients=1):
+        """Returns the global step to end at, by the samples so far: so many more updates until the goal, each of so many
+        gradients; at least so many, where updates are of fewer local steps."""
+        left = math.ceil(max(0, self.goal - int(samples)) / samples_per_update(settings, gradients))
         return int(present) + left
 
 
@@ -418,7 +420,8 @@ def run_worker(plan, task, settings, server, interruption, open_session):
                 )
             last -= fewer
             if plan.goal is not None:
-                last = plan.last_of(present, session.run(plan.keeper.samples), settings)
+                counted = session.run(plan.keeper.samples)
+                last = plan.last_of(present, counted, settings, plan.gradients_per_update)
             log.last_step = last
         deadline = time.monotonic() + (settings.seconds - trained if settings.seconds else math.inf)
         if index > 0 and plan.gate and not session.run(plan.gate.variable):
@@ -434,10 +437,15 @@ def run_worker(plan, task, settings, server, interruption, open_session):
                 if calls == 1 or calls == 2 and rounds.parts:  # these had to prepare a graph, which is no training
                     first_time, first_step = session.run([clock, progress])
                 doing("running a call", waits=bool(meeting), whom=meeting.missing if meeting else nobody)
+                before = present
                 rounds = session.run(*plan.next_call(present + plan.last - last))
                 present, is_over, calls = rounds.steps[-1, 1], rounds.training_ended, calls + 1
                 if plan.goal is not None:
-                    last = plan.last_of(present, samples_before + rounds.local_steps[1] * settings.batch_size, settings)
+                    now = samples_before + rounds.local_steps[1] * settings.batch_size
+                    gradients = 1
+                    if plan.waits and present > before:  # as many as of late
+                        gradients = max(1, round((now - counted) / (present - before) / samples_per_update(settings)))
+                    counted, last = now, plan.last_of(present, now, settings, gradients)
                     log.last_step = last
             leaves = interruption.leaves
             if interruption.requested and not leaves:
@@ -451,7 +459,10 @@ def run_worker(plan, task, settings, server, interruption, open_session):
             stop_time, stop_step = session.run([clock, plan.step])
             if not leaves:
                 interruption.training_ends()
-            if meeting:
+            if meeting and leaves:
+                while session.run_step_fn(lambda step_context: meeting.goes(step_context.session)):
+                    session.run(*plan.next_call(plan.last))  # one round
+            elif meeting:
                 session.run_step_fn(lambda step_context: meeting.leave(step_context.session))
             metrics.flush()
             if leaves:
@@ -917,6 +928,11 @@ def check(settings, dataset, scheme=None):
             local = LocalParameters(center, model, batches, "worker_0", 0, settings.max_workers or settings.num_workers)
             local.begin_workers = begin
             build_steps(scheme, center, local, hyperparameters(settings, center, local))
+            if settings.max_workers and schedule and not settings.steps and isinstance(center.waits(local), Together):
+                raise UserError(
+                    "--max_workers: nobody knows how many updates so many epochs take, as each is made of the gradients of all "
+                    "workers, so the schedule of the learning rate would not know its end: give --steps"
+                )
 
 
 def _trace(model, dataset):
