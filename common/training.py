@@ -825,11 +825,9 @@ class Interruption(tf.train.SessionRunHook):
         is_by_session = self._is_training or self._waits_for_others and not self._has_ended
         self.leaves, self._is_left_to_it = leaves, leaves and not is_by_session
         self.requested = True
-        if self._is_left_to_it:
-            react = functools.partial(self._leaver, self.report)
-        else:
-            react = (lambda: None) if leaves else self.release
-        threading.Thread(target=react, daemon=True).start()  # so that a second signal is heard
+        if not leaves or self._is_left_to_it:
+            react = functools.partial(self._leaver, self.report) if self._is_left_to_it else self.release
+            threading.Thread(target=react, daemon=True).start()  # so that a second signal is heard
 
     def training_begins(self):
         """From now on there is something to save."""

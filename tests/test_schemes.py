@@ -5,7 +5,7 @@ A new scheme belongs into `SCHEMES`.
 
 import random
 import types
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -320,11 +320,10 @@ def come_and_go(rng, here, places):
 
 @pytest.mark.parametrize("name", ["AEASGD", "AEAMSGD"])
 @pytest.mark.parametrize("seed", range(3))
-def test_elastic_force_is_that_of_the_workers_who_are_there(
-    graph, model, batches, known_batches, load_scheme, name, seed
-):
+def test_elastic_force_is_that_of_the_workers_who_are_there(graph, model, batches, known_batches, load_scheme, name, seed):
     """α = β/n with the n of the moment at which x̃ is read. Two of them train, others come, leave and die between any steps."""
-    scheme, places, rng = SCHEMES[name], 5, random.Random(seed)
+    scheme: Any = SCHEMES[name]
+    places, rng = 5, random.Random(seed)
     hp = types.SimpleNamespace(**vars(scheme.hyperparameters(3)), max_workers=places)
     center = GlobalParameters(model.initial_parameters)
     center.present = present = ending.Present("")

@@ -528,6 +528,9 @@ def test_messages_of_a_round(model, graph, load_scheme, initialized, known_batch
 # --- Workers that come and go -----------------------------------------------------------------------------------------------
 
 
+COME = -1  # where a worker is that has come and waits for the next update; else the number of its next step
+
+
 class Crowd:
     """Synchronous SGD of workers that come, go and die, in NumPy.
 
@@ -596,23 +599,23 @@ def test_updates_of_workers_that_come_and_go(graph, model, batches, known_batche
         for i in range(begin):
             session.run(waits[i].enter, left)
             crowd.enter(i)
-            at[i] = "come"
+            at[i] = COME
         for _ in range(2500):
             i = rng.randrange(places)
             if i not in at or rng.random() < 0.02:  # it comes, or dies and comes again
                 if i in at or rng.random() < 0.1:
                     session.run(waits[i].enter, left)
                     crowd.enter(i)
-                    at[i] = "come"
+                    at[i] = COME
                 continue
             assert (i not in crowd.present) == session.run(waits[i].has_left)
-            if at[i] in ("come", 3):
+            if at[i] in (COME, 3):
                 behind = session.run(waits[i].behind)
                 if not crowd.may_go_on(i):
                     assert behind.any() and set(np.flatnonzero(behind)) <= crowd.present - crowd.ahead
                     continue
                 assert not behind.any()
-                session.run(waits[i].come if at[i] == "come" else steps[i][3].fetches())
+                session.run(waits[i].come if at[i] == COME else steps[i][3].fetches())
                 crowd.wait(i)
                 at[i] = 0
                 if i not in crowd.present:
