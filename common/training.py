@@ -460,8 +460,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
             if not leaves:
                 interruption.training_ends()
             if meeting and leaves:
-                while session.run_step_fn(lambda step_context: meeting.goes(step_context.session)):
-                    session.run(*plan.next_call(plan.last))  # one round
+                _leave_others(session, meeting, plan)
             elif meeting:
                 session.run_step_fn(lambda step_context: meeting.leave(step_context.session))
             metrics.flush()
@@ -473,6 +472,8 @@ def run_worker(plan, task, settings, server, interruption, open_session):
                 session.run(plan.farewell)
                 run_dir.write_left(settings.run_dir, index, report)
                 rendezvous.leave(session, report)
+                if meeting:
+                    _leave_others(session, meeting, plan)  # once more, if a ps has died meanwhile, and taken it in again
                 say_left(index, settings, report)
                 outcome = Outcome(status_of_leaving())
                 break
@@ -511,6 +512,12 @@ def run_worker(plan, task, settings, server, interruption, open_session):
         there = [] if outcome.reports is None else [int(report[0]) for report in outcome.reports if not report[-1]]
         ending.say_done(task, server, [i for i in range(task.num_workers) if index == 0 and i not in there])
     return outcome
+
+
+def _leave_others(session, meeting, plan):
+    """Lets this worker leave those with whom it waits: if it owes them a gradient, with one more round."""
+    while session.run_step_fn(lambda step_context: meeting.goes(step_context.session)):
+        session.run(*plan.next_call(plan.last))  # so near the end, that is one round
 
 
 def save_model(model, final, settings):

@@ -25,6 +25,7 @@ from runs import (
     wait_until,
     wait_until_gone,
 )
+from runs import run as run_to_the_end
 
 from common import launch, places, tf
 
@@ -335,3 +336,13 @@ def test_workers_that_wait_for_others_come_go_and_die(run_dir, stopped_by, folde
     result = result_of(run_dir)
     assert result["restarts"] == 2 and [left["worker"] for left in result["left"]] == [2]
     assert result["test_accuracy"] > 0.9 and processes(run_dir) == []
+
+
+@pytest.mark.cluster
+def test_epochs_are_samples_where_nobody_knows_how_many_updates_they_take(run_dir):
+    flags = ["--num_workers=2", "--max_workers=3", "--epochs=5"]
+    run_to_the_end(run_dir, *flags, script=script_of("Synchronous-SGD"))
+    result = result_of(run_dir)
+    needed = 5 * 1438
+    assert result["samples"] == 64 * result["global_steps"] + 32 * result["gradients_dropped"]
+    assert needed <= 64 * result["global_steps"] < needed + 64
