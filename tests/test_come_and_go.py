@@ -65,6 +65,24 @@ def test_sigterm_before_or_after_training_leaves_at_once(heard, report):
     assert heard == [report]
 
 
+@pytest.mark.parametrize("trains", [False, True])
+def test_who_waits_for_others_leaves_by_its_session(heard, trains):
+    """They would wait for it for ever; and until it has left it waits for them. After the training it leaves at once."""
+    interruption = training.Interruption(heard.append, waits_for_others=True)
+    interruption.release = lambda: heard.append("released")
+    if trains:
+        interruption.training_begins()
+    interruption._hear(signal.SIGTERM)
+    assert (interruption.requested, interruption.leaves, heard) == (True, True, [])
+    interruption.after_create_session(None, None)  # does not wait for its end
+    after = training.Interruption(heard.append, waits_for_others=True)
+    after.training_begins()
+    after.report = "report"
+    after.training_ends()
+    after._hear(signal.SIGTERM)
+    assert heard == ["report"]
+
+
 def test_who_cannot_leave_says_that_it_was_asked(heard):
     interruption = training.Interruption()
     interruption.training_begins()
