@@ -472,8 +472,9 @@ def run_worker(plan, task, settings, server, interruption, open_session):
                 session.run(plan.farewell)
                 run_dir.write_left(settings.run_dir, index, report)
                 rendezvous.leave(session, report)
+                session.run(plan.farewell)  # all once more: a ps that has died meanwhile has taken this worker in again
                 if meeting:
-                    _leave_others(session, meeting, plan)  # once more, if a ps has died meanwhile, and taken it in again
+                    _leave_others(session, meeting, plan)
                 say_left(index, settings, report)
                 outcome = Outcome(status_of_leaving())
                 break
