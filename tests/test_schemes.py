@@ -358,6 +358,31 @@ def test_elastic_force_is_that_of_the_workers_who_are_there(graph, model, batche
     assert np.abs(ours.center - problem_of_two.center).max() > 1e-3  # n matters
 
 
+def test_elastic_force_in_a_loop_of_the_graph(graph, model, batches, known_batches, load_scheme):
+    """As in a long run: it reads anew, each time around, how many workers there are."""
+    scheme, times = SCHEMES["AEASGD"], tf.placeholder(tf.int32, [])
+    hp = types.SimpleNamespace(**vars(scheme.hyperparameters(3)), max_workers=5)
+    center, come = GlobalParameters(model.initial_parameters), [ending.came_to_gate("", i) for i in range(4)]
+    center.present = ending.Present("")
+    local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)), num_workers=5)
+    hp, rule = hyperparameters(hp, center, local), load_scheme(*scheme[:2])
+    build_rounds(rule, center, local, hp)
+    loop = repeat_rounds(rule, center, local, hp, 2, times)
+    problem = Problem(model.initial_parameters, batches, scheme.hyperparameters(3))
+    life = aeasgd(problem, 0)
+    with tf.Session() as session:
+        session.run(tf.global_variables_initializer(), center.init_feed_dict)
+        session.run(tf.local_variables_initializer(), local.init_feed_dict)
+        for i in range(1, 4):
+            session.run(come[i])
+            session.run(loop, {times: i})
+            problem.present = 1 + i
+            for _ in range(2 * i * scheme.steps):
+                next(life)
+        ours = Walk(session.run(center.read()[0]), [])
+    close(ours, Walk(problem.center, []), model.initial_parameters)
+
+
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 @pytest.mark.parametrize("decay", [0, 0.5])
 def test_schedule_and_weight_decay(model, walk, batches, scheme, decay):

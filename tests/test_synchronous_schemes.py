@@ -654,3 +654,24 @@ def test_who_comes_after_the_end_is_told(graph, model, batches, known_batches, l
         session.run(waits[1].enter)
         session.run(waits[1].come)
         assert session.run(push[1].training_ended) and session.run(waits[1].has_left)
+
+
+def test_updates_in_a_loop_of_the_graph(graph, model, batches, known_batches, load_scheme):
+    """As in a long run, of one worker where more may come."""
+    scheme, times = TOGETHER["Synchronous-SGD"], tf.placeholder(tf.int32, [])
+    center = GlobalParameters(model.initial_parameters)
+    values = vars(scheme.hyperparameters(1)) | {"max_workers": 3, "num_workers": 1}
+    local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)), num_workers=3, begin_workers=1)
+    hp, rule = hyperparameters(types.SimpleNamespace(**values), center, local), load_scheme(*scheme[:2])
+    build_rounds(rule, center, local, hp)
+    loop, waits = repeat_rounds(rule, center, local, hp, 2, times), center.waits(local)
+    problem = Meeting(model.initial_parameters, batches, scheme.hyperparameters(1))
+    for _ in range(6):
+        problem.center = problem.center - RATE * problem.gradient(0, problem.center)
+    with tf.Session() as session:
+        session.run(tf.global_variables_initializer(), center.init_feed_dict)
+        session.run(tf.local_variables_initializer(), local.init_feed_dict)
+        session.run(waits.enter, {waits.left: [False] * 3})
+        made = session.run(loop, {times: 3})
+        assert made.steps[-1].tolist() == [5, 6] and tuple(made.local_steps) == (-1, 6)
+        np.testing.assert_allclose(session.run(center.read()[0]), problem.center, rtol=1e-5)
