@@ -130,6 +130,18 @@ def test_who_is_behind(initialized, graph, staleness, quorum, ticks, behind):
     assert [session.run(each).nonzero()[0].tolist() for each in found] == behind
 
 
+def test_who_leaves_makes_a_last_round_if_others_need_it(graph):
+    """In a scheme with updates of all workers; elsewhere it only has to say so."""
+    has_left, said = (tf.get_variable(name, initializer=False, use_resource=True) for name in ("has_left", "said"))
+    leave, go = (variable.assign(True, read_value=False) for variable in (said, has_left))
+    with tf.Session() as session:
+        session.run(tf.global_variables_initializer())
+        hook = MeetingHook(types.SimpleNamespace(leave=leave, go=go, has_left=has_left.read_value()))
+        assert [hook.goes(session), hook.goes(session), session.run(said.read_value())] == [True, False, False]
+        hook = MeetingHook(types.SimpleNamespace(leave=leave, go=None))
+        assert [hook.goes(session), session.run(said.read_value())] == [False, True]
+
+
 def test_meeting_names_workers(graph):
     behind = tf.constant([True, False, True])
     hook = MeetingHook(types.SimpleNamespace(vote=None, enter=(), left=None, come=None, behind=behind))
