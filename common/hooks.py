@@ -16,7 +16,6 @@ class Gate:
 
     Attributes:
       variable: a boolean, initialized when they may begin: whether there is something to do.
-      count: a tensor, int64: how many have come to it.
     """
 
     def __init__(self, device):
@@ -24,7 +23,6 @@ class Gate:
             self.variable = tf.get_variable("gate", initializer=True, trainable=False, collections=[])
             self._end = self.variable.assign(False, read_value=False)
             self._came = ending.gate_table(device)
-            self.count = tf.raw_ops.LookupTableSizeV2(table_handle=self._came)
             self._who_came = tf.raw_ops.LookupTableExportV2(table_handle=self._came, Tkeys=tf.int64, Tvalues=tf.int64).keys
             self._is_open = tf.is_variable_initialized(self.variable)
 
@@ -64,11 +62,13 @@ class StartHook(tf.train.SessionRunHook):
       secs: for how long to wait.
       is_over: function that says whether to wait no longer.
       waited: function of a session and of how many seconds it has waited.
+      who_left: function that returns which workers have left for good: a ps that was restarted does not know that they had
+        come.
     """
 
-    def __init__(self, gate, num_workers, secs, is_over=lambda: False, waited=lambda session, secs: None):
-        self._gate, self._others, self._secs = gate, num_workers - 1, secs
-        self._is_over, self._waited = is_over, waited
+    def __init__(self, gate, num_workers, secs, is_over=lambda: False, waited=lambda session, secs: None, who_left=tuple):
+        self._gate, self._num_workers, self._secs = gate, num_workers, secs
+        self._is_over, self._waited, self._who_left = is_over, waited, who_left
         self._deadline, self._has_waited = math.inf, False
 
     def after_create_session(self, session, coord):
@@ -85,14 +85,14 @@ class StartHook(tf.train.SessionRunHook):
         self._gate.open(session)
 
     def _missing(self, session):
-        came = self._gate.who_came(session)
-        return [f"worker {i}" for i in range(1, self._others + 1) if i not in came]
+        known = self._gate.who_came(session) | set(self._who_left())
+        return [f"worker {i}" for i in range(1, self._num_workers) if i not in known]
 
     def _wait(self, session):
-        while (count := session.run(self._gate.count)) < self._others and not self._is_over():
+        while (missing := self._missing(session)) and not self._is_over():
             if time.monotonic() >= self._deadline:
-                missing = f"{self._others - count} of {self._others + 1} workers"
-                tell(f"{missing} have not come within --start_secs={self._secs:g}: the others begin")
+                count = f"{len(missing)} of {self._num_workers} workers"
+                tell(f"{count} have not come within --start_secs={self._secs:g}: the others begin")
                 break
             time.sleep(0.02)
 

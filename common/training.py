@@ -374,12 +374,15 @@ def run_worker(plan, task, settings, server, interruption, open_session):
     if plan.lease is not None:
         hooks.append(LeaseHook(plan.lease))  # the chief's before it lets the others begin
     begin_workers = settings.begin_workers if task and settings.max_workers else task and task.num_workers
+    size = len(REPORT) + len(PARTS) + len(STAY)
+    kept = functools.partial(run_dir.read_left, settings.run_dir, task.num_workers if task else 1, size)
     if index == 0 and plan.gate:
         if settings.warm_start_steps:
             hooks.append(WarmStartHook(plan.gate, plan.step, settings.warm_start_steps))
         else:
             waited = plan.keeper.pause if plan.keeper else lambda session, secs: None
-            hooks.append(StartHook(plan.gate, begin_workers, settings.start_secs, lambda: interruption.requested, waited))
+            how = settings.start_secs, lambda: interruption.requested, waited, kept
+            hooks.append(StartHook(plan.gate, begin_workers, *how))
     rendezvous: Any = None
     if task:
         expected = None

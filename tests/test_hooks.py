@@ -404,6 +404,19 @@ def test_those_that_are_there_begin_without_the_others(gate, said):
         assert session.run(look).size == 0
 
 
+def test_who_has_left_is_not_waited_for(gate, said):
+    """Also if the ps does not know that it had come, as it was restarted; and nobody who joins stands in for another."""
+    looks = [gate.closed(i) for i in (1, 3)]
+    with tf.Session() as session:
+        session.run(looks)
+        start(session, gate, said, secs=0.1)
+        assert said == ["1 of 3 workers have not come within --start_secs=0.1: the others begin"]
+    with tf.Session() as session:
+        session.run(looks[:1])
+        start(session, gate, said, who_left=lambda: {2: [0.0]})
+        assert gate.is_open(session) and len(said) == 1
+
+
 def test_a_ps_that_is_lost_while_the_chief_waits(gate, said):
     """In the new session the chief waits on, but not once more when it has waited."""
     looks = [gate.closed(i) for i in (1, 2)]
