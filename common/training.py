@@ -366,7 +366,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
         hooks.append(early_stopping)
     meeting = None
     size = len(REPORT) + len(PARTS) + len(STAY)
-    kept = functools.partial(run_dir.read_left, settings.run_dir, task.num_workers if task else 0, size)
+    kept = functools.partial(run_dir.read_left, settings.run_dir, task.num_workers if task else 1, size)
     if plan.waits:
         meeting = MeetingHook(plan.waits, kept)
         interruption.release = meeting.release
@@ -374,8 +374,6 @@ def run_worker(plan, task, settings, server, interruption, open_session):
     if plan.lease is not None:
         hooks.append(LeaseHook(plan.lease))  # the chief's before it lets the others begin
     begin_workers = settings.begin_workers if task and settings.max_workers else task and task.num_workers
-    size = len(REPORT) + len(PARTS) + len(STAY)
-    kept = functools.partial(run_dir.read_left, settings.run_dir, task.num_workers if task else 1, size)
     if index == 0 and plan.gate:
         if settings.warm_start_steps:
             hooks.append(WarmStartHook(plan.gate, plan.step, settings.warm_start_steps))
