@@ -10,7 +10,8 @@ def aeamsgd(center, local, hp):
     The gradient is taken ahead, where the velocity v alone would lead. The elastic force moves x, not v: v goes on through
     the exchange.
 
-    T is `hp.window`; α = β/n with β = `hp.beta` and n workers; δ is `hp.momentum`, in the paper 0.99; η is `hp.learning_rate`.
+    T is `hp.window`; α = β/n with β = `hp.beta` and n = `hp.num_workers`; where workers come and go, those who are there when x̃
+    is read. δ is `hp.momentum`, in the paper 0.99; η is `hp.learning_rate`.
     """
     v = local.vector("velocity")  # zero at first
 
@@ -25,14 +26,16 @@ def aeamsgd(center, local, hp):
 
 def check(settings):
     """Raises a `UserError` if the force would throw a worker past the center."""
-    if settings.beta > settings.num_workers:
+    n = 1 if settings.max_workers else settings.num_workers
+    if settings.beta > n:
+        least = "which --max_workers lets fall to 1" if settings.max_workers else n
         raise UserError(
-            f"--beta must be at most the number of workers, {settings.num_workers}, not {settings.beta:g}: a worker would be "
-            "thrown past the center"
+            f"--beta must be at most the number of workers, {least}, not {settings.beta:g}: a worker would be thrown past the "
+            "center"
         )
 
 
 if __name__ == "__main__":
-    define_number("beta", 0.9, "elastic force of all workers together; of each it is beta / --num_workers", least=0)
+    define_number("beta", 0.9, "elastic force of all workers together; of each it is beta / n", least=0)
     define_number("momentum", 0.99, "δ of the local steps", least=0, below=1)
     main(aeamsgd, optimizer_on="worker", epochs=60, batch_size=32, learning_rate=0.001, window=10, check=check)

@@ -11,8 +11,9 @@ def aeasgd(center, local, hp):
     once, from the old values of both. The replicas stay apart, each explores on its own, and the center, which is what is
     evaluated, follows their mean.
 
-    T is `hp.window`; α = β/n with β = `hp.beta` and n workers, as in the paper; η is `hp.learning_rate`, and the local steps
-    are of SGD or of another optimizer (`hp.local_optimizer`).
+    T is `hp.window`; α = β/n with β = `hp.beta`, as in the paper, and n = `hp.num_workers`; where workers come and go, those
+    who are there when x̃ is read. η is `hp.learning_rate`, and the local steps are of SGD or of another optimizer
+    (`hp.local_optimizer`).
     """
     yield local.train(hp.window, local.optimizer(hp))  # x ← x − η g(x), T times
     yield local.compare(center)  # reads x̃, for x − x̃
@@ -22,14 +23,16 @@ def aeasgd(center, local, hp):
 
 def check(settings):
     """Raises a `UserError` if the force would throw a worker past the center."""
-    if settings.beta > settings.num_workers:
+    n = 1 if settings.max_workers else settings.num_workers
+    if settings.beta > n:
+        least = "which --max_workers lets fall to 1" if settings.max_workers else n
         raise UserError(
-            f"--beta must be at most the number of workers, {settings.num_workers}, not {settings.beta:g}: a worker would be "
-            "thrown past the center"
+            f"--beta must be at most the number of workers, {least}, not {settings.beta:g}: a worker would be thrown past the "
+            "center"
         )
 
 
 if __name__ == "__main__":
-    define_number("beta", 0.9, "elastic force of all workers together; of each it is beta / --num_workers", least=0)
+    define_number("beta", 0.9, "elastic force of all workers together; of each it is beta / n", least=0)
     defaults = {"epochs": 60, "batch_size": 32, "learning_rate": 0.1, "window": 10, "local_optimizer": "sgd"}
     main(aeasgd, optimizer_on="worker", check=check, **defaults)

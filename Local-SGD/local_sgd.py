@@ -15,7 +15,8 @@ def local_sgd(center, local, hp):
     """x ← x̃;  T local steps x ← x − γ g(x);  x̃ ← Σ_i w_i x^i.
 
     The n workers walk T steps of SGD from the same x̃, and x̃ becomes their mean: w_i = 1/n, or with `hp.weigh_by_samples` the
-    worker's share of all samples. They push w_i (x̃ − x^i), whose sum is Δ:  x̃ ← x̃ − α Δ. T = 1 is synchronous SGD.
+    worker's share of all samples. They push x̃ − x^i, whose mean is Δ, or w_i (x̃ − x^i), whose sum is Δ:  x̃ ← x̃ − α Δ. So n is
+    that of those who take part in this update. T = 1 is synchronous SGD.
 
     With a slow momentum β this step has a memory, u:  u ← β u + Δ/γ;  x̃ ← x̃ − α γ u.
 
@@ -23,11 +24,11 @@ def local_sgd(center, local, hp):
     """
     sgd, slow = tf.train.GradientDescentOptimizer(hp.learning_rate), tf.train.GradientDescentOptimizer(hp.slow_learning_rate)
     momentum = tf.train.MomentumOptimizer(hp.slow_learning_rate * hp.learning_rate, hp.slow_momentum)
-    others, start = center.together(local, mean=False), local.vector("start")
+    others, start = center.together(local, mean=not hp.weigh_by_samples), local.vector("start")
     yield local.pull(center)  # x ← x̃
     yield local.assign(start, local.value)  # which no one changes until all have come back
     yield local.train(hp.window, sgd)  # x ← x − γ g(x), T times
-    w = local.share if hp.weigh_by_samples else 1 / hp.num_workers
+    w = local.share if hp.weigh_by_samples else 1
     if hp.slow_momentum == 0:
         yield others.push(slow, w * (start - local.value))  # x̃ ← x̃ − α Δ, when all have arrived
     else:

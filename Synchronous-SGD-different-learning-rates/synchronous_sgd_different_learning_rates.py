@@ -22,9 +22,12 @@ def synchronous_sgd_different_learning_rates(center, local, hp):
 
 
 def check(hp):
-    """Raises a `UserError` if there is not one rate for each worker."""
-    if len(hp.learning_rates) != hp.num_workers:
-        raise UserError(f"--learning_rates has {len(hp.learning_rates)} for {hp.num_workers} workers: give one for each")
+    """Raises a `UserError` if there is not one rate for each worker, and each place of one that may come."""
+    n, what = hp.max_workers or hp.num_workers, "places of workers" if hp.max_workers else "workers"
+    if len(hp.learning_rates) != n:
+        raise UserError(f"--learning_rates has {len(hp.learning_rates)} for {n} {what}: give one for each")
+    if hp.max_workers and hp.weight_decay:
+        raise UserError("--weight_decay goes by the sum of all rates, which changes with --max_workers: leave one of them out")
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ class GlobalParameters:
       optimizers: the `common.steps.Optimizers` that change x̃.
       decay: η λ of weight decay, see `apply`; None for none.
       has_decayed: whether there is an update with it.
+      present: where workers come and go, which take part now, a `common.ending.Present`; None elsewhere.
       local_steps: of which all updates so far are made, a variable, int64; None if each is made of as many, see `dynamic`.
     """
 
@@ -61,6 +62,7 @@ class GlobalParameters:
         max_rows=ROOM,
     ):
         self.schedule, self.decay, self.has_decayed = schedule, None, False
+        self.present: Any = None  # `common.training` sets it
         self.compression, self.fragments, self.local_steps = compression, fragments, None
         self.size = len(initial_parameters)
         if self.size < fragments:
@@ -154,6 +156,12 @@ class GlobalParameters:
                 values.append(piece.read_value())
         whole = joined([here for here, _ in self.packed(values, pieces)] if packed else values)
         return (whole, step, [step.op, *(value.op for value in values)]) if tell else (whole, step)
+
+    def count_workers(self):
+        """Returns how many workers are `present`, a float32 scalar, read when `read` reads x̃. One small message."""
+        device = self.step.device
+        with tf.device(device), tf.control_dependencies(None), tf.control_dependencies(before_read(device)):
+            return tf.cast(self.present.count(), tf.float32)
 
     def packed(self, values, pieces=None):
         """Packs pieces of x̃, each on its ps, as `--compress_pull` says; returns pairs: what the worker gets, here and there."""
@@ -373,9 +381,9 @@ class GlobalParameters:
             raise UserError("--compress and --compress_pull are for messages to and from a ps, which center.ring has none of")
         return self._only("waits", Ring, local)
 
-    def clocks(self, num_workers, staleness=0, quorum=None):
+    def clocks(self, local, staleness=0, quorum=None):
         """Returns the clocks by which workers wait for each other, see `common.coordination.Clocks`."""
-        return Clocks(num_workers, self.lock, staleness, quorum)
+        return Clocks(local.num_workers, self.lock, staleness, quorum, begin=local.begin_workers)
 
     def waits(self, local):
         """Returns how this worker waits for others, a `Pace`, `Together` or `Ring`; None if it goes at its own pace."""

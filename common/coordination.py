@@ -9,6 +9,7 @@ from typing import Any
 from common import tf
 
 FINISHED = 2**61  # the clock of a worker that holds no other back; sums of two such fit in 64 bits
+AWAY = FINISHED + 1  # that of a place which nobody has, where workers come and go
 
 
 class Lock:
@@ -48,7 +49,8 @@ class Clocks:
     """A clock for each worker; a worker whose clock is ahead waits until the slower ones have come closer.
 
     Worker i may go on while c_i − low ≤ s, where low is the least of all clocks: stale synchronous parallel (Ho et al. 2013).
-    With a `quorum` of N workers low is the N-th largest clock: N of them are enough to let the others go on.
+    With a `quorum` of N workers low is the N-th largest clock: N of them are enough to let the others go on. Where workers come
+    and go, as many as else need not be waited for, but one at least has to be.
 
     A blocked worker dequeues from its own queue, its bell. The worker that raises `low` enqueues one token for each that it
     unblocks. `wait` takes exactly as many tokens as the times that its worker came to be too far ahead.
@@ -59,32 +61,51 @@ class Clocks:
       staleness: s, how many ticks a worker may be ahead; infinity is allowed.
       quorum: N; all workers by default.
       name: the same for all workers that share the clocks.
+      begin: if workers come and go, how many of them the run begins with; the others are not waited for until they have come.
+        None: all of them.
     """
 
     is_virtual = False  # as in `common.simulation`, where no worker enters or leaves
 
-    def __init__(self, num_workers, lock, staleness=0, quorum=None, name="clocks"):
+    def __init__(self, num_workers, lock, staleness=0, quorum=None, name="clocks", begin=None):
         self.lock, self._num_workers, self._quorum = lock, num_workers, quorum or num_workers
         self._staleness = int(min(staleness, FINISHED))
         with tf.device(lock.device), tf.control_dependencies(None):
-            self._clocks, self._owed, self._pulled, self._released = (
+            self._clocks, self._owed, self._pulled, self._released, self._goes = (
                 tf.raw_ops.MutableHashTableV2(key_dtype=tf.int64, value_dtype=tf.int64, shared_name=f"{name}_{column}")
-                for column in ("clock", "owed", "pulled", "released")
+                for column in ("clock", "owed", "pulled", "released", "goes")
             )
             self._bells = [tf.queue.FIFOQueue(-1, tf.int64, [[]], shared_name=f"{name}_bell_{i}") for i in range(num_workers)]
             # Made here, they carry no control dependencies: a lookup has its own.
             self._workers, self._zero = tf.range(num_workers, dtype=tf.int64), tf.zeros([], tf.int64)
+            self._unknown, self._first = tf.constant(-1, tf.int64), None
+            if begin is not None:
+                self._first = tf.constant([0] * begin + [AWAY] * (num_workers - begin), tf.int64)
             self._keys = [tf.constant([i], tf.int64) for i in range(num_workers)]
 
-    def read(self):
-        """Returns all clocks, an int64 tensor `[num_workers]`."""
-        return self._find(self._clocks, self._workers)
+    def read(self, left=None):
+        """Returns all clocks, an int64 tensor `[num_workers]`.
+
+        Args:
+          left: booleans `[num_workers]`: who has left for good, as far as this ps does not know it; None for nobody.
+        """
+        if self._first is None:
+            return self._find(self._clocks, self._workers)
+        with tf.device(self.lock.device):
+            found = self._find(self._clocks, self._workers, self._unknown)
+            first = self._first
+            if left is not None:
+                first = tf.where(left, tf.fill(left.shape, tf.constant(AWAY, tf.int64)), first)
+            return tf.where(found < 0, first, found)
 
     def low(self, clocks):
         """Returns the clock that the others are measured by, a scalar."""
         if self._quorum == self._num_workers:
             return tf.reduce_min(clocks)
-        return tf.sort(clocks, direction="DESCENDING")[self._quorum - 1]
+        if self._first is None:
+            return tf.sort(clocks, direction="DESCENDING")[self._quorum - 1]
+        here = tf.reduce_sum(tf.cast(clocks < FINISHED, tf.int32))
+        return tf.sort(clocks)[tf.minimum(self._num_workers - self._quorum, tf.maximum(here - 1, 0))]
 
     def pulled(self, worker):
         """Returns what `low` was when this worker last came through `wait`, or entered."""
@@ -142,16 +163,16 @@ class Clocks:
     def _ring(self, worker, tokens):
         return self._bells[worker].enqueue_many([tf.zeros([tokens], tf.int64)])
 
-    def enter(self, worker):
+    def enter(self, worker, left=None):
         """Operations for the begin of a worker's session: it goes on with the clock that it had.
 
-        One that had left goes on with the slowest of the others.
+        One that had left, or is new, goes on with the slowest of the others. `left` as of `read`.
         """
         with self.lock.held([]) as done, tf.device(self.lock.device):
-            clocks = self.read()
+            clocks = self.read(left)
             low = self.low(clocks)
-            back = tf.where(tf.equal(low, FINISHED), tf.zeros_like(low), low)
-            clock = tf.where(tf.equal(clocks[worker], FINISHED), back, clocks[worker])
+            back = tf.where(low >= FINISHED, tf.zeros_like(low), low)
+            clock = tf.where(clocks[worker] >= FINISHED, back, clocks[worker])
             done += self.begin(worker, clocks, self.with_clock(clocks, worker, clock))
         return done
 
@@ -164,7 +185,21 @@ class Clocks:
             emptied = bell.dequeue_many(bell.size())
         with tf.control_dependencies([emptied]):
             owed = self._insert(self._owed, worker, after[worker] - low > self._staleness)
-        return [*changed, owed, self._insert(self._released, worker, 0), self._insert(self._pulled, worker, low)]
+        anew = [self._insert(self._released, worker, 0), self._insert(self._pulled, worker, low)]
+        anew += [] if self._first is None else [self._insert(self._goes, worker, 0)]
+        return [*changed, owed, *anew]
+
+    def go(self, worker):
+        """Operations that say that this worker is about to leave for good. It waits for nobody any more."""
+        return [self._insert(column, worker, 1) for column in (self._goes, self._released)]
+
+    def goes(self, worker):
+        """Returns whether this worker has said so, a boolean scalar."""
+        return self._of(self._goes, worker) > 0
+
+    def has_left(self, worker):
+        """Returns whether nobody waits for this worker, a boolean scalar."""
+        return self.read()[worker] >= FINISHED
 
     def leave(self, worker):
         """Operations that let the others go on without this worker."""
@@ -181,9 +216,10 @@ class Clocks:
                 done += [released, self._ring(worker, 1)]
         return done
 
-    def _find(self, table, keys):
+    def _find(self, table, keys, default=None):
+        default = self._zero if default is None else default
         with tf.device(self.lock.device):
-            return tf.raw_ops.LookupTableFindV2(table_handle=table, keys=keys, default_value=self._zero)
+            return tf.raw_ops.LookupTableFindV2(table_handle=table, keys=keys, default_value=default)
 
     def _of(self, table, worker):
         return self._find(table, self._keys[worker])[0]

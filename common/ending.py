@@ -1,4 +1,4 @@
-"""The end of a cluster: when the chief has all reports, and when a ps may exit."""
+"""Who takes part in a cluster, and its end: when the chief has all reports, and when a ps may exit."""
 
 import contextlib
 import ctypes
@@ -126,7 +126,7 @@ def say_gone(task, server, report):
     def say():
         with tf.Graph().as_default() as graph:
             rendezvous = Rendezvous(task, len(report))
-            words = [came_to_gate(f"/job:ps/task:{i}", task.shard_index) for i in range(task.num_ps)]
+            words = [Present(f"/job:ps/task:{i}").leave(task.shard_index) for i in range(task.num_ps)]
             with tf.Session(server.target, graph, config=task.config()) as session:
                 session.run(words)
                 rendezvous.leave(session, report)
@@ -147,6 +147,40 @@ def came_to_gate(device, index):
     """Returns the operation that says that worker `index` has come."""
     table, keys = gate_table(device), tf.constant([index], tf.int64)
     return tf.raw_ops.LookupTableInsertV2(table_handle=table, keys=keys, values=keys)
+
+
+class Present:
+    """How many workers take part, where they come and go: worker 0, and those that have come and have not left for good since.
+
+    One that is killed counts until its next process comes, which takes its place: a worker never counts twice. It is as old as
+    the ps: when that is restarted, all workers come to it anew.
+
+    Args:
+      device: of the global step; "" for this process.
+    """
+
+    def __init__(self, device):
+        self._device = device
+        with tf.device(device), tf.control_dependencies(None):
+            self._came = gate_table(device)
+            self._gone = tf.raw_ops.MutableHashTableV2(key_dtype=tf.int64, value_dtype=tf.int64, shared_name="gone")
+
+    def count(self):
+        """Returns the number, an int64 scalar."""
+        with tf.device(self._device):
+            came, gone = (tf.raw_ops.LookupTableSizeV2(table_handle=table) for table in (self._came, self._gone))
+            return 1 + came - gone
+
+    def enter(self, worker):
+        """Returns the operation for the begin of a worker's session: if one of its number had left, it is back."""
+        with tf.device(self._device):
+            return tf.raw_ops.LookupTableRemoveV2(table_handle=self._gone, keys=tf.constant([worker], tf.int64))
+
+    def leave(self, worker):
+        """Returns the operation of a worker that leaves for good. It has come, also to a ps that does not know that yet."""
+        with tf.device(self._device), tf.control_dependencies([came_to_gate(self._device, worker)]):
+            keys = tf.constant([worker], tf.int64)
+            return tf.raw_ops.LookupTableInsertV2(table_handle=self._gone, keys=keys, values=keys)
 
 
 def say_left(task, server):

@@ -131,10 +131,15 @@ class WarmStartHook(tf.train.SessionRunHook):
 
 
 class MeetingHook(tf.train.SessionRunHook):
-    """Takes part in what workers wait for each other for; `meeting` is a `common.together.Pace`, `Together` or `Ring`."""
+    """Takes part in what workers wait for each other for.
 
-    def __init__(self, meeting):
-        self._meeting = meeting
+    Args:
+      meeting: a `common.together.Pace`, `Together` or `Ring`.
+      who_left: where workers come and go, function that returns which of them have left for good.
+    """
+
+    def __init__(self, meeting, who_left=tuple):
+        self._meeting, self._who_left = meeting, who_left
         self._session, self._has_left, self._is_released = None, False, False
 
     def after_create_session(self, session, coord):
@@ -142,9 +147,20 @@ class MeetingHook(tf.train.SessionRunHook):
         if self._meeting.vote is not None and self._session:
             raise RuntimeError("the connection to a ps was lost; all workers have to be started again")
         self._session = session
-        session.run(self._meeting.leave if self._has_left else self._meeting.enter)
+        if self._has_left:
+            session.run(self._meeting.leave)
+        else:
+            session.run(self._meeting.enter, self._feed())
+            if self._meeting.come is not None:
+                session.run(self._meeting.come)
         if self._is_released:
             session.run(self._meeting.release)
+
+    def _feed(self):
+        if self._meeting.left is None:
+            return None
+        gone = self._who_left()
+        return {self._meeting.left: [i in gone for i in range(self._meeting.left.shape[0])]}
 
     def missing(self):
         """Returns which workers this one waits for just now, as ["worker 3"]. Called from any thread."""
@@ -160,6 +176,16 @@ class MeetingHook(tf.train.SessionRunHook):
         """The others need not wait for this worker any more."""
         self._has_left = True
         session.run(self._meeting.leave)
+
+    def goes(self, session):
+        """Lets this worker leave for good; returns whether it has to make one more round for that."""
+        if self._meeting.go is None:
+            self.leave(session)
+            return False
+        if session.run(self._meeting.has_left):
+            return False
+        session.run(self._meeting.go)
+        return True
 
     def vote(self, session):
         """Says that this worker is to stop together with the others, and returns whether that is how they stop."""

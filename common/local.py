@@ -41,6 +41,7 @@ class LocalParameters:
       clip_norm: the largest norm of the gradient of a step; a longer one is scaled down to it. None lets all be.
       kept: variables, see `GlobalParameters.keep`: where the state of this worker's model begins, in place of the model's own.
       samples_of_each: how many samples each worker has, a list; None in it if they never end. None: all have equally many.
+      begin_workers: if workers come and go, how many of them the run begins with, as an attribute, too; None elsewhere.
 
     Attributes:
       value: x, a variable `[size]`.
@@ -53,6 +54,7 @@ class LocalParameters:
       dynamic: the `common.dynamic.Dynamic` of this worker, if it has one.
       window: local steps between two pulls, if there are tables; `common.schedules.hyperparameters` sets it.
       local_steps: how many the calls of `train` have had together; those of `dynamic` count as one.
+      present: where workers come and go, how many there were when `compare` read x̃, a float32 variable; None elsewhere.
     """
 
     def __init__(
@@ -67,10 +69,11 @@ class LocalParameters:
         clip_norm=None,
         kept=(),
         samples_of_each=None,
+        begin_workers=None,
     ):
         self.model, self.batches, self.name, self._clip_norm = model, batches, name, clip_norm
         self.index, self.num_workers, self.delay = index, num_workers, delay
-        self._samples_of_each = samples_of_each
+        self._samples_of_each, self.begin_workers = samples_of_each, begin_workers
         self.init_feed_dict = dict(batches.init_feed_dict)
         with tf.variable_scope(name):
             self.value = local_variable("x", center.read()[0])
@@ -90,6 +93,7 @@ class LocalParameters:
         self.copies: set[str] = set()
         self._counters: dict[str, Any] = {}
         self.dynamic: Any = None
+        self.present: Any = None
         self.overlap = False
         self._read_ahead: tuple[Any, ...] = ()
         self.decay = None
@@ -203,8 +207,10 @@ class LocalParameters:
         """This worker's share of the samples of all workers, a number, or a scalar tensor in a simulation.
 
         Raises:
-          UserError: if the samples never end.
+          UserError: if the samples never end, or workers come and go.
         """
+        if self.begin_workers is not None:
+            raise UserError("--max_workers: workers lease samples piece by piece, so none has a known share: leave it out")
         counts = self._samples_of_each or [1] * self.num_workers
         if None in counts:
             raise UserError("the training set never ends, so no worker has a known share of it")
@@ -270,10 +276,22 @@ class LocalParameters:
         return Step((*changed, *on_ps, *kept), pulled=pulled, ahead=ReadAhead(x, at, keep))
 
     def compare(self, center):
-        """d ← x − x̃, which is in `difference` afterwards. One message from each ps."""
+        """d ← x − x̃, which is in `difference` afterwards. One message from each ps.
+
+        Where workers come and go, it also counts those that are there at that moment; a scheme finds them as `hp.num_workers`.
+        """
         self._only_vector("local.compare")
         value, step = center.read(packed=True)
-        return Step((self.vector("difference").assign(self.value - value, read_value=False), *self.note(step)), pulled=step)
+        noted = [*self.note(step), *self._count_workers(center)]
+        return Step((self.vector("difference").assign(self.value - value, read_value=False), *noted), pulled=step)
+
+    def _count_workers(self, center):
+        if center.present is None:
+            return []
+        if self.present is None:
+            with tf.control_dependencies(None), tf.variable_scope(self.name):
+                self.present = local_variable("present", tf.ones([]))
+        return [self.present.assign(center.count_workers(), read_value=False)]
 
     def add(self, difference):
         """x ← x + difference, a tensor `[size]`."""

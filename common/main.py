@@ -133,8 +133,8 @@ def _say(status, line):
 def _check_places(settings, pace, evaluate, has_launcher, num_workers_given):
     """Raises a `UserError` if workers cannot come and go."""
     flag = f"--max_workers={settings.max_workers}"
-    if pace != "own":
-        raise UserError(f"{flag}: the workers of {settings.scheme} wait for each other, so none can join: leave it out")
+    if pace == "ring":
+        raise UserError(f"{flag}: the workers of {settings.scheme} average among themselves, so none can join: leave it out")
     if evaluate:
         raise UserError(f"{flag}: {settings.scheme} has an evaluator in the last place: leave it out")
     if not has_launcher:

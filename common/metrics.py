@@ -172,7 +172,7 @@ class MetricsHook(tf.train.SessionRunHook):
             return
         loss, steps, parts, local_steps = run_values.results
         samples = len(steps) * self._samples_per_update
-        if local_steps:
+        if local_steps and local_steps[0] >= 0:
             samples, self._made = (int(local_steps[0]) - self._made) * self._batch_size, int(local_steps[0])
         self._samples, self._new_samples = self._samples + samples, self._new_samples + samples
         if self._drawn:

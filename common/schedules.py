@@ -202,7 +202,7 @@ def hyperparameters(hp, center, local):
             center.decay = values["learning_rate"] * values["decay"]
     if values.get("max_workers"):
         del values["num_workers"]
-        return _Changing(**values)
+        return _Changing(**values, _local=local)
     return type(hp)(**values)
 
 
@@ -211,8 +211,16 @@ class _Changing(Settings):
 
     @property
     def num_workers(self):
-        """Raises a `UserError`."""
-        raise UserError("--max_workers: the rule of this scheme has the number of workers, which would change: leave it out")
+        """n, how many workers there were when `local.compare(center)` read x̃ last, a float32 scalar on this worker.
+
+        Raises:
+          UserError: if the scheme has not compared before.
+        """
+        if self._local.present is None:
+            raise UserError(
+                "--max_workers: the rule of this scheme has the number of workers, which would change: leave it out"
+            )
+        return self._local.present.read_value()
 
 
 def check_rates(center, last):

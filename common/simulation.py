@@ -403,8 +403,8 @@ _SHARED = "variables_of_virtual_time"
 class _Center(GlobalParameters):
     """x̃ of workers that are indices into rows, not processes."""
 
-    def clocks(self, num_workers, staleness=0, quorum=None):
-        return _Clocks(num_workers, staleness, quorum)
+    def clocks(self, local, staleness=0, quorum=None):
+        return _Clocks(local.num_workers, staleness, quorum)
 
     def ring(self, local):
         raise UserError(

@@ -99,7 +99,9 @@ class Rounds(NamedTuple):
     steps: Any  # int64 [updates, 2]: the newest update by others that the worker knew, and its own update, as global steps
     training_ended: Any = ()  # whether another worker has ended the training, if that can be
     parts: Any = ()  # {part: seconds} of the last round, if the rounds are timed
-    local_steps: Any = ()  # this worker's in its session, and those of all updates so far, where `center.dynamic` chooses them
+    # This worker's in its session, and those of all updates so far, where `center.dynamic` chooses them. If only the number of
+    # gradients of an update changes, the first is -1.
+    local_steps: Any = ()
 
 
 # Of a round: drawing the batches; reading x̃; gradients and local steps; what is sent, until the ps have applied it; until the
@@ -518,10 +520,10 @@ def repeat_rounds(scheme, center, local, hp, rounds, times):
 
 def _counted(center, local, here, there):
     """Returns what `Rounds` has as `local_steps`, after these operations on the worker, and on the ps of the global step."""
-    if getattr(local, "dynamic", None) is None:  # a worker of several devices has none
+    if center.local_steps is None:
         return ()
     with tf.control_dependencies(None), tf.control_dependencies(here):
-        made = local.dynamic.made.read_value()
+        made = local.dynamic.made.read_value() if local.dynamic else tf.constant(-1, tf.int64)
     with tf.control_dependencies(None), tf.device(center.step.device), tf.control_dependencies(there):
         return made, center.local_steps.read_value()
 

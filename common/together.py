@@ -9,7 +9,7 @@ from typing import Any
 
 from common import tf
 from common.batches import assign_part, local_variable
-from common.coordination import FINISHED
+from common.coordination import AWAY, FINISHED
 from common.flags import UserError
 from common.messages import AtUpdate, arrived, gradient_of, parts_of, tensors_of
 from common.schedules import factor_is
@@ -31,17 +31,22 @@ class Pace:
         others stop waiting for it; `release` when it is to stop, so that it no longer waits itself.
       behind: which workers this one waits for just now, booleans `[num_workers]`.
       vote: None, as a worker stops by itself.
+      left: the chief's, where workers come and go: a placeholder for `enter`, booleans `[num_workers]`, of those that have left
+        for good, which a ps that was restarted has forgotten. None elsewhere.
+      come, go, has_left: where workers come and go and each update is made together, operations, and a boolean tensor: `come`
+        ends when a worker that has entered may begin its first round; `go` says that its next push is its last. None elsewhere.
     """
 
     gradients_per_update, vote = 1, None
+    come = go = has_left = None
 
     def __init__(self, center, local, staleness):
         self._center, self._local, self.staleness = center, local, staleness
         with tf.control_dependencies(None):
-            self._clocks, index = center.clocks(local.num_workers, staleness), local.index
-            self.enter, self.leave, self.release = (
-                make(index) for make in (self._clocks.enter, self._clocks.leave, self._clocks.release)
-            )
+            self._clocks, index = center.clocks(local, staleness), local.index
+            self.left = _left(local)
+            self.enter = self._clocks.enter(index, *([] if self.left is None else [self.left]))
+            self.leave, self.release = (make(index) for make in (self._clocks.leave, self._clocks.release))
             self.behind = self._clocks.behind(index)
 
     def wait(self):
@@ -66,7 +71,10 @@ class Pace:
 class Together:
     """Every update is made of the gradients of N workers, all taken at the x̃ that they change.
 
-    N is the number of workers less `backup_workers` (Chen et al. 2016). Exactly once: a gradient counts if there was no update
+    N is the number of workers less `backup_workers` (Chen et al. 2016). Where workers come and go, N is that of those who are
+    there, and one at least: who comes takes part from the next update on, who leaves does so with a last gradient. So N changes
+    between two updates. (With backup workers a last gradient may come too late; then N is one less for the next that is made.)
+    Exactly once: a gradient counts if there was no update
     since this worker's last `wait`, before it pulled, and it has given none for this update yet. All that happens to it, on all
     ps tasks, is one indivisible action, under the lock of the center. The N-th makes the update.
 
@@ -77,19 +85,21 @@ class Together:
       mean: if not, an update is made of the sum of the gradients.
 
     Attributes:
-      gradients_per_update: N.
-      enter, leave, release, behind, vote: as of `Pace`; it is over when one of the workers leaves.
+      gradients_per_update: N; where workers come and go, as the run begins.
+      enter, leave, release, behind, vote, left, come, go, has_left: as of `Pace`; it is over when one of the workers leaves.
     """
 
-    vote = None
+    vote = come = go = has_left = None
 
     def __init__(self, center, local, backup_workers=0, mean=True):
         self._center, self._local = center, local
-        self.gradients_per_update = local.num_workers - backup_workers
+        first = local.num_workers if local.begin_workers is None else local.begin_workers
+        self.gradients_per_update = first - backup_workers
         if self.gradients_per_update < 1:
-            raise UserError(f"{backup_workers} backup workers of {local.num_workers} leave no worker: expected fewer")
+            raise UserError(f"{backup_workers} backup workers of {first} leave no worker: expected fewer")
         with tf.control_dependencies(None):
-            self._clocks = center.clocks(local.num_workers, 0, self.gradients_per_update)
+            self._clocks = clocks = center.clocks(local, 0, local.num_workers - backup_workers)
+            self.left = _left(local)
             reduction = "MEAN" if mean else "SUM"
             self._sums: list[Any] = [_Total(f"gradients_{i}", piece, reduction) for i, piece in enumerate(center.pieces)]
             for i, piece in enumerate(center.targets[len(center.pieces) :]):  # of tables
@@ -99,6 +109,9 @@ class Together:
             if not self._clocks.is_virtual:
                 self.enter, self.leave = self._enter(local), self._leave(local)
             self.release, self.behind = self._clocks.release(local.index), self._clocks.behind(local.index)
+            if local.begin_workers is not None:
+                self.come, self.go, self.has_left = (f(local.index) for f in (clocks.wait, clocks.go, clocks.has_left))
+                center.count_local_steps()
 
     def push(self, optimizer, message, at_ps=None, of_all=None):
         """x̃ ← optimizer(x̃, mean of the gradients of N workers), once N have arrived that were taken at this x̃; one update.
@@ -178,23 +191,28 @@ class Together:
                 counts = tf.equal(clocks.pulled(index), low) & (own <= low) & ~ended
                 if fragment is not None and center.fragments > 1:
                     counts &= tf.equal(low % center.fragments, fragment)
-                after = clocks.with_clock(before, index, tf.where(counts, low + 1, own))
+                own = tf.where(counts, low + 1, own)
+                if self.go:
+                    own = tf.where(clocks.goes(index) & ~ended, tf.constant(AWAY, tf.int64), own)
+                after = clocks.with_clock(before, index, own)
                 is_last = clocks.low(after) > low
                 step_before = center.step.read_value()
                 updated = step_before + tf.cast(counts, tf.int64)
                 added = [total.add(part, counts) for total, part in zip(sums, gradients, strict=True)]
 
                 def apply():
-                    taken = [total.take() for total in sums]
+                    counted = self._count_local_steps(sums[0])
+                    with tf.control_dependencies(counted):
+                        taken = [total.take() for total in sums]
                     if of_all:
                         for i, (piece, at_update) in enumerate(zip(pieces, found, strict=True)):
                             with tf.device(piece.device):
                                 taken[i] = gradient_of(taken[i], of_all, at_update, "of_all")
                     pairs = list(zip(taken, pieces, strict=True))
                     if center.schedule is None:
-                        return center.apply(optimizer, pairs)
+                        return _both(counted, center.apply(optimizer, pairs))
                     with factor_is(center.schedule(step_before)):
-                        return center.apply(optimizer, pairs)
+                        return _both(counted, center.apply(optimizer, pairs))
 
                 with tf.control_dependencies([step_before, *added]):
                     applied = tf.cond(is_last, apply, tf.no_op).op
@@ -207,6 +225,14 @@ class Together:
         operations = tuple([*sent, *kept, *done])
         done = ((self, "push" if fragment is None else f"send {fragment}"),)
         return Step(operations, updated=updated, step_before=step_before, training_ended=ended, done=done)
+
+    def _count_local_steps(self, total):
+        """Operations that count the local steps of the gradients in a total, where workers come and go."""
+        if not self.go:
+            return []
+        center = self._center
+        with tf.device(center.step.device):
+            return [center.local_steps.assign_add(total.count() * self._local.window, read_value=False)]
 
     def wait(self):
         """Ends when the update is made for which this worker computed a gradient, whether that counted or came too late."""
@@ -232,15 +258,22 @@ class Together:
             )
 
     def _enter(self, local):
-        """When the chief enters, x̃ may have gone back to a checkpoint. Then no gradient counts that is on its way."""
+        """When the chief enters, x̃ may have gone back to a checkpoint. Then no gradient counts that is on its way.
+
+        Who is new, or comes back, does as if its gradient for the update that is being made had come.
+        """
         clocks, center = self._clocks, self._center
         with center.lock.held([]) as enter, tf.device(center.step.device):
-            before = after = clocks.read()
+            before = after = clocks.read() if self.left is None else clocks.read(self.left)
+            if local.index > 0 and local.begin_workers is not None:
+                low = clocks.low(before)
+                first = tf.where(low >= FINISHED, tf.constant(FINISHED, tf.int64), low + 1)  # if training has ended, so has it
+                after = tf.where(before[local.index] >= FINISHED, clocks.with_clock(before, local.index, first), before)
             if local.index == 0:
-                newest = tf.reduce_max(tf.where(tf.equal(before, FINISHED), tf.zeros_like(before), before))
+                newest = tf.reduce_max(tf.where(before >= FINISHED, tf.zeros_like(before), before))
                 # A worker that has sent a fragment goes on, and the next one counts; else it is the turn of the same one still.
                 newest += center.fragments
-                after = tf.where(tf.equal(before, FINISHED), before, tf.fill([local.num_workers], newest))
+                after = tf.where(before >= FINISHED, before, tf.fill([local.num_workers], newest))
                 enter += [total.clear() for total in self._sums]
             enter += clocks.begin(local.index, before, after)
         return enter
@@ -266,7 +299,8 @@ class Ring:
       vote: this worker is to stop, and all others together with it after the call, in which it has to take part.
     """
 
-    enter, leave, release, behind = (), (), (), None
+    enter, leave, release, behind, left = (), (), (), None, None
+    come = go = has_left = None
 
     def __init__(self, center, local):
         self._center, self._local, self._num_means = center, local, 0
@@ -314,6 +348,16 @@ class Ring:
         return Step(tuple(operations), updated=step_before + 1, step_before=step_before, training_ended=ended)
 
 
+def _both(operations, operation):
+    return tf.group(*operations, operation) if operations else operation
+
+
+def _left(local):
+    """Returns what `Pace` has as `left`."""
+    is_chief = local.begin_workers is not None and local.index == 0
+    return tf.placeholder(tf.bool, [local.num_workers]) if is_chief else None
+
+
 def _wait(owner, center, clocks, index):
     may_go_on = clocks.may_go_on(index)
     with tf.control_dependencies(None), tf.control_dependencies(before_read(center.step.device)):
@@ -337,6 +381,11 @@ class _Total:
             # An accumulator has a step of its own, 0 or more, and drops what is older.
             step = tf.where(counts, tf.constant(tf.int64.max, tf.int64), tf.constant(-1, tf.int64))
             return tf.raw_ops.ResourceAccumulatorApplyGradient(handle=self._handle, local_step=step, gradient=gradient)
+
+    def count(self):
+        """Returns how many gradients are in it, an int64 scalar."""
+        with tf.device(self._device):
+            return tf.cast(tf.raw_ops.ResourceAccumulatorNumAccumulated(handle=self._handle), tf.int64)
 
     def take(self):
         """Returns the mean or the sum, of one gradient at least, and empties it."""

@@ -46,9 +46,10 @@ def train(scheme, task, settings):
     """
     index, num_workers = (task.shard_index, task.num_workers) if task else (0, 1)
     begin_workers = settings.begin_workers if settings.max_workers else num_workers
-    leaver = Leaver(task, settings) if index > 0 and settings.pace == "own" else None
+    waits_for_others = settings.pace != "own"
+    leaver = Leaver(task, settings) if index > 0 and (settings.max_workers or not waits_for_others) else None
     run_dir.forget_left(settings.run_dir, index)
-    interruption = Interruption(leaver)
+    interruption = Interruption(leaver, waits_for_others)
     server = task.create_server() if task else None  # first of all: the others try to reach it
     if leaver:
         leaver.server.set()
@@ -66,6 +67,7 @@ def train(scheme, task, settings):
         center = GlobalParameters(model.initial_parameters, *about, fragments_of(settings), *of_tables)
         with tf.device(task and task.device):
             if settings.max_workers:
+                center.present = ending.Present(center.step.device)
                 position, ledger = None, Ledger(center.step.device)
                 x, y, *weights = dataset.train
                 leased = LeasedBatches(
@@ -82,6 +84,7 @@ def train(scheme, task, settings):
                 clip_norm=settings.clip_norm,
                 kept=kept if index == 0 else (),
                 samples_of_each=samples_of_each(dataset, num_workers),
+                begin_workers=begin_workers if settings.max_workers else None,
             )
             last, next_call, rounds = build_calls(scheme, center, local, settings, dataset.num_samples)
             if index == 0:
@@ -130,9 +133,9 @@ def train(scheme, task, settings):
             goal = settings.epochs * dataset.num_samples
         rows = local.told_of_tables(), functools.partial(tables.numbers_of, model.tables)
         farewell = [local.dynamic.leave()] if local.dynamic else []
-        farewell += [leased.leave] if leased else []
+        farewell += [leased.leave, center.present.leave(index)] if leased else []
         how = next_call, evaluation, final, scaffold, gate, waits, gradients, keeper, position, unit, rows, goal, farewell
-        plan = Plan(last, center.step, *how, lease=leased.begin if leased else None)
+        plan = Plan(last, center.step, *how, lease=[leased.begin, center.present.enter(index)] if leased else None)
         with streams.reading(dataset):
             open_session = functools.partial(monitored_session, keeper=keeper)
             outcome = run_worker(plan, task, settings, server, interruption, open_session)
@@ -153,7 +156,7 @@ def train(scheme, task, settings):
                 tell(line)
         more |= {"delays": settings.delays or [], "rounds_per_call": rounds, "flags_of_scheme": own}
         is_dynamic, what = center.local_steps is not None, (settings, task, outcome.reports, *outcome.evaluated)
-        write_result(*what, gradients_per_update=gradients, is_dynamic=is_dynamic, **more)
+        write_result(*what, gradients_per_update=1 if is_dynamic else gradients, is_dynamic=is_dynamic, **more)
     return outcome.status
 
 
@@ -179,7 +182,8 @@ def build_calls(scheme, center, local, settings, num_samples):
     check_rates(center, last)
     updates, windows = int(one.steps.shape[0]), local.windows  # of one round
     # Every worker on its own, or all together, as fast as the slowest.
-    at_once = local.num_workers if gradients == 1 else 1
+    are_together = isinstance(waits, Together) and local.begin_workers is not None
+    at_once = 1 if gradients > 1 or are_together else local.num_workers
     in_ring = isinstance(waits, Ring)
 
     def build(rounds):
@@ -300,13 +304,14 @@ class Plan(NamedTuple):
     position: Any = None  # a `common.batches.Position`, if the position is kept
     unit: Any = None  # of the loss, see `unit_of`
     rows: Any = ()  # what is told of tables: tensors, and a function of their values, see `EvaluationHook`
-    goal: Any = None  # number of samples to end at, where updates are made of more or fewer, see `common.dynamic`
+    goal: Any = None  # number of samples to end at, where updates are made of more or fewer
     farewell: Any = ()  # operations of a worker that leaves for good
     lease: Any = None  # operations for the begin of a session of workers that come and go
 
-    def last_of(self, present, samples, settings):
-        """Returns the global step to end at, by the samples so far: at least so many more updates until the goal."""
-        left = math.ceil(max(0, self.goal - int(samples)) / samples_per_update(settings))
+    def last_of(self, present, samples, settings, gradients=1):
+        """Returns the global step to end at, by the samples so far: so many more updates until the goal, each of so many
+        gradients; at least so many, where updates are of fewer local steps."""
+        left = math.ceil(max(0, self.goal - int(samples)) / samples_per_update(settings, gradients))
         return int(present) + left
 
 
@@ -360,15 +365,15 @@ def run_worker(plan, task, settings, server, interruption, open_session):
         early_stopping = EarlyStoppingHook(stop if index == 0 else None, stop_session=False)
         hooks.append(early_stopping)
     meeting = None
+    size = len(REPORT) + len(PARTS) + len(STAY)
+    kept = functools.partial(run_dir.read_left, settings.run_dir, task.num_workers if task else 1, size)
     if plan.waits:
-        meeting = MeetingHook(plan.waits)
+        meeting = MeetingHook(plan.waits, kept)
         interruption.release = meeting.release
         hooks.insert(1, meeting)
     if plan.lease is not None:
         hooks.append(LeaseHook(plan.lease))  # the chief's before it lets the others begin
     begin_workers = settings.begin_workers if task and settings.max_workers else task and task.num_workers
-    size = len(REPORT) + len(PARTS) + len(STAY)
-    kept = functools.partial(run_dir.read_left, settings.run_dir, task.num_workers if task else 1, size)
     if index == 0 and plan.gate:
         if settings.warm_start_steps:
             hooks.append(WarmStartHook(plan.gate, plan.step, settings.warm_start_steps))
@@ -416,7 +421,8 @@ def run_worker(plan, task, settings, server, interruption, open_session):
                 )
             last -= fewer
             if plan.goal is not None:
-                last = plan.last_of(present, session.run(plan.keeper.samples), settings)
+                counted = session.run(plan.keeper.samples)
+                last = plan.last_of(present, counted, settings, plan.gradients_per_update)
             log.last_step = last
         deadline = time.monotonic() + (settings.seconds - trained if settings.seconds else math.inf)
         if index > 0 and plan.gate and not session.run(plan.gate.variable):
@@ -432,10 +438,15 @@ def run_worker(plan, task, settings, server, interruption, open_session):
                 if calls == 1 or calls == 2 and rounds.parts:  # these had to prepare a graph, which is no training
                     first_time, first_step = session.run([clock, progress])
                 doing("running a call", waits=bool(meeting), whom=meeting.missing if meeting else nobody)
+                before = present
                 rounds = session.run(*plan.next_call(present + plan.last - last))
                 present, is_over, calls = rounds.steps[-1, 1], rounds.training_ended, calls + 1
                 if plan.goal is not None:
-                    last = plan.last_of(present, samples_before + rounds.local_steps[1] * settings.batch_size, settings)
+                    now = samples_before + rounds.local_steps[1] * settings.batch_size
+                    gradients = 1
+                    if plan.waits and present > before:  # as many as of late
+                        gradients = max(1, round((now - counted) / (present - before) / samples_per_update(settings)))
+                    counted, last = now, plan.last_of(present, now, settings, gradients)
                     log.last_step = last
             leaves = interruption.leaves
             if interruption.requested and not leaves:
@@ -449,7 +460,9 @@ def run_worker(plan, task, settings, server, interruption, open_session):
             stop_time, stop_step = session.run([clock, plan.step])
             if not leaves:
                 interruption.training_ends()
-            if meeting:
+            if meeting and leaves:
+                _leave_others(session, meeting, plan)
+            elif meeting:
                 session.run_step_fn(lambda step_context: meeting.leave(step_context.session))
             metrics.flush()
             if leaves:
@@ -460,6 +473,9 @@ def run_worker(plan, task, settings, server, interruption, open_session):
                 session.run(plan.farewell)
                 run_dir.write_left(settings.run_dir, index, report)
                 rendezvous.leave(session, report)
+                session.run(plan.farewell)  # all once more: a ps that has died meanwhile has taken this worker in again
+                if meeting:
+                    _leave_others(session, meeting, plan)
                 say_left(index, settings, report)
                 outcome = Outcome(status_of_leaving())
                 break
@@ -498,6 +514,12 @@ def run_worker(plan, task, settings, server, interruption, open_session):
         there = [] if outcome.reports is None else [int(report[0]) for report in outcome.reports if not report[-1]]
         ending.say_done(task, server, [i for i in range(task.num_workers) if index == 0 and i not in there])
     return outcome
+
+
+def _leave_others(session, meeting, plan):
+    """Lets this worker leave those with whom it waits: if it owes them a gradient, with one more round."""
+    while session.run_step_fn(lambda step_context: meeting.goes(step_context.session)):
+        session.run(*plan.next_call(plan.last))  # so near the end, that is one round
 
 
 def save_model(model, final, settings):
@@ -784,6 +806,8 @@ class Interruption(tf.train.SessionRunHook):
 
     Args:
       leaver: a `Leaver`, for a worker that may leave: SIGTERM asks it to. None if that is as any other signal.
+      waits_for_others: whether the worker waits for others, and they for it. Then it leaves by its session alone, also when
+        there is none yet, as long as training has not ended for it; and until it has left it waits as before.
 
     Attributes:
       requested: whether the worker is to stop.
@@ -791,12 +815,12 @@ class Interruption(tf.train.SessionRunHook):
       report: what it has told the chief at its end, once it has.
     """
 
-    def __init__(self, leaver=None):
+    def __init__(self, leaver=None, waits_for_others=False):
         self.requested = self.leaves = False
         self.report: Any = None
         self.release = lambda: None  # called when it is requested; it may wait for a session
         self._is_training = self._has_ended = False
-        self._leaver, self._is_left_to_it = leaver, False
+        self._leaver, self._is_left_to_it, self._waits_for_others = leaver, False, waits_for_others
         signals.hear_signals(signals.INTERRUPTING_SIGNALS, self._hear)
 
     def _hear(self, number):
@@ -807,10 +831,12 @@ class Interruption(tf.train.SessionRunHook):
             say_asked()
         if self.requested or not (self._is_training or leaves):
             signals.exit_at_once(130)
-        self.leaves, self._is_left_to_it = leaves, leaves and not self._is_training
+        is_by_session = self._is_training or self._waits_for_others and not self._has_ended
+        self.leaves, self._is_left_to_it = leaves, leaves and not is_by_session
         self.requested = True
-        react = functools.partial(self._leaver, self.report) if self._is_left_to_it else self.release
-        threading.Thread(target=react, daemon=True).start()  # so that a second signal is heard
+        if not leaves or self._is_left_to_it:
+            react = functools.partial(self._leaver, self.report) if self._is_left_to_it else self.release
+            threading.Thread(target=react, daemon=True).start()  # so that a second signal is heard
 
     def training_begins(self):
         """From now on there is something to save."""
@@ -903,9 +929,17 @@ def check(settings, dataset, scheme=None):
             pieces = {"num_ps": settings.num_ps or 1, "fragments": fragments_of(settings), "tables": model.tables}
             pieces["max_rows"] = settings.max_rows
             center = GlobalParameters(model.initial_parameters, **pieces, compression=compression)
+            center.present = ending.Present("") if settings.max_workers else None
             batches = batches_of(dataset, settings, 0, 1, None)
-            local = LocalParameters(center, model, batches, "worker_0", 0, settings.num_workers)
+            begin = settings.begin_workers if settings.max_workers else None
+            local = LocalParameters(center, model, batches, "worker_0", 0, settings.max_workers or settings.num_workers)
+            local.begin_workers = begin
             build_steps(scheme, center, local, hyperparameters(settings, center, local))
+            if settings.max_workers and schedule and not settings.steps and isinstance(center.waits(local), Together):
+                raise UserError(
+                    "--max_workers: nobody knows how many updates so many epochs take, as each is made of the gradients of all "
+                    "workers, so the schedule of the learning rate would not know its end: give --steps"
+                )
 
 
 def _trace(model, dataset):

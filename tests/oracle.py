@@ -32,6 +32,7 @@ class Problem:
         self.slots = np.full(4, 0.1)  # of Adagrad, which begins there in TensorFlow
         self.mean_square = np.zeros(4)
         self.momentum, self.sum = np.zeros(4), np.zeros(4)
+        self.present = 2  # how many workers there are
         self._used = [0, 0]
 
     def factor(self, worker=None):

@@ -34,6 +34,12 @@ def processes(folder, *words):
     return found
 
 
+def send(run_dir, job, index, number):
+    """Sends a signal to a task of a run."""
+    (task,) = processes(run_dir, f"--job_name={job}", f"--task_index={index}")
+    os.kill(task, number)
+
+
 def listening_ports(pid="self"):
     """Returns the TCP ports on which anybody listens in the network of a process, by default of this one."""
     ports = set()

@@ -2,14 +2,13 @@
 
 import contextlib
 import functools
-import os
 import signal
 import threading
 import time
 import types
 
 import pytest
-from runs import ROOT, SECONDS, finish, metrics_of, processes, read_until, result_of, start, updates_of, wait_until
+from runs import ROOT, SECONDS, finish, metrics_of, processes, read_until, result_of, send, start, updates_of, wait_until
 
 from common import ending, launch, signals, tf, training, words
 from common import run_dir as folders
@@ -17,11 +16,6 @@ from common.cluster import TaskSpecDef
 from common.forkserver import EARLY, LEFT
 
 DYNAMIC = ROOT / "Asynchronous-DiLoCo" / "asynchronous_diloco.py"
-
-
-def send(run_dir, job, index, number):
-    (task,) = processes(run_dir, f"--job_name={job}", f"--task_index={index}")
-    os.kill(task, number)
 
 
 def is_of_worker_1(line):
@@ -69,6 +63,24 @@ def test_sigterm_before_or_after_training_leaves_at_once(heard, report):
         interruption.training_ends()
     interruption._hear(signal.SIGTERM)
     assert heard == [report]
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_who_waits_for_others_leaves_by_its_session(heard, trains):
+    """They would wait for it for ever; and until it has left it waits for them. After the training it leaves at once."""
+    interruption = training.Interruption(heard.append, waits_for_others=True)
+    interruption.release = lambda: heard.append("released")
+    if trains:
+        interruption.training_begins()
+    interruption._hear(signal.SIGTERM)
+    assert (interruption.requested, interruption.leaves, heard) == (True, True, [])
+    interruption.after_create_session(None, None)  # does not wait for its end
+    after = training.Interruption(heard.append, waits_for_others=True)
+    after.training_begins()
+    after.report = "report"
+    after.training_ends()
+    after._hear(signal.SIGTERM)
+    assert heard == ["report"]
 
 
 def test_who_cannot_leave_says_that_it_was_asked(heard):

@@ -14,8 +14,8 @@ from common.coordination import FINISHED, Clocks, Lock
 class Run:
     """The operations of all workers' clocks, in a session of the present graph."""
 
-    def __init__(self, num_workers, staleness=0, quorum=None):
-        self.clocks = clocks = Clocks(num_workers, Lock("", "lock"), staleness, quorum)
+    def __init__(self, num_workers, staleness=0, quorum=None, begin=None):
+        self.clocks = clocks = Clocks(num_workers, Lock("", "lock"), staleness, quorum, begin=begin)
         self._operations = {
             name: [getattr(clocks, name)(i) for i in range(num_workers)]
             for name in ("wait", "tick", "leave", "enter", "release", "may_go_on", "pulled")
@@ -69,6 +69,38 @@ def test_clocks_are_those_of_the_definition(graph, staleness, quorum):
         assert run.read() == clocks
         assert [bool(run("may_go_on", i)) for i in range(3)] == [c - low <= staleness for c in clocks]
         assert all(n <= 1 for n, c in zip(run.tokens(), clocks, strict=True) if c < FINISHED)
+
+
+def test_places_that_nobody_has_are_not_waited_for(graph):
+    """Who comes begins with the slowest of those who are there."""
+    run = Run(4, staleness=1, begin=2)
+    away = run.read()[2]
+    assert run.read() == [0, 0, away, away] and away >= FINISHED
+    run("tick", 0)
+    run("tick", 0)
+    assert not run("may_go_on", 0)
+    run("enter", 3)
+    assert run.read() == [2, 0, away, 0]
+    run("tick", 1)
+    assert not run("may_go_on", 0)
+    run("leave", 3)
+    assert run("may_go_on", 0) and run.read() == [2, 1, away, FINISHED]
+    run("enter", 3)
+    assert run.read() == [2, 1, away, 1]
+
+
+def test_chief_tells_a_ps_that_has_forgotten_all_who_has_left(graph):
+    """What the ps knows counts more."""
+    run = Run(3, begin=2)
+    left = tf.placeholder(tf.bool, [3])
+    enter = run.clocks.enter(0, left)
+    run._session.run(enter, {left: [False, True, False]})
+    away = run.read()[2]
+    assert run.read() == [0, away, away]
+    run("tick", 0)
+    run("enter", 1)
+    run._session.run(enter, {left: [False, True, False]})
+    assert run.read() == [1, 1, away]
 
 
 def test_who_is_ahead_waits_until_the_slowest_has_come_closer(graph):

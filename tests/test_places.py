@@ -1,5 +1,6 @@
 """Workers that join and leave a run that was begun with --max_workers, and what is refused."""
 
+import contextlib
 import json
 import os
 import queue
@@ -18,13 +19,15 @@ from runs import (
     processes,
     read_until,
     result_of,
+    send,
     start,
     updates_of,
     wait_until,
     wait_until_gone,
 )
+from runs import run as run_to_the_end
 
-from common import launch, places
+from common import launch, places, tf
 
 # --- Who asks, and who answers ----------------------------------------------------------------------------------------------
 
@@ -206,6 +209,18 @@ def wait_until_it_trains(process, run_dir, worker, times=0):
     wait_until(process, trains)
 
 
+def wait_until_it_counts(process, run_dir, n):
+    """Waits until a checkpoint of `counting_task.py` says that there are n workers."""
+
+    def counts():
+        with contextlib.suppress(tf.errors.OpError, ValueError):  # it may be removed meanwhile
+            newest = tf.train.latest_checkpoint(run_dir / "checkpoints")
+            return newest is not None and set(tf.train.load_variable(newest, "parameters")) == {n}
+        return False
+
+    wait_until(process, counts)
+
+
 STOP = """
 from pathlib import Path
 
@@ -215,13 +230,56 @@ def stop(step, metrics):
 """
 
 
-@pytest.mark.cluster
-def test_worker_takes_a_place_leaves_it_and_takes_it_again(run_dir, tmp_path):
-    """No update is lost."""
+@pytest.fixture
+def stopped_by(tmp_path):
+    """Flags of a run that ends when the other that this gives, a function, is called."""
     (tmp_path / "callback.py").write_text(STOP)
-    flags = ["--num_workers=1", "--max_workers=2", "--num_ps=2", "--delays=10,10", "--epochs=1000000"]
-    flags += [f"--callback={tmp_path / 'callback.py'}:stop", "--evaluation_secs=0.2"]
-    process = start(run_dir, "--launch", *flags, script=ROOT / "Dynamic-SGD" / "dynamic_sgd.py")
+    flags = ["--epochs=1000000", "--evaluation_secs=0.2", f"--callback={tmp_path / 'callback.py'}:stop"]
+    return flags, (tmp_path / "stop").touch
+
+
+@pytest.mark.cluster
+def test_every_worker_knows_how_many_there_are(run_dir, stopped_by):
+    """One comes, one is killed and comes again, one leaves, and the ps forgets all."""
+    flags, stop = stopped_by
+    flags = [*flags, "--num_workers=2", "--max_workers=4", "--delays=10,10,10", "--checkpoint_secs=0.5"]
+    process = start(run_dir, "--launch", *flags, script=ROOT / "tests" / "counting_task.py")
+    wait_until_it_counts(process, run_dir, 2)
+    places.join(run_dir)
+    wait_until_it_counts(process, run_dir, 3)
+    send(run_dir, "worker", 1, signal.SIGKILL)
+    read_until(process, lambda line: "worker 1 was killed" in line)
+    places.leave(run_dir)  # worker 2
+    read_until(process, lambda line: line == "the place of worker 2 is free\n")
+    wait_until_it_counts(process, run_dir, 2)
+    places.join(run_dir, 2)
+    wait_until_it_counts(process, run_dir, 4)
+    places.leave(run_dir)
+    wait_until_it_counts(process, run_dir, 3)
+    send(run_dir, "ps", 0, signal.SIGKILL)
+    read_until(process, lambda line: line.startswith("ps 0 was killed"))
+    places.leave(run_dir)
+    wait_until_it_counts(process, run_dir, 2)
+    stop()
+    finish(process)
+    assert result_of(run_dir)["restarts"] == 2 and processes(run_dir) == []
+
+
+SCHEMES = ["Dynamic-SGD", "AEASGD", "Semi-Synchronous-SGD", "Synchronous-SGD"]
+
+
+def script_of(folder):
+    return ROOT / folder / f"{folder.lower().replace('-', '_')}.py"
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("folder", SCHEMES)
+def test_worker_takes_a_place_leaves_it_and_takes_it_again(run_dir, stopped_by, folder):
+    """No update is lost."""
+    flags, stop = stopped_by
+    flags = [*flags, "--num_workers=1", "--max_workers=2", "--num_ps=2", "--delays=10,10"]
+    flags += ["--window=1"] if folder == "AEASGD" else []
+    process = start(run_dir, "--launch", *flags, script=script_of(folder))
     wait_until_it_trains(process, run_dir, 0)
     for times in 1, 2:
         assert places.join(run_dir) == "worker 1 joins"
@@ -232,11 +290,59 @@ def test_worker_takes_a_place_leaves_it_and_takes_it_again(run_dir, tmp_path):
             assert said.startswith("worker 1 ") and "the others train its samples" in said
             read_until(process, lambda line: line == "the place of worker 1 is free\n")
             wait_until_gone(processes(run_dir, "--job_name=worker", "--task_index=1"))
-    (tmp_path / "stop").touch()
+    stop()
     finish(process)
     result = result_of(run_dir)
-    assert updates_of(run_dir, 0) + updates_of(run_dir, 1) == result["global_steps"]
-    assert result["samples"] == 32 * result["global_steps"] and result["restarts"] == 0
+    gradients = updates_of(run_dir, 0) + updates_of(run_dir, 1) + result["gradients_dropped"]
+    if folder == "Synchronous-SGD":  # where two are there, an update is of two gradients; of the last, one may be missing
+        assert 32 * gradients - result["samples"] in (0, 32) and result["global_steps"] < gradients
+    else:
+        assert gradients == result["global_steps"] and result["samples"] == 32 * gradients
+    assert result["restarts"] == 0
     assert result["num_workers"] == 2 and result["left"] == []  # it is back
     assert [sum(line.get("came", False) for line in metrics_of(run_dir, worker)) for worker in range(2)] == [0, 2]
     assert processes(run_dir) == [] and not (run_dir / "control").exists()
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("folder", ["Semi-Synchronous-SGD", "Synchronous-SGD"])
+def test_workers_that_wait_for_others_come_go_and_die(run_dir, stopped_by, folder):
+    """One that leaves is not waited for, one that is killed until it is back, and a ps forgets who has left."""
+    flags, stop = stopped_by
+    flags = [*flags, "--num_workers=2", "--max_workers=3", "--delays=5,5,5", "--checkpoint_secs=0.5"]
+    process = start(run_dir, "--launch", *flags, script=script_of(folder))
+
+    def goes_on():
+        before = updates_of(run_dir, 0)
+        wait_until(process, lambda: updates_of(run_dir, 0) > before + 30)
+
+    goes_on()
+    places.join(run_dir)
+    wait_until_it_trains(process, run_dir, 2, 1)
+    send(run_dir, "worker", 2, signal.SIGKILL)
+    read_until(process, lambda line: "worker 2 was killed" in line)
+    goes_on()
+    places.leave(run_dir, 2)
+    for _ in range(2):
+        read_until(process, lambda line: "is free" in line)
+    goes_on()  # alone
+    send(run_dir, "ps", 0, signal.SIGKILL)
+    read_until(process, lambda line: line.startswith("ps 0 was killed"))
+    goes_on()
+    places.join(run_dir)
+    wait_until_it_trains(process, run_dir, 1, 1)
+    stop()
+    finish(process)
+    result = result_of(run_dir)
+    assert result["restarts"] == 2 and [left["worker"] for left in result["left"]] == [2]
+    assert result["test_accuracy"] > 0.9 and processes(run_dir) == []
+
+
+@pytest.mark.cluster
+def test_epochs_are_samples_where_nobody_knows_how_many_updates_they_take(run_dir):
+    flags = ["--num_workers=2", "--max_workers=3", "--epochs=5"]
+    run_to_the_end(run_dir, *flags, script=script_of("Synchronous-SGD"))
+    result = result_of(run_dir)
+    needed = 5 * 1438
+    assert result["samples"] == 64 * result["global_steps"] + 32 * result["gradients_dropped"]
+    assert needed <= 64 * result["global_steps"] < needed + 64

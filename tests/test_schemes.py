@@ -5,13 +5,13 @@ A new scheme belongs into `SCHEMES`.
 
 import random
 import types
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from oracle import RATE, Adam, Problem, messages, messages_in_a_row
 
-from common import tf
+from common import ending, tf
 from common.center import GlobalParameters
 from common.local import LocalParameters
 from common.replay import Replay
@@ -119,13 +119,13 @@ def dc_asgd(p, i):
 
 
 def aeasgd(p, i):
-    x, alpha = p.start, p.hp.beta / 2
+    x = p.start
     while True:
         for _ in range(p.hp.window):
             x = x - RATE * p.factor(i) * p.gradient(i, x) - p.decayed(x, p.factor(i), "worker")
         yield
         center, read = p.pull(i)
-        e = alpha * (x - center)
+        e = p.hp.beta / p.present * (x - center)
         yield
         x = x - e
         p.update(i, read, e)
@@ -133,14 +133,14 @@ def aeasgd(p, i):
 
 
 def aeamsgd(p, i):
-    x, v, alpha = p.start, np.zeros(4), p.hp.beta / 2
+    x, v = p.start, np.zeros(4)
     while True:
         for _ in range(p.hp.window):
             v = p.hp.momentum * v - RATE * p.factor(i) * p.gradient(i, x + p.hp.momentum * v)
             x = x + v - p.decayed(x, p.factor(i), "worker")
         yield
         center, read = p.pull(i)
-        e = alpha * (x - center)
+        e = p.hp.beta / p.present * (x - center)
         yield
         x = x - e
         p.update(i, read, e)
@@ -304,6 +304,83 @@ def test_exact(model, walk, batches, scheme, order, window, num_ps):
     assert len(expected.log) + len(expected.dropped) == ROUNDS
     close(ours, expected, model.initial_parameters)
     assert (ours.log, ours.dropped) == (expected.log, expected.dropped)
+
+
+def come_and_go(rng, here, places):
+    """Somebody of those behind worker 1 comes, leaves, or dies and comes again; returns which, and what to do about it."""
+    worker = rng.randrange(2, places)
+    if worker not in here:
+        here.add(worker)
+        return worker, "come"
+    if rng.random() < 0.3:
+        return worker, "come"
+    here.remove(worker)
+    return worker, "leave"
+
+
+@pytest.mark.parametrize("name", ["AEASGD", "AEAMSGD"])
+@pytest.mark.parametrize("seed", range(3))
+def test_elastic_force_is_that_of_the_workers_who_are_there(graph, model, batches, known_batches, load_scheme, name, seed):
+    """α = β/n with the n of the moment at which x̃ is read. Two of them train, others come, leave and die between any steps."""
+    scheme: Any = SCHEMES[name]
+    places, rng = 5, random.Random(seed)
+    hp = types.SimpleNamespace(**vars(scheme.hyperparameters(3)), max_workers=places)
+    center = GlobalParameters(model.initial_parameters)
+    center.present = present = ending.Present("")
+    locals_ = [
+        LocalParameters(center, model, known_batches(*(b[i] for b in batches), f"b{i}"), f"w{i}", i, places) for i in range(2)
+    ]
+    rule = load_scheme(scheme.folder, scheme.name)
+    steps = [build_steps(rule, center, local, hyperparameters(hp, center, local)) for local in locals_]
+    what = {
+        "come": [[ending.came_to_gate("", i), present.enter(i)] for i in range(places)],
+        "leave": [present.leave(i) for i in range(places)],
+    }
+    problem = Problem(model.initial_parameters, batches, scheme.hyperparameters(3))
+    lives, at, here, counts = [scheme.life(problem, i) for i in range(2)], [0, 0], {0, 1}, set()
+    with tf.Session() as session:
+        session.run(tf.global_variables_initializer(), center.init_feed_dict)
+        session.run(tf.local_variables_initializer(), {k: v for local in locals_ for k, v in local.init_feed_dict.items()})
+        session.run(what["come"][1])
+        for worker in shuffled(scheme.steps) + shuffled(scheme.steps):
+            if rng.random() < 0.5:
+                other, does = come_and_go(rng, here, places)
+                session.run(what[does][other])
+            problem.present = len(here)
+            counts.add(len(here))
+            session.run(steps[worker][at[worker]].fetches())
+            next(lives[worker])
+            at[worker] = (at[worker] + 1) % scheme.steps
+        ours = Walk(session.run(center.read()[0]), [])
+    assert counts == {2, 3, 4, 5}
+    close(ours, Walk(problem.center, []), model.initial_parameters)
+    problem_of_two = written_again(scheme, shuffled(scheme.steps) * 2, model.initial_parameters, batches)
+    assert np.abs(ours.center - problem_of_two.center).max() > 1e-3  # n matters
+
+
+def test_elastic_force_in_a_loop_of_the_graph(graph, model, batches, known_batches, load_scheme):
+    """As in a long run: it reads anew, each time around, how many workers there are."""
+    scheme, times = SCHEMES["AEASGD"], tf.placeholder(tf.int32, [])
+    hp = types.SimpleNamespace(**vars(scheme.hyperparameters(3)), max_workers=5)
+    center, come = GlobalParameters(model.initial_parameters), [ending.came_to_gate("", i) for i in range(4)]
+    center.present = ending.Present("")
+    local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)), num_workers=5)
+    hp, rule = hyperparameters(hp, center, local), load_scheme(*scheme[:2])
+    build_rounds(rule, center, local, hp)
+    loop = repeat_rounds(rule, center, local, hp, 2, times)
+    problem = Problem(model.initial_parameters, batches, scheme.hyperparameters(3))
+    life = aeasgd(problem, 0)
+    with tf.Session() as session:
+        session.run(tf.global_variables_initializer(), center.init_feed_dict)
+        session.run(tf.local_variables_initializer(), local.init_feed_dict)
+        for i in range(1, 4):
+            session.run(come[i])
+            session.run(loop, {times: i})
+            problem.present = 1 + i
+            for _ in range(2 * i * scheme.steps):
+                next(life)
+        ours = Walk(session.run(center.read()[0]), [])
+    close(ours, Walk(problem.center, []), model.initial_parameters)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)

@@ -15,7 +15,8 @@ from common import data, models, tf
 from common.center import GlobalParameters, fragments_of
 from common.local import LocalParameters
 from common.replay import Replay
-from common.steps import build_rounds, repeat_rounds, timed_rounds
+from common.schedules import hyperparameters
+from common.steps import build_rounds, build_steps, repeat_rounds, timed_rounds
 
 WORKERS = 2  # the batches are of two
 
@@ -522,3 +523,155 @@ def test_messages_of_a_round(model, graph, load_scheme, initialized, known_batch
     sent, exchanges = messages(session, built), rounds * center.fragments
     assert sent.count(("/job:worker", "/job:ps")) == exchanges
     assert sent.count(("/job:ps", "/job:worker")) == exchanges + (1 if scheme.life is semi_synchronous else 2)
+
+
+# --- Workers that come and go -----------------------------------------------------------------------------------------------
+
+
+COME = -1  # where a worker is that has come and waits for the next update; else the number of its next step
+
+
+class Crowd:
+    """Synchronous SGD of workers that come, go and die, in NumPy.
+
+    Args:
+      start: x̃.
+      begin: how many workers there are at first.
+      late: how many of them are not waited for.
+    """
+
+    def __init__(self, start, begin, late):
+        self.center, self.late, self.version, self.resets = start.astype(float), late, 0, 0
+        self.present, self.ahead, self.leaving = set(range(begin)), set(), set()  # ahead: from whom nothing is expected
+        self.given: list = []
+        self.known, self.numbers = {}, []
+
+    def enter(self, i):
+        if i == 0:  # what is on its way counts no more
+            self.given, self.ahead, self.resets = [], set(), self.resets + 1
+        if i not in self.present:
+            self.present.add(i)
+            self.ahead.add(i)
+        self.leaving.discard(i)
+        self.wait(i)
+
+    def may_go_on(self, i):
+        return i not in self.ahead or i in self.leaving
+
+    def wait(self, i):
+        self.known[i] = self.version, self.resets
+
+    def push(self, i, gradient):
+        if self.known[i] == (self.version, self.resets) and i in self.present and i not in self.ahead:
+            self.given.append(gradient)
+            self.ahead.add(i)
+        if i in self.leaving:
+            self.present.discard(i)
+            self.ahead.discard(i)
+        if self.given and len(self.ahead) >= max(1, len(self.present) - self.late):
+            self.center = self.center - RATE * np.mean(self.given, axis=0)
+            self.version += 1
+            self.numbers.append(len(self.given))
+            self.given, self.ahead = [], set()
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("seed", range(3))
+def test_updates_of_workers_that_come_and_go(graph, model, batches, known_batches, load_scheme, late, seed):
+    """Each is the mean of the gradients of those who were there when it began; one that is killed is waited for."""
+    places, begin, rng = 5, 2 + late, random.Random(seed)
+    scheme = TOGETHER["Synchronous-SGD"]
+    values = vars(scheme.hyperparameters(1)) | {"backup_workers": late, "max_workers": places, "num_workers": begin}
+    hp, center, rule = types.SimpleNamespace(**values), GlobalParameters(model.initial_parameters), load_scheme(*scheme[:2])
+    locals_, steps, problems = [], [], []
+    for i in range(places):
+        own = known_batches(*(b[i % 2] for b in batches), f"b{i}")
+        locals_.append(LocalParameters(center, model, own, f"w{i}", i, places, begin_workers=begin))
+        steps.append(build_steps(rule, center, locals_[i], hyperparameters(hp, center, locals_[i])))
+        problems.append(Problem(model.initial_parameters, batches, hp))
+    waits = [center.waits(local) for local in locals_]
+    left = {waits[0].left: [False] * places}
+    crowd, at, x = Crowd(model.initial_parameters, begin, late), {}, {}
+    made = center.read()[0], center.step, center.local_steps
+    with tf.Session() as session:
+        session.run(tf.global_variables_initializer(), center.init_feed_dict)
+        session.run(tf.local_variables_initializer(), {k: v for local in locals_ for k, v in local.init_feed_dict.items()})
+        for i in range(begin):
+            session.run(waits[i].enter, left)
+            crowd.enter(i)
+            at[i] = COME
+        for _ in range(2500):
+            i = rng.randrange(places)
+            if i not in at or rng.random() < 0.02:  # it comes, or dies and comes again
+                if i in at or rng.random() < 0.1:
+                    session.run(waits[i].enter, left)
+                    crowd.enter(i)
+                    at[i] = COME
+                continue
+            assert (i not in crowd.present) == session.run(waits[i].has_left)
+            if at[i] in (COME, 3):
+                behind = session.run(waits[i].behind)
+                if not crowd.may_go_on(i):
+                    assert behind.any() and set(np.flatnonzero(behind)) <= crowd.present - crowd.ahead
+                    continue
+                assert not behind.any()
+                session.run(waits[i].come if at[i] == COME else steps[i][3].fetches())
+                crowd.wait(i)
+                at[i] = 0
+                if i not in crowd.present:
+                    del at[i]
+                elif i > late and rng.random() < 0.1:  # there is always somebody else
+                    session.run(waits[i].go)
+                    crowd.leaving.add(i)
+                continue
+            session.run(steps[i][at[i]].fetches())
+            if at[i] == 0:
+                x[i] = crowd.center
+            elif at[i] == 1:
+                x[i] = problems[i].gradient(i % 2, x[i])
+            else:
+                crowd.push(i, x[i])
+                ours, step, local_steps = session.run(made)
+                np.testing.assert_allclose(ours, crowd.center, rtol=1e-4, atol=1e-6)
+                assert (step, local_steps) == (crowd.version, sum(crowd.numbers))
+            at[i] += 1
+    assert set(crowd.numbers) >= {2, 3, 4} and len(crowd.numbers) > 50
+
+
+def test_who_comes_after_the_end_is_told(graph, model, batches, known_batches, load_scheme):
+    scheme, center = TOGETHER["Synchronous-SGD"], GlobalParameters(model.initial_parameters)
+    values = vars(scheme.hyperparameters(1)) | {"max_workers": 2, "num_workers": 1}
+    hp, rule, waits, push = types.SimpleNamespace(**values), load_scheme(*scheme[:2]), [], []
+    for i in range(2):
+        local = LocalParameters(center, model, known_batches(*(b[i] for b in batches), f"b{i}"), f"w{i}", i, 2, begin_workers=1)
+        push.append(build_steps(rule, center, local, hyperparameters(hp, center, local))[2])
+        waits.append(center.waits(local))
+    with tf.Session() as session:
+        session.run(tf.global_variables_initializer(), center.init_feed_dict)
+        session.run(tf.local_variables_initializer(), {k: v for w in waits for k, v in w._local.init_feed_dict.items()})
+        session.run(waits[0].enter, {waits[0].left: [False, False]})
+        session.run(waits[0].leave)
+        session.run(waits[1].enter)
+        session.run(waits[1].come)
+        assert session.run(push[1].training_ended) and session.run(waits[1].has_left)
+
+
+def test_updates_in_a_loop_of_the_graph(graph, model, batches, known_batches, load_scheme):
+    """As in a long run, of one worker where more may come."""
+    scheme, times = TOGETHER["Synchronous-SGD"], tf.placeholder(tf.int32, [])
+    center = GlobalParameters(model.initial_parameters)
+    values = vars(scheme.hyperparameters(1)) | {"max_workers": 3, "num_workers": 1}
+    local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)), num_workers=3, begin_workers=1)
+    hp, rule = hyperparameters(types.SimpleNamespace(**values), center, local), load_scheme(*scheme[:2])
+    build_rounds(rule, center, local, hp)
+    loop, waits = repeat_rounds(rule, center, local, hp, 2, times), center.waits(local)
+    problem = Meeting(model.initial_parameters, batches, scheme.hyperparameters(1))
+    for _ in range(6):
+        problem.center = problem.center - RATE * problem.gradient(0, problem.center)
+    with tf.Session() as session:
+        session.run(tf.global_variables_initializer(), center.init_feed_dict)
+        session.run(tf.local_variables_initializer(), local.init_feed_dict)
+        session.run(waits.enter, {waits.left: [False] * 3})
+        made = session.run(loop, {times: 3})
+        assert made.steps[-1].tolist() == [5, 6] and tuple(made.local_steps) == (-1, 6)
+        np.testing.assert_allclose(session.run(center.read()[0]), problem.center, rtol=1e-5)

@@ -130,8 +130,21 @@ def test_who_is_behind(initialized, graph, staleness, quorum, ticks, behind):
     assert [session.run(each).nonzero()[0].tolist() for each in found] == behind
 
 
+def test_who_leaves_makes_a_last_round_if_others_need_it(graph):
+    """In a scheme with updates of all workers; elsewhere it only has to say so."""
+    has_left, said = (tf.get_variable(name, initializer=False, use_resource=True) for name in ("has_left", "said"))
+    leave, go = (variable.assign(True, read_value=False) for variable in (said, has_left))
+    with tf.Session() as session:
+        session.run(tf.global_variables_initializer())
+        hook = MeetingHook(types.SimpleNamespace(leave=leave, go=go, has_left=has_left.read_value()))
+        assert [hook.goes(session), hook.goes(session), session.run(said.read_value())] == [True, False, False]
+        hook = MeetingHook(types.SimpleNamespace(leave=leave, go=None))
+        assert [hook.goes(session), session.run(said.read_value())] == [False, True]
+
+
 def test_meeting_names_workers(graph):
-    hook = MeetingHook(types.SimpleNamespace(vote=None, enter=(), behind=tf.constant([True, False, True])))
+    behind = tf.constant([True, False, True])
+    hook = MeetingHook(types.SimpleNamespace(vote=None, enter=(), left=None, come=None, behind=behind))
     assert hook.missing() == []  # there is no session yet
     with tf.Session() as session:
         hook.after_create_session(session, None)
@@ -140,7 +153,7 @@ def test_meeting_names_workers(graph):
 
 
 def test_ring_names_workers_that_do_not_answer(waiting, monkeypatch):
-    hook = MeetingHook(types.SimpleNamespace(vote=None, enter=(), behind=None))
+    hook = MeetingHook(types.SimpleNamespace(vote=None, enter=(), left=None, come=None, behind=None))
     words.doing("a call", whom=hook.missing)
     monkeypatch.setattr(words, "_why_unreachable", lambda address: "Connection refused" if address == "host:2" else "")
     waiting.clock.now += 5
