@@ -52,8 +52,12 @@ def train(scheme, task, settings):
     server = task.create_server() if task else None  # first of all: the others try to reach it
     if leaver:
         leaver.server.set()
+    if settings.max_workers and settings.code:
+        doing("comparing its code with that of worker 0", whom=nobody)
+        ending.check_code(task, server, settings.code)
     doing(LOADING)
     dataset, held_out = split(streams.load(settings), settings)
+    _check_leases(settings, dataset)
     doing(BUILDING)
     model = build_model(settings, samples_of(dataset, settings), index, tables_on_ps=True)
     tables.check_flags(settings, model.tables)
@@ -400,9 +404,8 @@ def run_worker(plan, task, settings, server, interruption, open_session):
     doing("opening the session", waits=bool(meeting), whom=nobody)
     with open_session(task, target, plan.scaffold, checkpoints, settings.checkpoint_secs, hooks) as session:
         first_time, first_step, present = session.run([clock, progress, plan.step])
-        if index > 0:
-            rendezvous.come_back(session)
-        if os.environ.get("LAUNCHER_JOINS"):
+        is_back = index > 0 and rendezvous.come_back(session)
+        if settings.max_workers and (is_back or index >= begin_workers):
             log.write(present, came=True)
         last, trained = plan.last, 0.0
         if plan.keeper:
@@ -442,7 +445,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
                 if callback:
                     callback.close()
                 if index == 0 and task:
-                    ending.say_done_for(task, server, rendezvous.left(session))
+                    ending.say_done_for(task, server, rendezvous.absent(session))
                 return Outcome(130, session.run(plan.final) if index == 0 else None)
             doing("ending", whom=nobody)
             stop_time, stop_step = session.run([clock, plan.step])
@@ -873,13 +876,9 @@ def check(settings, dataset, scheme=None):
     dataset, held_out = split(dataset, settings)
     if settings.callback is not None:
         data.user_function("--callback", settings.callback)
+    _check_leases(settings, dataset)
     if not isinstance(dataset, Stream):
         data.shard(dataset, 0, settings.num_workers if settings.launch else 1)
-    elif settings.max_workers:
-        raise UserError(
-            f"--max_workers={settings.max_workers}: files and datasets are divided among the workers when a run begins: give "
-            "arrays, or leave it out"
-        )
     num_samples, is_stream, dataset = dataset.num_samples, isinstance(dataset, Stream), samples_of(dataset, settings)
     options = {"tables_on_ps": scheme is not None, **sizes(settings)}
     model = models.build(settings.model, dataset, settings.seed, settings.loss, **options)
@@ -905,6 +904,15 @@ def check(settings, dataset, scheme=None):
             batches = batches_of(dataset, settings, 0, 1, None)
             local = LocalParameters(center, model, batches, "worker_0", 0, settings.num_workers)
             build_steps(scheme, center, local, hyperparameters(settings, center, local))
+
+
+def _check_leases(settings, dataset):
+    """Raises a `UserError` if workers cannot come and go because the samples are divided among them."""
+    if settings.max_workers and isinstance(dataset, Stream):
+        raise UserError(
+            f"--max_workers={settings.max_workers}: files and datasets are divided among the workers when a run begins: give "
+            "arrays, or leave it out"
+        )
 
 
 def _trace(model, dataset):
