@@ -199,7 +199,8 @@ class Doors:
     """
 
     def __init__(self, here, tasks, may_change=()):
-        self._here, self._may_change, self._rooms = here, frozenset(may_change), [{}] * len(tasks)
+        self._here, self._may_change = here, frozenset(may_change)
+        self._rooms: list[dict] = [{}] * len(tasks)
         hosts = [host_of(task[0]) if task else i for i, task in enumerate(tasks)]
         # Tasks of one host have one address: by it they know how many share its cores. Each has a port of its own, as the
         # server of a task listens at its own on every address.
