@@ -316,7 +316,7 @@ def stop(step, metrics):
 def with_places(by_ssh, tmp_path, *flags):
     """A run of HogWild of two workers at first that trains until the context ends, and then has to end well."""
     (tmp_path / "callback.py").write_text(STOP)
-    flags = (*flags, "--epochs=1e9", "--delays=10,10,10", "--evaluation_secs=0.2", f"--callback={tmp_path}/callback.py:stop")
+    flags = (*flags, "--epochs=1e9", "--delays=10,10", "--evaluation_secs=0.2", f"--callback={tmp_path}/callback.py:stop")
     process = by_ssh(*flags)
     wait_for_step(tmp_path / "run", 0, 0, process)
     yield process
