@@ -32,6 +32,7 @@ from common.cluster import TaskSpecDef
 from common.flags import FITTING, MOST_PLACES, UserError
 from common.launch import PS_SECONDS, STOP_SECONDS
 from common.run_dir import lock_folder
+from common.words import STANDS_IN
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOM_SECONDS = 5  # for a host to remove its sockets
@@ -93,6 +94,7 @@ class _Task:
     is_coming: bool = False  # whether a room is made for it
     is_leaving: bool = False  # whether it is asked to leave
     has_joined: bool = False  # whether it came while the others trained
+    stands_in: bool = False  # whether it only says for a worker that was lost that nobody has to wait for it
 
     @property
     def name(self):
@@ -232,9 +234,9 @@ def _may_be_downloaded(flags):
 
 @dataclass(eq=False)
 class _Joining:
-    """Workers for whom rooms are made, and who wants to know when they are."""
+    """Workers for whom rooms are made, and who wants to know when they are; nobody for one that stands in for another."""
 
-    request: places.Request
+    request: Any  # a `common.places.Request`, or None
     tasks: dict  # the `_Task` of each line to a room
     made: dict = field(default_factory=dict)  # what the rooms have told
 
@@ -347,12 +349,13 @@ class _Run:
         if doors:
             cluster = {job: [doors.inside(k) for k, each in enumerate(self._tasks) if each.job == job] for job in cluster}
             runs = ["bash", "Multiple-Machines/doors.sh", "task", json.dumps(doors.of_task(i)), *runs]
+        runs = ["env", f"{STANDS_IN}=1", *runs] if task.stands_in else runs
         config = {"cluster": cluster, "task": {"type": task.job, "index": task.index}}
         quoted = {"folder": shlex.quote(task.folder), "config": shlex.quote(json.dumps(config))}
         program = REMOTE.format(**quoted, command=shlex.join([*runs, *self._flags]))
         # --: a host cannot be taken for an option
         to_host = [*self._ssh, *(doors.options(i) if doors else []), "--", host_of(task.address)]
-        task.is_coming, task.is_leaving = False, False
+        task.is_coming, task.is_leaving = False, task.stands_in
         task.line = _Line(task.name, [*to_host, shlex.join(["bash", "-c", program])], self._events)
         self._lines.append(task.line)
 
@@ -395,6 +398,13 @@ class _Run:
     def _may_leave(self, task):
         return self._has_places and task.job == "worker" and task.index > 0
 
+    def _can_do_without(self, task):
+        """Whether the others go on when this task has failed. (With --insecure nobody can take its address elsewhere.)"""
+        return self._doors and self._may_leave(task) and not task.stands_in and not self._is_ending()
+
+    def _is_ending(self):
+        return self._status or not self._workers[0].line
+
     def _is_over(self):
         """Whether only workers are left that may leave: worker 0, which ends the run, and all ps have ended."""
         return not any(task.line for task in self._tasks if not self._may_leave(task))
@@ -426,9 +436,15 @@ class _Run:
             if task.room:
                 task.room.close()
             # It has never trained, so nobody waits for it.
-            has_not_come = task.has_joined and (ended == 2 or ended == 128 + signal.SIGTERM and task.is_leaving)
+            has_not_come = (
+                task.has_joined and not task.stands_in and (ended == 2 or ended == 128 + signal.SIGTERM and task.is_leaving)
+            )
             if has_not_come or not ended and task.is_leaving:
                 print(f"the place of {task.name} is free", flush=True)
+                ended, task.stands_in = 0, False
+            elif self._can_do_without(task) and not 0 <= ended < 128:  # it was killed, or its connection was
+                print(f"{task.name} ended with exit status {ended}; the others go on without it", flush=True)
+                self._stand_in_for(task)
                 ended = 0
         if (ended or task is None) and not self._status and not (self._is_over() and task and self._may_leave(task)):
             print(f"{line.name} ended with exit status {ended}; the others are stopped", flush=True)
@@ -436,7 +452,7 @@ class _Run:
 
     def _answer(self, request):
         try:
-            if self._status or not self._workers[0].line:
+            if self._is_ending():
                 raise UserError(places.ENDING[request.what])
             line = self._join(request) if request.what == "join" else self._leave(request)
         except UserError as error:
@@ -493,7 +509,7 @@ class _Run:
 
     def _let_in(self, joining):
         """Starts the workers for whom all rooms are made."""
-        if self._status or not self._workers[0].line:
+        if self._is_ending():
             self._refuse(joining, places.ENDING["join"])
             return
         for line, task in joining.tasks.items():
@@ -501,9 +517,10 @@ class _Run:
             task.room = line
             self._doors.take(self._tasks.index(task), task.address, joining.made[line])
             self._start(task)
-        said = places.joining(list(joining.tasks.values()))
-        print(said, flush=True)
-        joining.request.answer(said)
+        if joining.request:
+            said = places.joining(list(joining.tasks.values()))
+            print(said, flush=True)
+            joining.request.answer(said)
 
     def _refuse(self, joining, why):
         """Gives up the rooms that were begun for workers who wanted to join."""
@@ -511,7 +528,21 @@ class _Run:
             self._joining.pop(line)
             task.is_coming = False
             line.close()
-        joining.request.answer(why, is_error=True)
+        if joining.request:
+            joining.request.answer(why, is_error=True)
+        elif not self._is_ending():
+            print(f"worker 0 would wait for one that is lost: {why}; the others are stopped", flush=True)
+            self._status = 1
+
+    def _stand_in_for(self, task):
+        """Starts a worker that takes the place of one that was lost, where worker 0 is, and leaves it at once.
+
+        So it says to the others that nobody has to wait for it, and gives back the samples that it had leased.
+        """
+        chief = self._workers[0]
+        task.address, task.folder, task.is_coming, task.stands_in = chief.address, chief.folder, True, True
+        room = self._open_room(task.name, host_of(chief.address), chief.folder, [task])
+        self._joining[room] = _Joining(None, {room: task})
 
 
 def _why_refused(line, text):

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from absl import flags as absl_flags
 
-from common import cluster, devices, ending, flags, isolation, launch, limits, places, progress, run_dir, signals, words
+from common import cluster, devices, ending, flags, isolation, launch, limits, places, progress, run_dir, signals, slurm, words
 from common.flags import TrainingFailed, UserError, why_unwritable
 
 
@@ -245,6 +245,9 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
     if not launcher:
         path, _ = run_dir.prepare_run_dir(settings, task)  # which is locked from now on until this process ends
         settings = settings.but(run_dir=path)
+        if os.environ.get("PLACES") and task and task.is_master():
+            about = {"scheme": settings.scheme, "ps": task.ps_hosts, "worker": task.worker_hosts, "arguments": arguments}
+            run_dir.write_json(Path(settings.run_dir, slurm.CLUSTER), about)
         _log_to(Path(settings.run_dir, "logs", f"{run_dir.task_name(task)}.log"))
     if task and task.is_ps():
         print(f"ps {task.index} serves at {task.ps_hosts[task.index]} until all workers are done", flush=True)

@@ -30,7 +30,7 @@ from common.session import Saver, monitored_session
 from common.steps import PARTS, Rounds, build_rounds, build_steps, repeat_rounds, timed_rounds
 from common.streams import Stream, StreamedBatches, TestSet
 from common.together import Pace, Ring, Together
-from common.words import BUILDING, LOADING, doing, nobody, say_asked, status_of_leaving, tell
+from common.words import BUILDING, LOADING, STANDS_IN, doing, nobody, say_asked, status_of_leaving, tell
 
 
 def train(scheme, task, settings):
@@ -49,6 +49,8 @@ def train(scheme, task, settings):
     leaver = Leaver(task, settings) if index > 0 and settings.pace == "own" else None
     run_dir.forget_left(settings.run_dir, index)
     interruption = Interruption(leaver)
+    if leaver and os.environ.get(STANDS_IN):
+        interruption.requested = interruption.leaves = True
     server = task.create_server() if task else None  # first of all: the others try to reach it
     if leaver:
         leaver.server.set()
@@ -405,7 +407,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
     with open_session(task, target, plan.scaffold, checkpoints, settings.checkpoint_secs, hooks) as session:
         first_time, first_step, present = session.run([clock, progress, plan.step])
         is_back = index > 0 and rendezvous.come_back(session)
-        if settings.max_workers and (is_back or index >= begin_workers):
+        if settings.max_workers and (is_back or index >= begin_workers) and not interruption.leaves:
             log.write(present, came=True)
         last, trained = plan.last, 0.0
         if plan.keeper:
@@ -861,11 +863,10 @@ def say_left(index, settings, report):
     if settings.compress in BIASED:
         rest = f"; what --compress={settings.compress} has kept of its gradients for later is lost"
     updates = int(report[REPORT.index("updates")])
+    how = f"has left after {updates:,} updates, as it was asked to (SIGTERM)"
+    how = "was lost" if os.environ.get(STANDS_IN) else how
     samples = "the others train its samples" if settings.max_workers else "its share of the samples is trained on no more"
-    tell(
-        f"worker {index} has left after {updates:,} updates, as it was asked to (SIGTERM): nobody starts it again or waits for "
-        f"it, and {samples}{rest}"
-    )
+    tell(f"worker {index} {how}: nobody starts it again or waits for it, and {samples}{rest}")
 
 
 def check(settings, dataset, scheme=None):

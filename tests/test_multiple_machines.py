@@ -352,6 +352,14 @@ def task_of(run_dir, worker):
     return task
 
 
+def connection_of(run_dir, worker):
+    """The process of ssh that leads to a worker."""
+    lines = {pid: said_of(pid, "cmdline") for pid in processes(run_dir)}
+    said = f'"type": "worker", "index": {worker}'
+    (connection,) = (pid for pid, line in lines.items() if line.startswith("ssh ") and said in line)
+    return connection
+
+
 def test_workers_join_and_leave_by_ssh(by_ssh, tmp_path):
     """On a host that had none, and on that of the ps, where start.sh runs. One leaves as it is asked to here, one by SIGTERM
     there, and another one takes its place on another host. No update is lost."""
@@ -391,6 +399,25 @@ def test_workers_join_and_leave_by_ssh(by_ssh, tmp_path):
     assert sum(updates_of(run_dir, worker) for worker in range(3)) == result["global_steps"]
     assert result["samples"] == 32 * result["global_steps"]
     assert result["num_workers"] == 3 and [left["worker"] for left in result["left"]] == [2]
+
+
+@pytest.mark.parametrize("what", ["the worker", "its connection"])
+def test_worker_that_is_lost_is_not_waited_for(by_ssh, tmp_path, what):
+    """With places the others go on, and its place is free."""
+    run_dir = tmp_path / "run"
+    with with_places(by_ssh, tmp_path, "--max_workers=2") as process:
+        wait_for_step(run_dir, 1, 0, process)
+        killed = task_of(run_dir, 1) if what == "the worker" else connection_of(run_dir, 1)
+        os.kill(killed, signal.SIGKILL)
+        said = read_until(process, lambda line: line.startswith("worker 1 ended with exit status"))
+        assert said.endswith("; the others go on without it\n")
+        assert "worker 1 | worker 1 was lost: nobody" in read_until(process, lambda line: " was lost" in line)
+        read_until(process, lambda line: line == "the place of worker 1 is free\n")
+        wait_for_step(run_dir, 0, newest_step(run_dir, 0), process)
+        pids = processes(run_dir)
+    assert wait_until_gone(pids) == []
+    result = result_of(run_dir)
+    assert [left["worker"] for left in result["left"]] == [1] and result["num_workers"] == 2
 
 
 def test_insecure_workers_join_at_the_addresses_that_were_reserved(by_ssh, tmp_path):
