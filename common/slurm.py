@@ -100,10 +100,11 @@ def _joining():
 
 def main(run_dir):
     """Prints, with a zero byte behind each, what a job that joins the run in this folder has to know: the name of its scheme,
-    the numbers of its free places, and its command line. Returns the exit status, 2 after a line if nobody can join."""
+    the numbers of its free places, and its flags. Returns the exit status, 2 after a line if nobody can join."""
     try:
         cluster = json.loads(Path(run_dir, CLUSTER).read_text())
-        words = cluster["scheme"], _free(run_dir, len(cluster["worker"])), *cluster["arguments"]
+        flags = [word for word in cluster["arguments"] if not word.startswith("--run_dir=")]
+        words = cluster["scheme"], _free(run_dir, len(cluster["worker"])), *flags
     except (OSError, ValueError):
         print(f"slurm.sbatch: JOIN={run_dir}: there is no run that was begun with PLACES", file=sys.stderr)
         return 2

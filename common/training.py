@@ -54,7 +54,7 @@ def train(scheme, task, settings):
     server = task.create_server() if task else None  # first of all: the others try to reach it
     if leaver:
         leaver.server.set()
-    if settings.max_workers and settings.code:
+    if settings.max_workers and settings.code and not interruption.leaves:
         doing("comparing its code with that of worker 0", whom=nobody)
         ending.check_code(task, server, settings.code)
     doing(LOADING)
