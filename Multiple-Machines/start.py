@@ -213,7 +213,7 @@ def _reserve(tasks, hosts_file, flags, is_open):
 def _flag(flags, name):
     """Returns the last value that these words of a command line give to a flag, or None."""
     value = None
-    for word, following in zip(flags, [*flags[1:], ""], strict=True):
+    for word, following in zip(flags, [*flags, ""][1:], strict=True):
         given, equals, text = word.partition("=")
         if given in (f"--{name}", f"-{name}"):
             value = text if equals else following

@@ -17,7 +17,7 @@ from pathlib import Path
 from common.flags import UserError
 
 SOCKET = "control"  # in the run's folder
-ANSWER_SECONDS = 60
+ANSWER_SECONDS, HOSTS_SECONDS = 60, 600  # until there is an answer; if hosts are to be reached, which may have to make a .venv
 MOST_BYTES = 2**20  # of a request
 
 
@@ -110,7 +110,7 @@ class Request:
 
     def wait(self):
         """Returns the answer."""
-        return self._answers.get(timeout=ANSWER_SECONDS)
+        return self._answers.get(timeout=HOSTS_SECONDS if self.hosts else ANSWER_SECONDS)
 
 
 @contextlib.contextmanager
@@ -169,7 +169,7 @@ def ask(run_dir, what, count, hosts=()):
     words = {"what": what, "count": count, "version": version(COMMON), "hosts": list(hosts)}
     try:
         with _named(run_dir) as path, socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(ANSWER_SECONDS)
+            connection.settimeout(HOSTS_SECONDS if hosts else ANSWER_SECONDS)
             connection.connect(path)
             with connection.makefile("rw") as file:
                 file.write(json.dumps(words) + "\n")

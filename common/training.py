@@ -758,7 +758,8 @@ def summarize(settings, task, reports, global_step, samples=None, gradients_per_
         "samples": int(samples),
         "samples_per_worker": [int(n) for _, n in sorted(zip(columns["index"], columns["samples"], strict=True))],
         "left": [
-            {"worker": int(i), "time": columns["left"][i]} | {name: int(columns[name][i]) for name in ("updates", "samples")}
+            {"worker": int(columns["index"][i]), "time": columns["left"][i]}
+            | {name: int(columns[name][i]) for name in ("updates", "samples")}
             for i in left
         ],
         "worker_seconds": float(columns["seconds"].sum()) if "seconds" in columns else None,
