@@ -56,7 +56,10 @@ def train(scheme, task, settings):
         leaver.server.set()
     if settings.max_workers and settings.code and not interruption.leaves:
         doing("comparing its code with that of worker 0", whom=nobody)
-        ending.check_code(task, server, settings.code)
+        if not ending.has_code_of_chief(task, server, settings.code):
+            raise UserError(
+                "the files in common/ or of the scheme are others than those of worker 0: join with those of the run"
+            )
     doing(LOADING)
     dataset, held_out = split(streams.load(settings), settings)
     _check_leases(settings, dataset)

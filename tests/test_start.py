@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import json
+import queue
 import sys
 from typing import Any
 
@@ -201,3 +202,13 @@ def test_how_late_comers_end_is_no_failure(run):
 def test_join_needs_hosts(run):
     line, is_error = answer(ask(run, "join", 1))
     assert is_error and line.startswith("on which hosts? bash Multiple-Machines/start.sh --join=HOSTS_FILE RUN")
+
+
+def test_a_task_is_told_once_to_stop(start, monkeypatch):
+    """A second word would kill it: a worker that leaves may still be there when the run is stopped."""
+    monkeypatch.undo()  # real lines
+    events: queue.SimpleQueue = queue.SimpleQueue()
+    line = start._Line("worker 1", ["sh", "-c", "read -r first; echo $first; read -r second; echo $second end"], events)
+    for tell in line.stop, line.stop, line.close:
+        tell()
+    assert [events.get()[1:] for _ in range(3)] == [("stop",), ("end",), (0, None)]
