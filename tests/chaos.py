@@ -34,23 +34,25 @@ from common.flags import UserError
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 ROOT = Path(__file__).resolve().parents[1]
 
-# Script and updates of each scheme: some seconds of training on two cores, so that also a worker that was stopped at its
+# Script, updates and flags of each scheme: some seconds of training on two cores, so that also a worker that was stopped at its
 # first step, and comes back late, has its share: each knows a part of the samples alone.
 SCHEMES = {
-    "HogWild": ("hogwild.py", 12_000),
-    "DOWNPOUR": ("downpour.py", 3000),
-    "AEASGD": ("aeasgd.py", 2000),
-    "Synchronous-SGD": ("synchronous_sgd.py", 1000),
-    "Semi-Synchronous-SGD": ("semi_synchronous_sgd.py", 3000),
-    "DiLoCo": ("diloco.py", 800),
+    "HogWild": ("hogwild.py", 12_000, ""),
+    "DOWNPOUR": ("downpour.py", 3000, ""),
+    "AEASGD": ("aeasgd.py", 2000, ""),
+    "Synchronous-SGD": ("synchronous_sgd.py", 1000, ""),
+    "Semi-Synchronous-SGD": ("semi_synchronous_sgd.py", 3000, ""),
+    "DiLoCo": ("diloco.py", 800, ""),
 }
-# The same of schemes whose workers come and go, and their flags beside.
+# The same of schemes whose workers come and go.
 COME_AND_GO = {
-    "HogWild": ("hogwild.py", 12_000),
-    "DOWNPOUR": ("downpour.py", 3000),
-    "AGN": ("agn.py", 3000),
-    "Ringmaster-ASGD": ("ringmaster_asgd.py", 12_000),
-    "DC-ASGD": ("dc_asgd.py", 12_000),
+    "HogWild": ("hogwild.py", 12_000, ""),
+    "DOWNPOUR": ("downpour.py", 3000, ""),
+    "AGN": ("agn.py", 3000, ""),
+    "Ringmaster-ASGD": ("ringmaster_asgd.py", 12_000, ""),
+    "DC-ASGD": ("dc_asgd.py", 12_000, ""),
+    "DOWNPOUR-Easy": ("downpour_easy.py", 3000, ""),
+    "Dynamic-SGD": ("dynamic_sgd.py", 12_000, ""),
     "Asynchronous-DiLoCo": ("asynchronous_diloco.py", 1500, "--buffer_size=2"),
 }
 MORE_PLACES = 2  # than workers at the beginning
@@ -82,6 +84,7 @@ class Round:
       folder: where the run writes.
       scheme: one of `SCHEMES`; by default the round's turn.
       has_places: workers come and go, too; the scheme is one of `COME_AND_GO`.
+      share: of the usual number of updates, and of the time within which things happen.
     """
 
     seed: int
@@ -89,6 +92,7 @@ class Round:
     folder: Path
     scheme: str = ""
     has_places: bool = False
+    share: float = 1.0
     injected: list = field(default_factory=list)  # (seconds, what, whom)
     seconds: float = 0.0
     gap: float = 0.0  # longest time without a line of metrics, from the first to the last
@@ -106,16 +110,16 @@ class Round:
             self.num_ps, self.num_workers = LARGE_TASKS
         self._slower = LARGE_SLOWER if is_large else 1
         tasks = [("ps", i) for i in range(self.num_ps)] + [("worker", i) for i in range(self.num_workers)]
-        self.plan = []
+        self.plan: list[tuple] = []
         for _ in range(drawn.randint(1, 3)):
             kind = drawn.choices(["SIGKILL", "SIGSTOP", "launcher"], [6, 3, 1])[0]
             whom = drawn.choice(tasks)
-            self.plan.append((drawn.uniform(0, FAULTS_UNTIL * self._slower), kind, None if kind == "launcher" else whom))
+            self.plan.append((drawn.uniform(0, FAULTS_UNTIL * self._slower * self.share), kind, None if kind == "launcher" else whom))
         self.places = self.num_workers + (MORE_PLACES if self.has_places else 0)
         for _ in range(drawn.randint(2, 5) if self.has_places else 0):
             kind = drawn.choices(["join", "leave", "SIGTERM"], [3, 1, 1])[0]
-            whom = ("worker", drawn.randrange(1, self.places)) if kind == "SIGTERM" else None
-            self.plan.append((drawn.uniform(0, FAULTS_UNTIL), kind, whom))
+            number = drawn.randrange(1, self.places)
+            self.plan.append((drawn.uniform(0, FAULTS_UNTIL * self.share), kind, ("worker", number) if kind == "SIGTERM" else None))
         self.plan.sort(key=lambda fault: fault[0])
 
     def run(self):
@@ -151,14 +155,14 @@ class Round:
         return self
 
     def _start(self):
-        script, steps, *more = self._schemes[self.scheme]
+        script, steps, more = self._schemes[self.scheme]
         if self.scheme not in TOGETHER:
-            steps *= self._slower  # of sixteen workers, the last begins when the first have trained for long
+            steps = round(steps * self._slower * self.share)  # of sixteen workers, the last begins when the first have trained for long
         resume = ["--resume"] if any(self.folder.glob("checkpoints/*.index")) else []
         flags = [f"--num_ps={self.num_ps}", f"--num_workers={self.num_workers}", f"--steps={steps}", *resume]
         if self._is_large and self.scheme in LARGE_RATES:
             flags.append(f"--learning_rate={LARGE_RATES[self.scheme]}")
-        flags += [*more, *([f"--max_workers={self.places}"] if self.has_places else [])]
+        flags += [*more.split(), *([f"--max_workers={self.places}"] if self.has_places else [])]
         flags += [f"--hang_secs={HANG_SECS * self._slower}", f"--checkpoint_secs={CHECKPOINT_SECS}", "--max_restarts=10"]
         flags.append(f"--run_dir={self.folder}")
         with open(f"{self.folder}.out", "a") as out:
@@ -301,7 +305,8 @@ def table(rounds):
     come_and_go = {"join": "joined", "leave": "asked to leave", "SIGTERM": "preempted"} if rounds[0].has_places else {}
     more = "".join(f" {said} |" for said in come_and_go.values())
     rows = [
-        f"| scheme | rounds | killed | stopped | launcher killed |{more} came through | restored | largest loss | longest gap |",
+        "| scheme | rounds | killed | stopped | launcher killed |"
+        f"{more} came through | restored | largest loss | longest gap |",
         f"|---|--:|--:|--:|--:|{'--:|' * len(come_and_go)}--:|--:|--:|--:|",
     ]
     groups = collections.defaultdict(list)
