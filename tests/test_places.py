@@ -1,5 +1,6 @@
 """Workers that join and leave a run that was begun with --max_workers, and what is refused."""
 
+import contextlib
 import json
 import os
 import queue
@@ -246,3 +247,20 @@ def test_worker_takes_a_place_leaves_it_and_takes_it_again(run_dir, tmp_path):
     assert result["num_workers"] == 2 and result["left"] == []  # it is back
     assert [sum(line.get("came", False) for line in metrics_of(run_dir, worker)) for worker in range(2)] == [0, 2]
     assert processes(run_dir) == [] and not (run_dir / "control").exists()
+
+
+@pytest.mark.cluster
+def test_who_is_asked_to_end_waits_for_no_place_that_nobody_has(run_dir):
+    """All tasks get SIGTERM, as by a scheduler that ends them: none has to be killed. Nothing has the address of worker 1."""
+    with contextlib.ExitStack() as stack:
+        ps, worker = (f"127.0.0.1:{stack.enter_context(launch.reserved_port()).getsockname()[1]}" for _ in range(2))
+        flags = [f"--ps_hosts={ps}", f"--worker_hosts={worker},nobody.invalid:2222", "--num_workers=1", "--max_workers=2"]
+        flags += ["--task_index=0", "--epochs=1e9", "--checkpoint_secs=1000"]
+        environ = {"TF_GRPC_REUSE_PORT": "true"}
+        tasks = [start(run_dir, *flags, f"--job_name={job}", environ=environ) for job in ("ps", "worker")]
+        wait_until_it_trains(tasks[1], run_dir, 0)
+        for task in tasks:
+            task.send_signal(signal.SIGTERM)
+        for task in reversed(tasks):
+            finish(task, status=130)
+    assert list(run_dir.glob("checkpoints/*.index"))
