@@ -261,6 +261,7 @@ class _Run:
         self._events: queue.SimpleQueue = queue.SimpleQueue()
         self._lines: list[_Line] = []  # to tasks
         self._rooms: list[_Line] = []
+        self._vital: list[_Line] = []  # those rooms without which the run cannot go on
         self._joining: dict[_Line, _Joining] = {}  # by the line to a room that is not made yet
         self._doors: Any = None
         self._status, self._asked = 0, []
