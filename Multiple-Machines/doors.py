@@ -189,25 +189,39 @@ class Doors:
     if that is in the same place. Otherwise ssh forwards it, by way of this machine: `ssh -R` of the task that asks leads to a
     socket here, and `ssh -L` of the task that is asked leads on from there. Tasks on this machine need no ssh for it.
 
+    A worker that joins takes an address that was reserved. What leads there always passes through a socket on this machine, as
+    the other tasks cannot know where it will be.
+
     Args:
       here: the room of this machine, {"folder": path, "place": text}; see `place`.
-      rooms: that of each task.
-      addresses: HOST:PORT of each task, as the user calls it.
+      tasks: of each task HOST:PORT, as the user calls it, and its room; None where a worker may join.
+      may_change: which of them, by number, may be followed by another one, somewhere else.
     """
 
-    def __init__(self, here, rooms, addresses):
-        self._here, self._places = here, [room["place"] for room in rooms]
-        self._folders = [os.path.join(room["folder"], str(i)) for i, room in enumerate(rooms)]
-        hosts = list(dict.fromkeys(map(host_of, addresses)))
+    def __init__(self, here, tasks, may_change=()):
+        self._here, self._may_change = here, frozenset(may_change)
+        self._rooms: list[dict] = [{}] * len(tasks)
+        hosts = [host_of(task[0]) if task else i for i, task in enumerate(tasks)]
         # Tasks of one host have one address: by it they know how many share its cores. Each has a port of its own, as the
         # server of a task listens at its own on every address.
-        numbers = {host: f"127.{n >> 16}.{n >> 8 & 255}.{n & 255}" for n, host in enumerate(hosts, 1)}
-        self._inside = [(numbers[host_of(address)], FIRST_PORT + i) for i, address in enumerate(addresses)]
-        self._outside = {f"{host}:{port}": address for (host, port), address in zip(self._inside, addresses, strict=True)}
+        numbers = {host: f"127.{n >> 16}.{n >> 8 & 255}.{n & 255}" for n, host in enumerate(dict.fromkeys(hosts), 1)}
+        self._inside = [(numbers[host], FIRST_PORT + i) for i, host in enumerate(hosts)]
+        self._outside: dict[str, str] = {}
+        for i, task in enumerate(tasks):
+            if task:
+                self.take(i, *task)
 
-    def inside(self, address):
-        """Returns what a task that the user calls so is called in the networks of the tasks."""
-        return next(inside for inside, outside in self._outside.items() if outside == address)
+    def take(self, i, address, room):
+        """Notes that task i is at this address, as the user calls it, in this room."""
+        self._rooms[i], self._outside[self.inside(i)] = room, address
+        if i in self._may_change:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._at_hub(i))  # of the one before: neither ssh nor a relay listens where there is a file
+
+    def inside(self, i):
+        """Returns the address of task i in the networks of the tasks."""
+        host, port = self._inside[i]
+        return f"{host}:{port}"
 
     def outside(self, text):
         """Returns a text in which tasks are called as the user calls them."""
@@ -215,32 +229,43 @@ class Doors:
 
     def of_task(self, i):
         """Returns the doors of a task, as `run` takes them."""
-        others = [[*self._inside[k], self._path(i, k)] for k in range(len(self._folders)) if k != i]
+        others = [[*self._inside[k], self._path(i, k)] for k in self._others(i)]
         return {"port": self._inside[i][1], "socket": self._own(i), "others": others}
 
     def options(self, i):
         """Returns the options with which ssh starts a task: what it forwards."""
-        far = [k for k, place in enumerate(self._places) if place != self._places[i]]
-        if self._is_here(i) or not far:
+        far = [k for k in self._others(i) if not self._is_beside(i, k)]
+        if self._is_here(i) or not (far or i in self._may_change):
             return []
         towards_others = [word for k in far for word in ("-R", f"{self._path(i, k)}:{self._at_hub(k)}")]
         return [*OPTIONS, "-L", f"{self._at_hub(i)}:{self._own(i)}", *towards_others]
 
+    def _others(self, i):
+        return [k for k in range(len(self._rooms)) if k != i]
+
     def _is_here(self, i):
-        return self._places[i] == self._here["place"]
+        return self._rooms[i]["place"] == self._here["place"]
+
+    def _is_beside(self, i, k):
+        """Whether task k can be reached, as long as it runs, by a socket of its own where task i is."""
+        return k not in self._may_change and self._rooms[i]["place"] == self._rooms[k]["place"]
 
     def _own(self, i):
-        return f"{self._folders[i]}/in"
+        if i in self._may_change and self._is_here(i):
+            return self._at_hub(i)
+        return f"{self._rooms[i]['folder']}/{i}/in"
 
     def _at_hub(self, i):
         """The socket on this machine that leads to a task."""
-        return self._own(i) if self._is_here(i) else f"{self._here['folder']}/{i}"
+        if i in self._may_change or not self._is_here(i):
+            return f"{self._here['folder']}/{i}"
+        return self._own(i)
 
     def _path(self, i, k):
         """The socket that leads to task k where task i is."""
-        if self._places[i] == self._places[k]:
+        if self._is_beside(i, k):
             return self._own(k)
-        return self._at_hub(k) if self._is_here(i) else f"{self._folders[i]}/{k}"
+        return self._at_hub(k) if self._is_here(i) else f"{self._rooms[i]['folder']}/{i}/{k}"
 
 
 def main(what, *words):

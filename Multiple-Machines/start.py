@@ -1,10 +1,13 @@
 """Starts the tasks of a cluster on several machines by ssh, shows what all of them say, and ends them together.
 
     bash Multiple-Machines/start.sh [--insecure] HOSTS_FILE SCHEME [flags of the scheme]
+    bash Multiple-Machines/start.sh --join=HOSTS_FILE RUN
 
 No port of a task can be reached on any host: each task runs in a network of its own, out of which leads only what ssh forwards,
 see `doors.py`. With `--insecure` tasks run in the networks of their hosts. The variable SSH is how to get there, `ssh` by
 default: SSH="ssh -i KEY". Each host needs this checkout; `.venv` is made on it when it is first used.
+
+With `--max_workers` among the flags, workers join (`--join`) and leave (`bash common/leave.sh RUN`) while the others train.
 """
 
 import contextlib
@@ -18,20 +21,25 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from doors import NOBODY, REFUSED, ROOM, Doors, host_of
 
-from common import signals
+from common import places, signals
 from common.cluster import TaskSpecDef
-from common.flags import FITTING, UserError
-from common.launch import STOP_SECONDS
+from common.flags import FITTING, MOST_PLACES, UserError
+from common.launch import PS_SECONDS, STOP_SECONDS
+from common.run_dir import lock_folder
+from common.words import STANDS_IN
 
 ROOT = Path(__file__).resolve().parents[1]
-HERE = ("this machine", "")
 ROOM_SECONDS = 5  # for a host to remove its sockets
 INSECURE = "--insecure: whoever reaches a port of these tasks can read and change all, and run programs as you (SECURITY.md)"
 OR_INSECURE = "start.sh --insecure goes without"
+USAGE = "expected: bash Multiple-Machines/start.sh [--insecure] HOSTS_FILE SCHEME [flags of the scheme]"
+USAGE_OF_JOIN = "expected: bash Multiple-Machines/start.sh --join=HOSTS_FILE RUN, the --run_dir of a run that trains"
 # On the host, the task lives as long as the line to it: "stop" lets it save and leave, the end of the line kills it.
 REMOTE = """
 cd -- {folder} && exec 3<&0 </dev/null
@@ -45,10 +53,10 @@ exit $status
 
 
 def main(arguments):
-    """Runs it and exits: 0 trained, 1 a task has failed, 2 bad flags or input, 130 stopped by Ctrl-C."""
+    """Runs it and exits: 0 trained or joined, 1 a task has failed, 2 bad flags or input, 130 stopped by Ctrl-C."""
     signals.prepare_for_a_closed_terminal()
     try:
-        sys.exit(_run(arguments))
+        sys.exit(_ask_to_join(arguments) if arguments and arguments[0].startswith("--join") else _run(arguments))
     except UserError as error:
         print(f"start.sh: {error}", file=sys.stderr)
         sys.exit(2)
@@ -73,17 +81,41 @@ def ssh_command():
     return words
 
 
+@dataclass(eq=False)
+class _Task:
+    """A task of the cluster, or a place that a worker may take."""
+
+    job: str
+    index: int
+    address: str | None  # HOST:PORT, as the user calls it; of a place, of the worker that had it last
+    folder: str = ""  # of the checkout on its host
+    line: Any = None  # the `_Line` to it while it runs
+    room: Any = None  # the line to its room, if it has joined
+    is_coming: bool = False  # whether a room is made for it
+    is_leaving: bool = False  # whether it is asked to leave
+    has_joined: bool = False  # whether it came while the others trained
+    stands_in: bool = False  # whether it only says for a worker that was lost that nobody has to wait for it
+
+    @property
+    def name(self):
+        return f"{self.job} {self.index}"
+
+    @property
+    def is_there(self):
+        return self.is_coming or self.line is not None
+
+
 def read_hosts(path):
-    """Returns [(job, address, folder)] of a hosts file.
+    """Returns the `_Task`s of a hosts file, in its order.
 
     Raises:
-      UserError: if it cannot be read, or a line is none.
+      UserError: if it cannot be read, a line is none, or two have one address.
     """
     try:
         lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"the hosts file {path} cannot be read: {getattr(error, 'strerror', 'it is no text')}") from None
-    tasks = []
+    tasks: list[_Task] = []
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
         if words:
@@ -93,152 +125,429 @@ def read_hosts(path):
                 )
             if not line.isprintable() and not line.replace("\t", " ").isprintable():
                 raise UserError(f"{path}, line {number}: {line.strip()!r} holds a character that is no text")
-            tasks.append((words[0], *words[1:2], *(words[2:] or [str(ROOT)])))
             if len(words) == 1:
                 raise UserError(f"{path}, line {number}: {words[0]} lacks its address, HOST:PORT")
+            index = sum(task.job == words[0] for task in tasks)
+            tasks.append(_Task(words[0], index, words[1], words[2] if len(words) == 3 else str(ROOT)))
     return tasks
+
+
+def _addresses(tasks):
+    """Returns {job: addresses} of tasks."""
+    return {job: [task.address for task in tasks if task.job == job] for job in ("ps", "worker")}
+
+
+def _ask_to_join(arguments):
+    """Asks the `start.sh` of a run to start the workers of a file that do not run yet; returns the exit status."""
+    option, _, hosts_file = arguments[0].partition("=")
+    if option != "--join" or not hosts_file or len(arguments) != 2 or arguments[1].startswith("-"):
+        raise UserError(USAGE_OF_JOIN)
+    tasks = read_hosts(hosts_file)
+    workers = [task for task in tasks if task.job == "worker"]
+    if not workers:
+        raise UserError(f"{hosts_file} names no worker: expected lines as `worker HOST:PORT` of those that join")
+    cluster = _addresses(tasks)
+    TaskSpecDef("worker", 0, None, cluster["ps"] or ["ps:1"], cluster["worker"])  # raises a UserError if that is no cluster
+    hosts = [(worker.address, worker.folder) for worker in workers]
+    print(places.ask(arguments[1], "join", len(hosts), hosts))
+    return 0
 
 
 def _run(arguments):
     is_open = "--insecure" in arguments
     arguments = [argument for argument in arguments if argument != "--insecure"]
     if len(arguments) < 2 or arguments[0].startswith("-") or arguments[1].startswith("-"):
-        raise UserError("expected: bash Multiple-Machines/start.sh [--insecure] HOSTS_FILE SCHEME [flags of the scheme]")
+        raise UserError(USAGE)
     ssh = ssh_command()
     hosts_file, scheme, *flags = arguments
     tasks = read_hosts(hosts_file)
     if not (ROOT / scheme / "run.sh").is_file():
         raise UserError(f"there is no {ROOT / scheme / 'run.sh'}")
-    cluster = {job: [address for of, address, _ in tasks if of == job] for job in ("ps", "worker")}
+    cluster = _addresses(tasks)
     for job, of_job in cluster.items():
         if not of_job:
             raise UserError(f"{hosts_file} names no {job}: a cluster needs at least one ps and one worker")
     TaskSpecDef("ps", 0, None, cluster["ps"], cluster["worker"])  # raises a UserError if that is no cluster
-    if not any(flag.startswith("--run_dir=") for flag in flags):
-        flags.append(f"--run_dir=runs/{scheme}/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S.%f}")
+    run_dir = _flag(flags, "run_dir")
+    if run_dir is None:
+        run_dir = f"runs/{scheme}/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
+        flags.append(f"--run_dir={run_dir}")
+    has_places = _flag(flags, "max_workers") is not None
+    begin = len(cluster["worker"])
+    if has_places:
+        tasks, begin = _reserve(tasks, hosts_file, flags, is_open)
     if is_open:
         print(INSECURE, flush=True)
-    lines: list[_Line] = []
-    events: queue.SimpleQueue = queue.SimpleQueue()
-    asked: list[int] = []
-
-    def ask(number, _):
-        if number != signal.SIGHUP or not asked:  # the shell and the system may both send that: no second request
-            asked.append(number)
-            events.put(None)
-
-    before = {number: signal.signal(number, ask) for number in signals.heeded()}
     with contextlib.ExitStack() as stack:
-        for number, handler in before.items():
-            stack.callback(signal.signal, number, handler)
-        doors = None if is_open else _make_doors(ssh, tasks, scheme, flags, events, stack)
-        if isinstance(doors, int):
-            return doors
-        stack.callback(lambda: [line.close() for line in lines])
-        counts = {"ps": 0, "worker": 0}
-        for i, (job, address, folder) in enumerate(tasks):
-            task = {"type": job, "index": counts[job]}
-            name = f"{job} {counts[job]}"
-            counts[job] += 1
-            if doors:
-                config = {"cluster": {job: list(map(doors.inside, of_job)) for job, of_job in cluster.items()}, "task": task}
-                runs = ["bash", "Multiple-Machines/doors.sh", "task", json.dumps(doors.of_task(i)), "bash", f"{scheme}/run.sh"]
-            else:
-                config, runs = {"cluster": cluster, "task": task}, ["bash", f"{scheme}/run.sh"]
-            quoted = {"folder": shlex.quote(folder), "config": shlex.quote(json.dumps(config))}
-            program = REMOTE.format(**quoted, command=shlex.join([*runs, *flags]))
-            # --: a host cannot be taken for an option
-            command = [*ssh, *(doors.options(i) if doors else []), "--", host_of(address), shlex.join(["bash", "-c", program])]
-            lines.append(_Line(name, command, events))
-        return _watch(lines, events, doors)
+        run = _Run(ssh, scheme, flags, tasks, begin, has_places, stack)
+        if has_places:
+            stack.enter_context(lock_folder(ROOT / run_dir, "--run_dir", (), "start"))
+            stack.enter_context(places.heard(ROOT / run_dir, run.hear))
+        return run.run(is_open)
 
 
-def _make_doors(ssh, tasks, scheme, flags, events, stack):
-    """Makes a room on this machine and on each host; returns the `Doors` of all tasks, or an exit status.
+def _reserve(tasks, hosts_file, flags, is_open):
+    """Returns the tasks with as many workers, or places for them, as `--max_workers` says, and how many workers begin.
 
-    The rooms last as long as the lines to them, which `stack` closes.
+    Adds `--num_workers` to the flags, unless it is there: without it all workers of the file begin.
 
     Raises:
-      UserError: if a host allows its tasks no network of their own.
+      UserError: if the hosts file does not fit.
     """
-    check = ["--", "bash", f"{scheme}/run.sh", *flags, "--check"] if _may_be_downloaded(flags) else []
-    there: dict[tuple[str, str], list[int]] = {}
-    for i, (_, address, folder) in enumerate(tasks):
-        there.setdefault((host_of(address), folder), []).append(i)
-    commands = {HERE: [sys.executable, str(ROOT / "Multiple-Machines" / "doors.py"), "room"]}
-    for (host, folder), of_host in there.items():
-        words = ["bash", "Multiple-Machines/doors.sh", "room", *map(str, of_host), *check]
-        program = f"cd -- {shlex.quote(folder)} && exec {shlex.join(words)}"
-        commands[host, folder] = [*ssh, "--", host, shlex.join(["bash", "-c", program])]
-    lines: list[_Line] = []
-    stack.callback(lambda: [line.wait(ROOM_SECONDS) for line in lines])
-    stack.callback(lambda: [line.close() for line in lines])
-    names = {where: where[0] if sum(host == where[0] for host, _ in commands) == 1 else ":".join(where) for where in commands}
-    lines += [_Line(names[where], command, events) for where, command in commands.items()]
-    rooms: dict[str, dict] = {}
-    while len(rooms) < len(commands):
-        event = events.get()
-        if event is None:
-            return 130
-        name, text, *ended = event
-        if ended:
-            print(f"{name} ended with exit status {text}; nothing was started", flush=True)
-            return 2 if text == 2 else 1
-        if text.startswith(REFUSED):
-            raise UserError(f"{name} allows its tasks no network of their own: {text.removeprefix(REFUSED)}; {OR_INSECURE}")
-        if text.startswith(ROOM):
-            rooms[name] = json.loads(text.removeprefix(ROOM))
-        else:
-            print(f"{name} | {text}", flush=True)
-    of_task = {i: rooms[names[where]] for where, of_host in there.items() for i in of_host}
-    addresses = [address for _, address, _ in tasks]
-    return Doors(rooms[names[HERE]], [of_task[i] for i in range(len(tasks))], addresses)
+    named, most = sum(task.job == "worker" for task in tasks), _number(flags, "max_workers", 1, MOST_PLACES)
+    begin = named if _flag(flags, "num_workers") is None else _number(flags, "num_workers", 1, named)
+    flags.append(f"--num_workers={begin}")
+    if most < begin:
+        raise UserError(
+            f"--max_workers={most} are fewer than the {begin} workers of {hosts_file}: --num_workers says how many begin"
+        )
+    if is_open and most > named:
+        raise UserError(
+            f"--max_workers={most} with --insecure: each place needs its address when the run begins, but {hosts_file} names "
+            f"{named}: name as many workers as there are places, of which --num_workers begin"
+        )
+    kept = [task for task in tasks if task.job == "ps" or task.index < (most if is_open else begin)]
+    return kept + [_Task("worker", i, None) for i in range(named if is_open else begin, most)], begin
+
+
+def _flag(flags, name):
+    """Returns the last value that these words of a command line give to a flag, or None."""
+    value = None
+    for word, following in zip(flags, [*flags, ""][1:], strict=True):
+        given, equals, text = word.partition("=")
+        if given in (f"--{name}", f"-{name}"):
+            value = text if equals else following
+    return value
+
+
+def _number(flags, name, least, most):
+    text = _flag(flags, name)
+    if not (text.isascii() and text.isdigit() and least <= int(text[:9]) <= most):
+        raise UserError(f"--{name} must be a whole number from {least} to {most}, not {text!r:.40}")
+    return int(text)
 
 
 def _may_be_downloaded(flags):
     """Whether the data may have to be got by the network, which the tasks do not have."""
-    data = next(iter(FITTING))
-    for flag, following in zip(flags, [*flags[1:], ""], strict=True):
-        name, equals, value = flag.partition("=")
-        if name in ("--data", "-data"):
-            data = value if equals else following
-    return data not in FITTING
+    return (_flag(flags, "data") or next(iter(FITTING))) not in FITTING
 
 
-def _watch(lines, events, doors):
-    """Shows what the tasks say until all have ended; returns the exit status."""
-    running, status = {line.name for line in lines}, 0
-    timer = None
-    while running:
-        event = events.get()
-        if event is None and status == 130:
-            return 130  # a second Ctrl-C: closing the lines kills the remaining tasks
-        if event is None:
-            print("stopping; Ctrl-C again stops at once", flush=True)
-            status = 130
-        elif len(event) == 2 and doors and NOBODY.fullmatch(event[1]):
-            continue
-        elif len(event) == 2:
-            text = doors.outside(event[1]) if doors else event[1]
-            print(f"{event[0]:>{max(map(len, (line.name for line in lines)))}} | {text}", flush=True)
-            continue
+@dataclass(eq=False)
+class _Joining:
+    """Workers for whom rooms are made, and who wants to know when they are; nobody for one that stands in for another."""
+
+    request: Any  # a `common.places.Request`, or None
+    tasks: dict  # the `_Task` of each line to a room
+    made: dict = field(default_factory=dict)  # what the rooms have told
+
+
+class _Run:
+    """A run from start to end.
+
+    Args:
+      ssh: words that reach a host.
+      scheme, flags: what each task runs.
+      tasks: `_Task`s: those that begin, and places.
+      begin: how many workers begin.
+      has_places: whether workers may join and leave.
+      stack: at whose end all lines are closed.
+    """
+
+    def __init__(self, ssh, scheme, flags, tasks, begin, has_places, stack):
+        self._ssh, self._scheme, self._flags, self._tasks, self._begin = ssh, scheme, flags, tasks, begin
+        self._workers = [task for task in tasks if task.job == "worker"]
+        self._has_places = has_places
+        self._code = places.code_of(ROOT / scheme)
+        self._events: queue.SimpleQueue = queue.SimpleQueue()
+        self._lines: list[_Line] = []  # to tasks
+        self._rooms: list[_Line] = []
+        self._vital: list[_Line] = []  # those rooms without which the run cannot go on
+        self._joining: dict[_Line, _Joining] = {}  # by the line to a room that is not made yet
+        self._doors: Any = None
+        self._status, self._asked = 0, []
+        self._timer: Any = None
+        stack.callback(lambda: [line.wait(ROOM_SECONDS) for line in self._rooms])
+        stack.callback(lambda: [line.close() for line in [*self._lines, *self._rooms]])
+        before = {number: signal.signal(number, self._ask) for number in signals.heeded()}
+        for number, handler in before.items():
+            stack.callback(signal.signal, number, handler)
+
+    def _ask(self, number, _):
+        if number != signal.SIGHUP or not self._asked:  # the shell and the system may both send that: no second request
+            self._asked.append(number)
+            self._events.put(None)
+
+    def hear(self, request):
+        """Lets workers join or leave, as a `common.places.Request` asks. Called from any thread."""
+        self._events.put(request)
+
+    def run(self, is_open):
+        """Starts the tasks that begin, and shows what all say until they have ended; returns the exit status."""
+        beginning = [task for task in self._tasks if task.job == "ps" or task.index < self._begin]
+        if not is_open:
+            status = self._make_doors(beginning)
+            if status:
+                return status
+        for task in beginning:
+            self._start(task)
+        return self._watch()
+
+    def _make_doors(self, beginning):
+        """Makes a room on this machine and on each host of these tasks; returns an exit status if the run ends with that.
+
+        The rooms last as long as the lines to them.
+
+        Raises:
+          UserError: if a host allows its tasks no network of their own.
+        """
+        there: dict[tuple[str, str], list[_Task]] = {}
+        for task in beginning:
+            there.setdefault((host_of(task.address), task.folder), []).append(task)
+        here = _Line("this machine", [sys.executable, str(ROOT / "Multiple-Machines" / "doors.py"), "room"], self._events)
+        self._rooms.append(here)
+        rooms: dict[_Line, list[_Task]] = {here: []}
+        for (host, folder), of_host in there.items():
+            name = host if sum(host == other for other, _ in there) == 1 else f"{host}:{folder}"
+            rooms[self._open_room(name, host, folder, of_host)] = of_host
+        made: dict[_Line, dict] = {}
+        while len(made) < len(rooms):
+            event = self._events.get()
+            if event is None:
+                return 130
+            if isinstance(event, places.Request):
+                event.answer("the run is beginning: ask again when its workers train", is_error=True)
+                continue
+            line, text, *ended = event
+            if ended:
+                print(f"{line.name} ended with exit status {text}; nothing was started", flush=True)
+                return 2 if text == 2 else 1
+            if text.startswith(REFUSED):
+                raise UserError(f"{_why_refused(line, text)}; {OR_INSECURE}")
+            if text.startswith(ROOM):
+                made[line] = json.loads(text.removeprefix(ROOM))
+            else:
+                print(f"{line.name} | {text}", flush=True)
+        of_task = {task: made[line] for line, of_host in rooms.items() for task in of_host}
+        may_change = [i for i, task in enumerate(self._tasks) if self._may_leave(task)]
+        told = [(task.address, of_task[task]) if task in of_task else None for task in self._tasks]
+        self._doors = Doors(made[here], told, may_change)
+        self._vital = [line for line, of_host in rooms.items() if not (of_host and all(map(self._may_leave, of_host)))]
+        return 0
+
+    def _open_room(self, name, host, folder, tasks):
+        """Begins to make a room for tasks on a host; returns the line to it."""
+        check = ["--", "bash", f"{self._scheme}/run.sh", *self._flags, "--check"] if _may_be_downloaded(self._flags) else []
+        numbers = [str(self._tasks.index(task)) for task in tasks]
+        program = shlex.join(["bash", "Multiple-Machines/doors.sh", "room", *numbers, *check])
+        program = f"cd -- {shlex.quote(folder)} && exec {program}"
+        self._rooms.append(_Line(name, [*self._ssh, "--", host, shlex.join(["bash", "-c", program])], self._events))
+        return self._rooms[-1]
+
+    def _start(self, task):
+        """Starts a task on its host."""
+        i, doors, cluster = self._tasks.index(task), self._doors, _addresses(self._tasks)
+        runs = ["bash", f"{self._scheme}/run.sh"]
+        if doors:
+            cluster = {job: [doors.inside(k) for k, each in enumerate(self._tasks) if each.job == job] for job in cluster}
+            runs = ["bash", "Multiple-Machines/doors.sh", "task", json.dumps(doors.of_task(i)), *runs]
+        runs = ["env", f"{STANDS_IN}=1", *runs] if task.stands_in else runs
+        config = {"cluster": cluster, "task": {"type": task.job, "index": task.index}}
+        quoted = {"folder": shlex.quote(task.folder), "config": shlex.quote(json.dumps(config))}
+        program = REMOTE.format(**quoted, command=shlex.join([*runs, *self._flags]))
+        # --: a host cannot be taken for an option
+        to_host = [*self._ssh, *(doors.options(i) if doors else []), "--", host_of(task.address)]
+        task.is_coming, task.is_leaving = False, task.stands_in
+        task.line = _Line(task.name, [*to_host, shlex.join(["bash", "-c", program])], self._events)
+        self._lines.append(task.line)
+
+    def _watch(self):
+        """Shows what the tasks say until all have ended; returns the exit status."""
+        while any(task.line for task in self._tasks):
+            event = self._events.get()
+            if isinstance(event, places.Request):
+                self._answer(event)
+                continue
+            if event is None and self._status == 130:
+                return 130  # a second Ctrl-C: closing the lines kills the remaining tasks
+            if event is None:
+                print("stopping; Ctrl-C again stops at once", flush=True)
+                self._status = 130
+            elif len(event) == 2:
+                self._hear_line(*event)
+                continue
+            else:
+                self._end(*event[:2])
+            if self._status and not any(task.line for task in self._workers):
+                self._close()  # a ps that waits for a worker which has failed
+            elif self._status and self._timer is None:
+                for line in self._lines:
+                    line.stop()
+                self._close_in(STOP_SECONDS)
+            elif self._is_over() and self._timer is None:
+                self._close_in(PS_SECONDS)  # a worker that has come too late, and waits for the ps
+        return self._status
+
+    def _close(self):
+        for line in self._lines:
+            line.close()
+
+    def _close_in(self, seconds):
+        self._timer = threading.Timer(seconds, self._close)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _may_leave(self, task):
+        return self._has_places and task.job == "worker" and task.index > 0
+
+    def _can_do_without(self, task):
+        """Whether the others go on when this task has failed. (With --insecure nobody can take its address elsewhere.)"""
+        return self._doors and self._may_leave(task) and not task.stands_in and not self._is_ending()
+
+    def _is_ending(self):
+        return self._status or not self._workers[0].line
+
+    def _is_over(self):
+        """Whether only workers are left that may leave: worker 0, which ends the run, and all ps have ended."""
+        return not any(task.line for task in self._tasks if not self._may_leave(task))
+
+    def _hear_line(self, line, text):
+        """Shows what a task says, or hears that a room is made."""
+        joining = self._joining.get(line)
+        if self._doors and NOBODY.fullmatch(text):
+            return
+        if joining and text.startswith(REFUSED):
+            self._refuse(joining, _why_refused(line, text))
+        elif joining and text.startswith(ROOM):
+            joining.made[line] = json.loads(text.removeprefix(ROOM))
+            if len(joining.made) == len(joining.tasks):
+                self._let_in(joining)
+        elif not text.startswith(ROOM):
+            shown = self._doors.outside(text) if self._doors else text
+            print(f"{line.name:>{max(len(task.name) for task in self._tasks)}} | {shown}", flush=True)
+
+    def _end(self, line, ended):
+        """Takes note of the end of a line: that the task, or the room, has ended with this exit status."""
+        task = next((task for task in self._tasks if task.line is line), None)
+        if line in self._joining:
+            self._refuse(self._joining[line], f"{line.name} cannot be joined from: it ended with exit status {ended}")
+        if task is None and line not in self._vital:
+            return
+        if task:
+            task.line = None
+            if task.room:
+                task.room.close()
+            # It has never trained, so nobody waits for it.
+            has_not_come = (
+                task.has_joined and not task.stands_in and (ended == 2 or ended == 128 + signal.SIGTERM and task.is_leaving)
+            )
+            if has_not_come or not ended and task.is_leaving:
+                print(f"the place of {task.name} is free", flush=True)
+                ended, task.stands_in = 0, False
+            elif self._can_do_without(task) and not 0 <= ended < 128:  # it was killed, or its connection was
+                print(f"{task.name} ended with exit status {ended}; the others go on without it", flush=True)
+                self._stand_in_for(task)
+                ended = 0
+        if (ended or task is None) and not self._status and not (self._is_over() and task and self._may_leave(task)):
+            print(f"{line.name} ended with exit status {ended}; the others are stopped", flush=True)
+            self._status = 2 if ended == 2 else 1
+
+    def _answer(self, request):
+        try:
+            if self._is_ending():
+                raise UserError(places.ENDING[request.what])
+            line = self._join(request) if request.what == "join" else self._leave(request)
+        except UserError as error:
+            request.answer(str(error), is_error=True)
         else:
-            name, ended, _ = event
-            is_room = name not in running
-            running.discard(name)
-            if (ended or is_room) and not status:
-                print(f"{name} ended with exit status {ended}; the others are stopped", flush=True)
-                status = 2 if ended == 2 else 1
-        if status and not any(name.startswith("worker") for name in running):
-            for line in lines:
-                line.close()  # a ps that waits for a worker which has failed
-        elif status and timer is None:
-            for line in lines:
-                line.stop()
-            timer = threading.Timer(STOP_SECONDS, lambda: [line.close() for line in lines])
-            timer.daemon = True
-            timer.start()
-    return status
+            if line:
+                print(line, flush=True)
+                request.answer(line)
+
+    def _leave(self, request):
+        """Asks the last workers to leave; returns a line that names them. Raises a `UserError` if that cannot be."""
+        going = places.last(request.count, [task for task in self._workers[1:] if task.line and not task.is_leaving])
+        for task in going:
+            task.is_leaving = True
+            task.line.stop()
+        return places.leaving(going)
+
+    def _join(self, request):
+        """Starts workers on hosts in free places; returns a line that names them, or None if rooms are to be made before.
+
+        Raises:
+          UserError: if that cannot be.
+        """
+        if not request.hosts:
+            raise UserError("on which hosts? bash Multiple-Machines/start.sh --join=HOSTS_FILE RUN, on several machines")
+        places.check_code(request, self._code)
+        there = {task.address: task for task in self._tasks if task.is_there}
+        for address, _ in request.hosts:
+            if address in there and there[address].job == "ps":
+                raise UserError(f"{address} is the address of {there[address].name}: give a worker another port")
+        new = [(address, folder) for address, folder in request.hosts if address not in there]
+        if not new:
+            raise UserError("all workers of the hosts file are there already: add a line, `worker HOST:PORT`")
+        free = [task for task in self._workers[1:] if not task.is_there]
+        if not self._doors:
+            reserved = {task.address: task for task in free}
+            for address, _ in new:
+                if address not in reserved:
+                    raise UserError(
+                        f"{address} is no free place of this run: with --insecure the addresses of all places are those that "
+                        "its hosts file had when it began"
+                    )
+            free = [reserved[address] for address, _ in new]
+        joining = places.first(len(new), free, len(self._workers))
+        for task, (address, folder) in zip(joining, new, strict=True):
+            task.address, task.folder, task.is_coming, task.has_joined = address, folder, True, True
+        if not self._doors:
+            for task in joining:
+                self._start(task)
+            return places.joining(joining)
+        rooms = {self._open_room(host_of(task.address), host_of(task.address), task.folder, [task]): task for task in joining}
+        self._joining |= dict.fromkeys(rooms, _Joining(request, rooms))
+        return None
+
+    def _let_in(self, joining):
+        """Starts the workers for whom all rooms are made."""
+        if self._is_ending():
+            self._refuse(joining, places.ENDING["join"])
+            return
+        for line, task in joining.tasks.items():
+            del self._joining[line]
+            task.room = line
+            self._doors.take(self._tasks.index(task), task.address, joining.made[line])
+            self._start(task)
+        if joining.request:
+            said = places.joining(list(joining.tasks.values()))
+            print(said, flush=True)
+            joining.request.answer(said)
+
+    def _refuse(self, joining, why):
+        """Gives up the rooms that were begun for workers who wanted to join."""
+        for line, task in joining.tasks.items():
+            self._joining.pop(line)
+            task.is_coming = False
+            line.close()
+        if joining.request:
+            joining.request.answer(why, is_error=True)
+        elif not self._is_ending():
+            print(f"worker 0 would wait for one that is lost: {why}; the others are stopped", flush=True)
+            self._status = 1
+
+    def _stand_in_for(self, task):
+        """Starts a worker that takes the place of one that was lost, where worker 0 is, and leaves it at once.
+
+        So it says to the others that nobody has to wait for it, and gives back the samples that it had leased.
+        """
+        chief = self._workers[0]
+        task.address, task.folder, task.is_coming, task.stands_in = chief.address, chief.folder, True, True
+        room = self._open_room(task.name, host_of(chief.address), chief.folder, [task])
+        self._joining[room] = _Joining(None, {room: task})
+
+
+def _why_refused(line, text):
+    return f"{line.name} allows its tasks no network of their own: {text.removeprefix(REFUSED)}"
 
 
 class _Line:
@@ -249,7 +558,7 @@ class _Line:
     """
 
     def __init__(self, name, command, events):
-        self.name = name
+        self.name, self._is_stopped = name, False
         try:
             self._process = subprocess.Popen(
                 command,
@@ -268,14 +577,16 @@ class _Line:
 
         def listen():
             for text in output:
-                events.put((name, text.rstrip("\n")))
-            events.put((name, self._process.wait(), None))
+                events.put((self, text.rstrip("\n")))
+            events.put((self, self._process.wait(), None))
 
         threading.Thread(target=listen, daemon=True).start()
 
     def stop(self):
         """Lets the task save what there is to save, and leave."""
-        self._write("stop\n")
+        if not self._is_stopped:  # a second word would kill it
+            self._is_stopped = True
+            self._write("stop\n")
 
     def close(self):
         """Kills the task, if it is still there."""

@@ -23,13 +23,14 @@ class Rendezvous:
       task: this worker.
       size: numbers in a report; the last is 0, or the time at which the worker has left for good.
       kept: function that returns reports of workers that have left, {worker: numbers}: a ps that is restarted has no others.
-      expected: function of a session that returns the workers that have come, a set; by default all do.
+      expected: function of a session that returns the workers that have come, a set; by default all do. The others are places
+        that nobody has taken.
     """
 
     def __init__(self, task, size, kept=dict, expected=None):
         self._came, self._kept = {task.shard_index}, kept
-        self._awaited = set(range(task.num_workers))
-        self._expected = expected or (lambda session: self._awaited)
+        self._all = self._awaited = set(range(task.num_workers))
+        self._expected = expected or (lambda session: self._all)
         self._report = report = tf.placeholder(tf.float64, [size])
         with tf.device("/job:ps/task:0"):
             table = tf.raw_ops.MutableHashTableOfTensorsV2(
@@ -75,13 +76,16 @@ class Rendezvous:
         session.run(self._hand_in, {self._report: report})
 
     def come_back(self, session):
-        """To be called by a worker that begins: if one of its number has left, that counts no more."""
-        if session.run(self._own)[-1] > 0:
+        """To be called by a worker that begins: if one of its number has left, that counts no more. Returns whether one had."""
+        has_left = session.run(self._own)[-1] > 0
+        if has_left:
             session.run(self._take_back)
+        return has_left
 
-    def left(self, session):
-        """Returns the numbers of the workers that have left for good, and are not back."""
-        return [worker for worker, report in self._known(*session.run(self._list)).items() if report[-1] > 0]
+    def absent(self, session):
+        """Returns the numbers of the workers that have left for good, and are not back, and of places that nobody has taken."""
+        left = {worker for worker, report in self._known(*session.run(self._list)).items() if report[-1] > 0}
+        return sorted(left | self._all - self._expected(session))
 
     def _known(self, workers, reports):
         return self._kept() | dict(zip(workers.tolist(), reports, strict=True))
@@ -135,6 +139,19 @@ def say_gone(task, server, report):
     saying = threading.Thread(target=say, daemon=True)
     saying.start()
     saying.join(LEFT_SECONDS)
+
+
+def has_code_of_chief(task, server, code):
+    """Whether this worker has the code of worker 0, which tells it here; also if it comes before worker 0."""
+    with tf.Graph().as_default() as graph, tf.device("/job:ps/task:0"):
+        table = tf.raw_ops.MutableHashTableV2(key_dtype=tf.int64, value_dtype=tf.string, shared_name="code")
+        of_chief = tf.constant(0, tf.int64)
+        if task.is_master():
+            tells = tf.raw_ops.LookupTableInsertV2(table_handle=table, keys=[of_chief], values=[code])
+        else:
+            tells = tf.raw_ops.LookupTableFindV2(table_handle=table, keys=of_chief, default_value=code)
+    with tf.Session(server.target, graph, config=task.config()) as session:
+        return session.run(tells) in (None, code.encode())
 
 
 def gate_table(device):

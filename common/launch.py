@@ -89,7 +89,7 @@ def _launch(script, arguments, settings, shared=None):
             display.say(devices.say_gpus(settings))
         run = Run(tasks, server, settings, display.say)
         if settings.max_workers:
-            run.code = _code(script)
+            run.code = places.code_of(Path(script).parent)
             stack.enter_context(places.heard(settings.run_dir, run.hear_request))
         status = run.run()
     if status == 0:
@@ -98,16 +98,6 @@ def _launch(script, arguments, settings, shared=None):
         _complete_result(settings, tasks)
     progress.summary(settings, status)
     return status
-
-
-def _code(script):
-    """Returns the version of `common/`, that of `common/` and the scheme's folder together, and these folders."""
-    folders = places.COMMON, Path(script).parent
-    return places.version(places.COMMON), places.version(*folders), folders
-
-
-def _names(tasks):
-    return ", ".join(task.name for task in tasks)
 
 
 def _version(path):
@@ -306,7 +296,7 @@ class Run:
         self._evaluators = self._workers[len(self._workers) - settings.num_evaluators :]
         self._looked, self._oom_kills, self._is_stopping = time.monotonic(), count_oom_kills(), False
         self._is_interrupted, self._in_ring = False, settings.pace == "ring"
-        self.code: Any = None  # as `_code` returns it, of a run whose workers come and go
+        self.code: Any = None  # as `places.code_of` returns it, of a run whose workers come and go
 
     def run(self):
         """Returns the exit status of the run; whatever task is left then ends with the server."""
@@ -409,35 +399,24 @@ class Run:
     def _join(self, request):
         """Starts workers in places that are empty; returns a line that names them. Raises a `UserError` if that cannot be."""
         if self._is_stopping or self._has_ended():
-            raise UserError("the run is ending, so nobody can join")
-        if request.version != self.code[0] or places.version(*self.code[2]) != self.code[1]:
-            raise UserError("the code has changed since the run began, or is of another checkout: join with the one of the run")
-        free = [task for task in self._workers if task.has_left]
-        if len(free) < request.count:
-            raise UserError(
-                f"{len(free)} of the {len(self._workers)} places of the run are free, too few for {request.count}: "
-                "--max_workers says how many there are"
-            )
-        for task in free[: request.count]:
-            task.environ = {**task.environ, "LAUNCHER_JOINS": "1"}
+            raise UserError(places.ENDING["join"])
+        if request.hosts:
+            raise UserError("the run is on one machine: `bash common/join.sh RUN COUNT` lets workers join")
+        places.check_code(request, self.code)
+        those = places.first(request.count, [task for task in self._workers if task.has_left], len(self._workers))
+        for task in those:
             task.start(self._server)
-        return f"{_names(free[: request.count])} joins" if request.count == 1 else f"{_names(free[: request.count])} join"
+        return places.joining(those)
 
     def _leave(self, count):
         """Asks the last workers to leave; returns a line that names them. Raises a `UserError` if that cannot be."""
         if self._is_stopping or self._has_ended():
-            raise UserError("the run is ending, and all its workers with it")
-        others = [task for task in self._workers[1:] if task.is_running and not task.is_leaving]
-        if count > len(others):
-            raise UserError(
-                f"the run has {len(others) + 1} worker{'s' if others else ''}, of which worker 0 has to stay, as it saves the "
-                f"checkpoints: {count} cannot leave; Ctrl-C ends the run"
-            )
-        going = others[len(others) - count :]
+            raise UserError(places.ENDING["leave"])
+        going = places.last(count, [task for task in self._workers[1:] if task.is_running and not task.is_leaving])
         for task in going:
             task.is_leaving = True
             self._server.signal(task.name, signal.SIGTERM)
-        return f"{_names(going)} {'is' if count == 1 else 'are'} asked to leave"
+        return places.leaving(going)
 
     def _what_to_do(self):
         """Says at the end of a line that `--resume` goes on, unless it would find nothing."""

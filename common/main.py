@@ -18,7 +18,7 @@ from pathlib import Path
 
 from absl import flags as absl_flags
 
-from common import cluster, devices, ending, flags, isolation, launch, limits, progress, run_dir, signals, words
+from common import cluster, devices, ending, flags, isolation, launch, limits, places, progress, run_dir, signals, slurm, words
 from common.flags import TrainingFailed, UserError, why_unwritable
 
 
@@ -130,17 +130,20 @@ def _say(status, line):
     return status
 
 
-def _check_places(settings, pace, evaluate, has_launcher, num_workers_given):
+def _check_places(settings, pace, evaluate, has_launcher, task, num_workers_given):
     """Raises a `UserError` if workers cannot come and go."""
     flag = f"--max_workers={settings.max_workers}"
     if pace == "ring":
         raise UserError(f"{flag}: the workers of {settings.scheme} average among themselves, so none can join: leave it out")
     if evaluate:
         raise UserError(f"{flag}: {settings.scheme} has an evaluator in the last place: leave it out")
-    if not has_launcher:
+    if not has_launcher and not task:
         raise UserError(f"{flag} is for --launch, which `bash {settings.scheme}/run.sh` gives: a launcher lets workers join")
-    if settings.gpus is not None and not num_workers_given:
-        raise UserError(f"{flag}: with --gpus name --num_workers, too, with which the run begins")
+    if not has_launcher and task.num_workers != settings.max_workers:
+        raise UserError(f"{flag}, but the cluster names {task.num_workers} of them: each place needs an address of its own")
+    if (settings.gpus is not None or not has_launcher) and not num_workers_given:
+        why = "with --gpus" if has_launcher else "in a cluster that no launcher has started"
+        raise UserError(f"{flag}: {why} name --num_workers, too, with which the run begins")
     if settings.max_workers < settings.begin_workers:
         raise UserError(f"{flag} are fewer than --num_workers={settings.begin_workers}, with which the run begins")
 
@@ -182,7 +185,7 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
     settings = settings.but(begin_workers=settings.num_workers)
     if settings.max_workers:
         has_launcher = launches or os.environ.get("LAUNCHER_KEY")
-        _check_places(settings, pace, evaluate, has_launcher, flags.present(values, "num_workers"))
+        _check_places(settings, pace, evaluate, has_launcher, task, flags.present(values, "num_workers"))
     settings = settings.but(num_evaluators=1 if evaluate and (task or launches) else 0)
     if evaluate and not settings.num_evaluators:  # trains alone, and on all that there is
         settings = settings.but(validation=None, patience=None)
@@ -237,10 +240,14 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
         return launch.launch(script, arguments, settings)
     if task and not launcher:
         _have_environment(task)
+    settings = settings.but(code=places.code_of(script.parent)[1] if settings.max_workers and not launcher else None)
     index = task.shard_index if task else 0
     if not launcher:
         path, _ = run_dir.prepare_run_dir(settings, task)  # which is locked from now on until this process ends
         settings = settings.but(run_dir=path)
+        if os.environ.get("PLACES") and task and task.is_master():
+            about = {"scheme": settings.scheme, "ps": task.ps_hosts, "worker": task.worker_hosts, "arguments": arguments}
+            run_dir.write_json(Path(settings.run_dir, slurm.CLUSTER), about)
         _log_to(Path(settings.run_dir, "logs", f"{run_dir.task_name(task)}.log"))
     if task and task.is_ps():
         print(f"ps {task.index} serves at {task.ps_hosts[task.index]} until all workers are done", flush=True)

@@ -1,4 +1,4 @@
-"""Places of a run that workers take and leave: its launcher hears, in the folder of the run, who asks for more or fewer.
+"""Places of a run that workers take and leave: what has started it hears, in the folder of the run, who asks for more or fewer.
 
 bash common/join.sh runs/first 3      # three more workers
 bash common/leave.sh runs/first 1     # one fewer
@@ -17,7 +17,8 @@ from pathlib import Path
 from common.flags import UserError
 
 SOCKET = "control"  # in the run's folder
-ANSWER_SECONDS = 60
+ANSWER_SECONDS, HOSTS_SECONDS = 60, 600  # until there is an answer; if hosts are to be reached, which may have to make a .venv
+MOST_BYTES = 2**20  # of a request
 
 
 def version(*folders):
@@ -30,6 +31,51 @@ def version(*folders):
 
 
 COMMON = Path(__file__).resolve().parent
+
+
+def code_of(folder):
+    """Returns the version of `common/`, that of `common/` and this folder of a scheme together, and both folders."""
+    folders = COMMON, Path(folder)
+    return version(COMMON), version(*folders), folders
+
+
+def check_code(request, code):
+    """Raises a `UserError` if the code is no more what `code_of` returned, or another one where a `Request` was made."""
+    known, of_both, folders = code
+    if request.version != known or version(*folders) != of_both:
+        raise UserError("the code has changed since the run began, or is of another checkout: join with the one of the run")
+
+
+ENDING = {"join": "the run is ending, so nobody can join", "leave": "the run is ending, and all its workers with it"}
+
+
+def first(count, free, total):
+    """Returns the first `count` of the places that are free, of `total`. Raises a `UserError` if there are too few."""
+    if len(free) < count:
+        raise UserError(
+            f"{len(free)} of the {total} places of the run are free, too few for {count}: --max_workers says how many there are"
+        )
+    return free[:count]
+
+
+def last(count, others):
+    """Returns the last `count` of the workers but worker 0, which are to leave. Raises a `UserError` if there are too few."""
+    if count > len(others):
+        raise UserError(
+            f"the run has {len(others) + 1} worker{'s' if others else ''}, of which worker 0 has to stay, as it saves the "
+            f"checkpoints: {count} cannot leave; Ctrl-C ends the run"
+        )
+    return others[len(others) - count :]
+
+
+def joining(workers):
+    """Returns a line about workers that join, which have a `name`."""
+    return f"{', '.join(worker.name for worker in workers)} join{'s' if len(workers) == 1 else ''}"
+
+
+def leaving(workers):
+    """Returns a line about workers that are asked to leave."""
+    return f"{', '.join(worker.name for worker in workers)} {'is' if len(workers) == 1 else 'are'} asked to leave"
 
 
 @contextlib.contextmanager
@@ -49,11 +95,13 @@ class Request:
       what: "join" or "leave".
       count: how many workers.
       version: of the code of `common/` where it is asked, see `version`.
+      hosts: of those who join, (HOST:PORT, folder of the checkout) of each, or none.
     """
 
     def __init__(self, text):
         asked = json.loads(text)
         self.what, self.count, self.version = str(asked["what"]), int(asked["count"]), str(asked["version"])
+        self.hosts = [(str(address), str(folder)) for address, folder in asked.get("hosts", [])]
         self._answers: queue.SimpleQueue = queue.SimpleQueue()
 
     def answer(self, line, is_error=False):
@@ -62,7 +110,7 @@ class Request:
 
     def wait(self):
         """Returns the answer."""
-        return self._answers.get(timeout=ANSWER_SECONDS)
+        return self._answers.get(timeout=HOSTS_SECONDS if self.hosts else ANSWER_SECONDS)
 
 
 @contextlib.contextmanager
@@ -103,23 +151,25 @@ def _answer(connection, hear):
     with connection, contextlib.suppress(OSError, ValueError, KeyError, TypeError, queue.Empty):
         connection.settimeout(ANSWER_SECONDS)
         with connection.makefile("rw") as file:
-            request = Request(file.readline(1000))
+            request = Request(file.readline(MOST_BYTES))
             hear(request)
             file.write(json.dumps(request.wait()) + "\n")
 
 
-def ask(run_dir, what, count):
+def ask(run_dir, what, count, hosts=()):
     """Asks the launcher of the run in this folder that so many workers "join", or "leave"; returns its answer, a line.
+
+    `hosts` are those of a `Request`.
 
     Raises:
       UserError: if there is none, or it refuses.
     """
     if not Path(run_dir).is_dir():
         raise UserError(f"there is no folder {run_dir}: expected the --run_dir of a run that trains")
-    words = {"what": what, "count": count, "version": version(COMMON)}
+    words = {"what": what, "count": count, "version": version(COMMON), "hosts": list(hosts)}
     try:
         with _named(run_dir) as path, socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(ANSWER_SECONDS)
+            connection.settimeout(HOSTS_SECONDS if hosts else ANSWER_SECONDS)
             connection.connect(path)
             with connection.makefile("rw") as file:
                 file.write(json.dumps(words) + "\n")

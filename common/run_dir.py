@@ -21,7 +21,7 @@ from common.flags import UserError
 
 # What a run writes into its folder; the names of files that are not complete yet begin with the names of those that are.
 FOLDERS = ("checkpoints", "logs", "metrics", "tensorboard", "best", "contributions")
-FILES = ("lock", "result.json", "curve.", "model.", "data.json", "evaluator-says-stop", "training-has-ended")
+FILES = ("lock", "cluster.json", "result.json", "curve.", "model.", "data.json", "evaluator-says-stop", "training-has-ended")
 WRITTEN_INTO = (".log", ".jsonl", ".position")  # what such files are called; others are replaced
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)

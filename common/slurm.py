@@ -4,8 +4,12 @@ TensorFlow's `SlurmClusterResolver` is of no use here: it sorts the nodes by nam
 takes another one's address; it fails without GPUs; all ps would be on the first nodes; a list of a billion takes it minutes.
 """
 
+import fcntl
+import json
 import os
 import re
+import sys
+from pathlib import Path
 
 from common.flags import UserError
 
@@ -22,10 +26,15 @@ def task():
     Where Slurm shows all of a node's GPUs to all of its tasks, each worker takes one of them in turn
     (`CUDA_VISIBLE_DEVICES`); those that it shows to one task alone are left to that.
 
+    `PLACES`, a list of nodes, reserves an address on each of them, behind those of the step's own tasks, for workers of other
+    jobs. These have `JOIN`, the folder of the run, and `FREE_PLACES`, see `main`.
+
     Raises:
-      UserError: if the tasks are none of a cluster, or are not numbered node by node.
+      UserError: if the tasks are none of a cluster, or are not numbered node by node; if there is no place to join at.
     """
     environ = os.environ
+    if environ.get("FREE_PLACES") is not None:
+        return _joining()
     num_tasks = _number("SLURM_STEP_NUM_TASKS") if environ.get("SLURM_STEP_NUM_TASKS") else 1
     if num_tasks <= 1:
         return None
@@ -57,7 +66,69 @@ def task():
     _choose_gpu(own in ps, [place for place in workers if place[0] == own[0]], own)
     ps_hosts, worker_hosts = ([f"{nodes[i]}:{ports[local]}" for i, local in some] for some in (ps, workers))
     job, those = ("ps", ps) if own in ps else ("worker", workers)
+    worker_hosts += _places(dict(zip(nodes, counts, strict=True)), ports)
     return job, those.index(own), ps_hosts, worker_hosts
+
+
+def _places(counts, ports):
+    """Returns an address for each of `PLACES`; `counts` are the tasks of each node of the step."""
+    counts, addresses = dict(counts), []
+    for node in hosts_in("PLACES", os.environ["PLACES"]) if os.environ.get("PLACES") else []:
+        local = counts[node] = counts.get(node, 0) + 1
+        if local > len(ports):
+            raise UserError(f"Slurm: PLACES has more places on {node} than there are ports, {len(ports)}: name it less often")
+        addresses.append(f"{node}:{ports[local - 1]}")
+    return addresses
+
+
+CLUSTER = "cluster.json"  # in the folder of a run: where its tasks are, and its command line
+
+
+def _joining():
+    """As `task`, for one of a job that joins a run."""
+    run_dir, node, local = os.environ["JOIN"], os.environ["SLURMD_NODENAME"], _number("SLURM_LOCALID")
+    cluster = json.loads(Path(run_dir, CLUSTER).read_text())
+    here = [k for k in map(int, os.environ["FREE_PLACES"].split()) if cluster["worker"][k].rpartition(":")[0] == node]
+    if local >= len(here):
+        reserved = ", ".join(cluster["worker"][1:])
+        raise UserError(
+            f"Slurm: JOIN={run_dir}: {len(here)} places are free on {node}, too few for {local + 1} workers: its workers and "
+            f"PLACES are at {reserved[:200]}"
+        )
+    return "worker", here[local], cluster["ps"], cluster["worker"]
+
+
+def main(run_dir):
+    """Prints, with a zero byte behind each, what a job that joins the run in this folder has to know: the name of its scheme,
+    the numbers of its free places, and its flags. Returns the exit status, 2 after a line if nobody can join."""
+    try:
+        cluster = json.loads(Path(run_dir, CLUSTER).read_text())
+        flags = [word for word in cluster["arguments"] if not word.startswith("--run_dir=")]
+        words = cluster["scheme"], _free(run_dir, len(cluster["worker"])), *flags
+    except (OSError, ValueError):
+        print(f"slurm.sbatch: JOIN={run_dir}: there is no run that was begun with PLACES", file=sys.stderr)
+        return 2
+    if not _is_locked(run_dir, 0):
+        print(f"slurm.sbatch: JOIN={run_dir}: the run is over, or has not begun yet", file=sys.stderr)
+        return 2
+    print(*words, sep="\0", end="\0")
+    return 0
+
+
+def _free(run_dir, num_workers):
+    return " ".join(str(k) for k in range(1, num_workers) if not _is_locked(run_dir, k))
+
+
+def _is_locked(run_dir, worker):
+    """Whether this worker holds the lock of its part of the folder, see `common.run_dir`."""
+    try:
+        with open(Path(run_dir, f"lock-worker-{worker}")) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        pass
+    return False
 
 
 def ports_of(job_id, step_id):
@@ -130,3 +201,7 @@ def _choose_gpu(is_ps, neighbours, own):
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     elif "," in gpus and str(len(gpus.split(","))) == os.environ.get("SLURM_GPUS_ON_NODE"):
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus.split(",")[neighbours.index(own) % len(gpus.split(","))]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -30,7 +30,7 @@ from common.session import Saver, monitored_session
 from common.steps import PARTS, Rounds, build_rounds, build_steps, repeat_rounds, timed_rounds
 from common.streams import Stream, StreamedBatches, TestSet
 from common.together import Pace, Ring, Together
-from common.words import BUILDING, LOADING, doing, nobody, say_asked, status_of_leaving, tell
+from common.words import BUILDING, LOADING, STANDS_IN, doing, nobody, say_asked, status_of_leaving, tell
 
 
 def train(scheme, task, settings):
@@ -50,11 +50,20 @@ def train(scheme, task, settings):
     leaver = Leaver(task, settings) if index > 0 and (settings.max_workers or not waits_for_others) else None
     run_dir.forget_left(settings.run_dir, index)
     interruption = Interruption(leaver, waits_for_others)
+    if leaver and os.environ.get(STANDS_IN):
+        interruption.requested = interruption.leaves = True
     server = task.create_server() if task else None  # first of all: the others try to reach it
     if leaver:
         leaver.server.set()
+    if settings.max_workers and settings.code and not interruption.leaves:
+        doing("comparing its code with that of worker 0", whom=nobody)
+        if not ending.has_code_of_chief(task, server, settings.code):
+            raise UserError(
+                "the files in common/ or of the scheme are others than those of worker 0: join with those of the run"
+            )
     doing(LOADING)
     dataset, held_out = split(streams.load(settings), settings)
+    _check_leases(settings, dataset)
     doing(BUILDING)
     model = build_model(settings, samples_of(dataset, settings), index, tables_on_ps=True)
     tables.check_flags(settings, model.tables)
@@ -406,9 +415,8 @@ def run_worker(plan, task, settings, server, interruption, open_session):
     doing("opening the session", waits=bool(meeting), whom=nobody)
     with open_session(task, target, plan.scaffold, checkpoints, settings.checkpoint_secs, hooks) as session:
         first_time, first_step, present = session.run([clock, progress, plan.step])
-        if index > 0:
-            rendezvous.come_back(session)
-        if os.environ.get("LAUNCHER_JOINS"):
+        is_back = index > 0 and rendezvous.come_back(session)
+        if settings.max_workers and (is_back or index >= begin_workers) and not interruption.leaves:
             log.write(present, came=True)
         last, trained = plan.last, 0.0
         if plan.keeper:
@@ -454,7 +462,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
                 if callback:
                     callback.close()
                 if index == 0 and task:
-                    ending.say_done_for(task, server, rendezvous.left(session))
+                    ending.say_done_for(task, server, rendezvous.absent(session))
                 return Outcome(130, session.run(plan.final) if index == 0 else None)
             doing("ending", whom=nobody)
             stop_time, stop_step = session.run([clock, plan.step])
@@ -776,7 +784,8 @@ def summarize(settings, task, reports, global_step, samples=None, gradients_per_
         "samples": int(samples),
         "samples_per_worker": [int(n) for _, n in sorted(zip(columns["index"], columns["samples"], strict=True))],
         "left": [
-            {"worker": int(i), "time": columns["left"][i]} | {name: int(columns[name][i]) for name in ("updates", "samples")}
+            {"worker": int(columns["index"][i]), "time": columns["left"][i]}
+            | {name: int(columns[name][i]) for name in ("updates", "samples")}
             for i in left
         ],
         "worker_seconds": float(columns["seconds"].sum()) if "seconds" in columns else None,
@@ -885,11 +894,10 @@ def say_left(index, settings, report):
     if settings.compress in BIASED:
         rest = f"; what --compress={settings.compress} has kept of its gradients for later is lost"
     updates = int(report[REPORT.index("updates")])
+    how = f"has left after {updates:,} updates, as it was asked to (SIGTERM)"
+    how = "was lost" if os.environ.get(STANDS_IN) else how
     samples = "the others train its samples" if settings.max_workers else "its share of the samples is trained on no more"
-    tell(
-        f"worker {index} has left after {updates:,} updates, as it was asked to (SIGTERM): nobody starts it again or waits for "
-        f"it, and {samples}{rest}"
-    )
+    tell(f"worker {index} {how}: nobody starts it again or waits for it, and {samples}{rest}")
 
 
 def check(settings, dataset, scheme=None):
@@ -900,13 +908,9 @@ def check(settings, dataset, scheme=None):
     dataset, held_out = split(dataset, settings)
     if settings.callback is not None:
         data.user_function("--callback", settings.callback)
+    _check_leases(settings, dataset)
     if not isinstance(dataset, Stream):
         data.shard(dataset, 0, settings.num_workers if settings.launch else 1)
-    elif settings.max_workers:
-        raise UserError(
-            f"--max_workers={settings.max_workers}: files and datasets are divided among the workers when a run begins: give "
-            "arrays, or leave it out"
-        )
     num_samples, is_stream, dataset = dataset.num_samples, isinstance(dataset, Stream), samples_of(dataset, settings)
     options = {"tables_on_ps": scheme is not None, **sizes(settings)}
     model = models.build(settings.model, dataset, settings.seed, settings.loss, **options)
@@ -940,6 +944,15 @@ def check(settings, dataset, scheme=None):
                     "--max_workers: nobody knows how many updates so many epochs take, as each is made of the gradients of all "
                     "workers, so the schedule of the learning rate would not know its end: give --steps"
                 )
+
+
+def _check_leases(settings, dataset):
+    """Raises a `UserError` if workers cannot come and go because the samples are divided among them."""
+    if settings.max_workers and isinstance(dataset, Stream):
+        raise UserError(
+            f"--max_workers={settings.max_workers}: files and datasets are divided among the workers when a run begins: give "
+            "arrays, or leave it out"
+        )
 
 
 def _trace(model, dataset):

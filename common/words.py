@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 # A task's environment has these: the process that has started it, its own name, and the pipe to the launcher.
 VARIABLES = ("LAUNCHER_PID", "LAUNCHER_KEY", "LAUNCHER_WORDS")
 
+STANDS_IN = "STANDS_IN"  # a variable, for a worker that leaves at once, in place of one that was lost
+
 LAST = "\f"  # begins what a task says with `say_last`
 PROGRESS = "\v"  # begins what it says of its progress
 ASKED = "\a"  # says that it was asked to end, by SIGTERM, and is no worker that can leave

@@ -188,7 +188,7 @@ def test_chief_waits_for_no_report_but_of_those_who_are_there(cluster, tmp_path)
         ending.say_gone(other[0], other[1], [1.0, 5.0])
         assert mine.gather(session, [0.0, 0.0]).tolist() == [[0, 0], [1, 5]]
         with rendezvous_of(other) as (theirs, of_other):
-            theirs.come_back(of_other)
+            assert theirs.come_back(of_other)
             assert mine._kept() == {} and of_other.run(theirs._own).tolist() == [0, 0]
             folders.write_left(tmp_path, 1, [1.0, 7.0])
             assert mine.gather(session, [0.0, 0.0]).tolist() == [[0, 0], [1, 7]]
@@ -199,7 +199,7 @@ def test_chief_waits_for_no_report_but_of_those_who_are_there(cluster, tmp_path)
             theirs.leave(of_other, [1.0, 0.0])  # as one that has ended hands it in
             thread.join(SECONDS)
             assert gathered[0].tolist() == [[0, 0], [1, 0]]
-            theirs.come_back(of_other)  # not one that has left: its report stays
+            assert not theirs.come_back(of_other)  # not one that has left: its report stays
             assert of_other.run(theirs._own).tolist() == [1, 0]
 
 
@@ -207,12 +207,28 @@ def test_chief_tells_the_ps_of_those_who_have_left(cluster):
     (chief, other), ps = cluster
     ending.say_gone(other[0], other[1], [1.0, 5.0])
     with rendezvous_of(chief) as (rendezvous, session):
-        assert rendezvous.left(session) == [1]
+        assert rendezvous.absent(session) == [1]
     serving = threading.Thread(target=ending.serve, args=ps, daemon=True)
     serving.start()
     ending.say_done(chief[0], chief[1], [1])
     serving.join(SECONDS)
     assert not serving.is_alive()
+
+
+def test_places_that_nobody_has_taken_are_absent(cluster):
+    task, server = cluster[0][0]
+    with tf.Graph().as_default() as graph:
+        rendezvous = ending.Rendezvous(task, 2, expected=lambda session: {0})
+        with tf.Session(server.target, graph, config=task.config()) as session:
+            assert rendezvous.absent(session) == [1]
+            assert rendezvous.gather(session, [0.0, 0.0]).tolist() == [[0, 0]]
+
+
+def test_code_is_compared_with_that_of_worker_0(cluster):
+    """Who comes before worker 0 is not compared."""
+    (chief, other), _ = cluster
+    for of, code, is_same in (other, "another", True), (chief, "code", True), (other, "code", True), (other, "another", False):
+        assert ending.has_code_of_chief(of[0], of[1], code) is is_same
 
 
 def test_dismissing_twice_is_no_error(cluster):

@@ -213,13 +213,13 @@ def two_places():
     """Doors of a ps and a worker here, and two workers on each of two other hosts."""
     here, b, c = ({"folder": f"/{name}", "place": name} for name in ("here", "b", "c"))
     addresses = ["a:1", "a:2", "b:1", "b:2", "c:1", "c:2"]
-    return doors.Doors(here | {"folder": "/hub"}, [here, here, b, b, c, c], addresses)
+    return doors.Doors(here | {"folder": "/hub"}, list(zip(addresses, [here, here, b, b, c, c], strict=True)))
 
 
 def test_addresses():
     """Tasks of one host share an address; each task has a port of its own; what is said of them is what the user calls them."""
     made = two_places()
-    inside = [made.inside(address) for address in ("a:1", "a:2", "b:1", "b:2", "c:1", "c:2")]
+    inside = list(map(made.inside, range(6)))
     hosts = ["127.0.0.1"] * 2 + ["127.0.0.2"] * 2 + ["127.0.0.3"] * 2
     assert inside == [f"{host}:{10001 + i}" for i, host in enumerate(hosts)]
     assert (
@@ -227,12 +227,12 @@ def test_addresses():
     )
 
 
-def leads_to(made, i, k):
+def leads_to(made, i, k, tasks=range(6)):
     """Follows the sockets from task i to task k as relays and ssh would; returns the folders of those on the way."""
-    address, port = made.inside(["a:1", "a:2", "b:1", "b:2", "c:1", "c:2"][k]).split(":")
+    address, port = made.inside(k).split(":")
     (path,) = [path for at, of, path in made.of_task(i)["others"] if (at, str(of)) == (address, port)]
     forwards = {}
-    for task in range(6):
+    for task in tasks:
         words = [word for word in made.options(task) if not word.startswith("-o")]
         for option, word in zip(words[::2], words[1::2], strict=True):
             assert option in ("-L", "-R")
@@ -268,5 +268,27 @@ def test_every_task_reaches_every_other_by_the_shortest_way():
 
 def test_no_task_of_a_cluster_in_one_place_needs_ssh():
     room = {"folder": "/b", "place": "b"}
-    made = doors.Doors({"folder": "/hub", "place": "here"}, [room, room], ["b:1", "b:2"])
+    made = doors.Doors({"folder": "/hub", "place": "here"}, [("b:1", room), ("b:2", room)])
     assert [made.options(i) for i in range(2)] == [[], []]
+
+
+def test_workers_join_wherever_they_are(tmp_path):
+    """A ps and a worker in one place, start.sh in another, and two workers that come one after the other into the third task's
+    stead: from elsewhere, from where the ps is, from where start.sh runs. The ps reaches each by the same first socket."""
+    here, b, c = ({"folder": f"/{name}", "place": name} for name in ("here", "b", "c"))
+    hub = {"folder": str(tmp_path), "place": "here"}
+    made = doors.Doors(hub, [("b:1", b), ("b:2", b), None], may_change=[2])
+    inside = made.inside(2)
+    assert [at for at, *_ in made.of_task(0)["others"]] == ["127.0.0.1", inside.split(":")[0]]
+    assert made.outside(inside) == inside
+    before = made.of_task(0), made.options(0)
+    assert f"/b/0/2:{tmp_path}/2" in made.options(0)
+    ways = {"c": (c, ["c"]), "b": (b, ["b"]), "here": (here, [])}
+    for name, (room, there) in ways.items():
+        (tmp_path / "2").touch()  # left by the one before
+        made.take(2, f"{name}:9", room)
+        assert not (tmp_path / "2").exists()
+        assert made.outside(inside) == f"{name}:9" and made.inside(2) == inside
+        assert leads_to(made, 0, 2, range(3)) == ["b", tmp_path.parts[1], *there]
+        assert leads_to(made, 2, 0, range(3))[-1] == "b"
+        assert before == (made.of_task(0), made.options(0))

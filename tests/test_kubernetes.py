@@ -25,7 +25,7 @@ import pytest
 import yaml
 from conftest import CHECKOUT
 from kubeflow.training import ApiClient
-from runs import SECONDS, finish, is_training, read_until, result_of
+from runs import SECONDS, finish, is_training, read_until, result_of, updates_of, wait_until
 
 from common import launch
 
@@ -280,6 +280,48 @@ def test_every_task_knows_the_cluster_and_its_place_in_it(kind, num_ps, num_work
     assert len(pods) == len({pod.host for pod in pods}) == num_ps + num_workers
 
 
+PLACES = ["--num_workers=3", "--max_workers=6"]
+
+
+@pytest.mark.parametrize("kind", ["plain", "statefulset"])
+def test_places_are_names_of_pods_that_there_are_not_yet(kind):
+    things = objects("HogWild", f"--kind={kind}", *PLACES)
+    for thing in things:
+        validate(thing)
+    pods = pods_of(things)
+    names = [f"hogwild-worker-{i}.hogwild" for i in range(5)]
+    assert [pod.host for pod in pods if pod.labels["role"] == "worker"] == names[:2]
+    for pod in pods:
+        cluster = json.loads(pod.environ()["TF_CONFIG"])["cluster"]
+        assert cluster["worker"] == [f"{name}:2222" for name in names]
+        assert pod.container["args"] == ["HogWild", "--run_dir=/runs/hogwild", *PLACES]
+
+
+def patched(things, arguments):
+    """The objects after the command in the second line of the manifest with these arguments, as the API server merges them."""
+    line = text_of(*arguments).splitlines()[1]
+    command, patch, kind, name, merge, how = shlex.split(line.removeprefix("# "))
+    assert (command, patch, kind, merge) == ("kubectl", "patch", "job", "--type=merge")
+    things = copy.deepcopy(things)
+    (job,) = (thing for thing in things if (thing["kind"].lower(), thing["metadata"]["name"]) == (kind, name))
+    for key, value in json.loads(how.removeprefix("--patch="))["spec"].items():
+        assert key in job["spec"]
+        job["spec"][key] = value
+    return things
+
+
+def test_the_command_that_scales():
+    """It changes nothing but the number: of an Indexed Job, both numbers may change, if they stay equal."""
+    arguments = ["HogWild", *PLACES]
+    before, after = objects(*arguments), patched(objects(*arguments), arguments)
+    for thing in after:
+        validate(thing)
+    assert [pod for pod in pods_of(after) if pod in pods_of(before)] == pods_of(before)
+    assert [pod.host for pod in pods_of(after) if pod not in pods_of(before)] == [
+        f"hogwild-worker-{i}.hogwild" for i in (2, 3, 4)
+    ]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_the_pods_of_a_training_reach_each_other(kind):
     things = objects("HogWild", f"--kind={kind}", "--name=try")
@@ -371,6 +413,22 @@ def test_the_scheme_s_own_flags_and_the_command_are_in_the_manifest():
         (["HogWild", "--image=a b"], "--image must be one word, not 'a b'"),
         (["HogWild", "--image=a/b", "--num_ps=0"], "--num_ps must be at least 1, not 0"),
         (["HogWild", "--image=a/b", "--num_workers=0"], "--num_workers must be at least 1, not 0"),
+        (["HogWild", "--image=a/b", "--max_workers=1"], "--max_workers must be at least 2, not 1"),
+        (["HogWild", "--image=a/b", "--max_workers=300"], "--max_workers must be at most 256, not 300"),
+        (
+            ["HogWild", "--image=a/b", "--max_workers=4", "--num_workers=1"],
+            "--num_workers must be from 2 to --max_workers=4, not 1",
+        ),
+        (
+            ["HogWild", "--image=a/b", "--max_workers=4", "--num_workers=5"],
+            "--num_workers must be from 2 to --max_workers=4, not 5",
+        ),
+        (
+            ["HogWild", "--image=a/b", "--max_workers=4", "--kind=tfjob"],
+            "--max_workers: the operator tells each pod only which ",
+        ),
+        (["HogWild", "--image=a/b", "--", "--max_workers=4"], "--max_workers=4 after --: where and as what a task runs, "),
+        (["AEASGD", "--image=a/b", "--max_workers=4"], "--max_workers: the rule of this scheme has the number of workers, "),
         (["HogWild", "--image=a/b", "--num_workers=two"], "--num_workers must be a whole number, not 'two'"),
         (["HogWild", "--image=a/b", "--gpus_per_worker=2"], "--gpus_per_worker must be at most 1, not 2"),
         (["HogWild", "--image=a/b", "--kind=helm"], "flag --kind=helm: value should be one of <plain|statefulset|tfjob>"),
@@ -430,9 +488,11 @@ class Cluster:
       things: the manifest.
       folder: where those folders are.
       stack: a `contextlib.ExitStack` for as long as the ports are needed.
+      are_some_absent: whether the cluster has names of pods that there never are, and which mean nothing.
     """
 
-    def __init__(self, things, folder, stack):
+    def __init__(self, things, folder, stack, are_some_absent=False):
+        self._are_some_absent = are_some_absent
         self.pods = {pod.name: pod for pod in pods_of(things)}
         self._folder = folder
         self._ports = {pod.host: stack.enter_context(launch.reserved_port()).getsockname()[1] for pod in self.pods.values()}
@@ -447,7 +507,7 @@ class Cluster:
         environ = pod.environ()
         for host, port in self._ports.items():
             environ["TF_CONFIG"] = environ["TF_CONFIG"].replace(f'"{host}:2222"', f'"127.0.0.1:{port}"')
-        assert ":2222" not in environ["TF_CONFIG"]
+        assert (":2222" in environ["TF_CONFIG"]) == self._are_some_absent
         places = {"/app/": f"{CHECKOUT}/", "/runs/": f"{self.runs(name)}/"}
         return subprocess.Popen(
             [functools.reduce(lambda word, place: word.replace(*place), places.items(), word) for word in pod.command()],
@@ -506,6 +566,43 @@ def test_a_pod_in_place_of_the_chief_goes_on_from_its_checkpoint(run_dir):
     metrics = cluster.runs("hogwild-chief-0") / "hogwild" / "metrics" / "worker-0.jsonl"
     assert '"restored from model.ckpt-' in metrics.read_text()  # the second one made the rest only
     assert result["test_accuracy"] >= 0.95
+
+
+STOP = """
+from pathlib import Path
+
+
+def stop(step, metrics):
+    return Path(__file__).with_name("stop").exists()
+"""
+
+
+@pytest.mark.cluster
+def test_pods_of_workers_come_and_go(run_dir, tmp_path):
+    """As a Job is patched. Names of pods that are not there mean nothing to the name server. Who gets SIGTERM exits with 0."""
+    (tmp_path / "callback.py").write_text(STOP)
+    callback = f"--callback={tmp_path}/callback.py:stop"
+    things = objects("HogWild", "--num_workers=2", "--max_workers=6", "--", "--epochs=1e9", "--delays=10,10,10", callback)
+    (job,) = (thing for thing in things if thing["metadata"]["name"] == "hogwild-worker")
+    assert job["spec"]["template"]["spec"]["restartPolicy"] == "Never"
+    job["spec"].update(completions=2, parallelism=2)  # one more than it began with, of five
+    runs = {name: run_dir / name / "hogwild" for name in ("hogwild-chief-0", "hogwild-worker-0", "hogwild-worker-1")}
+    with contextlib.ExitStack() as stack:
+        cluster = Cluster(things, run_dir, stack, are_some_absent=True)
+        ps, chief, first = (cluster.start(f"hogwild-{name}-0") for name in ("ps", "chief", "worker"))
+        wait_until(chief, lambda: updates_of(runs["hogwild-worker-0"], 1))
+        for name, worker in ("hogwild-worker-1", 2), ("hogwild-worker-0", 1), ("hogwild-worker-1", 2):
+            before = updates_of(runs[name], worker)
+            pod = cluster.start(name) if worker == 2 else first
+            wait_until(chief, lambda: updates_of(runs[name], worker) > before)  # noqa: B023
+            pod.send_signal(signal.SIGTERM)
+            assert f"worker {worker} has left after" in finish(pod)
+        (tmp_path / "stop").touch()
+        finish(chief)
+        finish(ps)
+    result = result_of(runs["hogwild-chief-0"])
+    assert [left["worker"] for left in result["left"]] == [1, 2]
+    assert sum(updates_of(folder, worker) for worker, folder in enumerate(runs.values())) == result["global_steps"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

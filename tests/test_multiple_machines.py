@@ -11,7 +11,22 @@ from pathlib import Path
 
 import machines
 import pytest
-from runs import HOGWILD, ROOT, SECONDS, metrics_of, processes, result_of, wait_until, wait_until_gone
+from runs import (
+    HOGWILD,
+    ROOT,
+    SECONDS,
+    finish,
+    metrics_of,
+    processes,
+    read_until,
+    result_of,
+    updates_of,
+    wait_until,
+    wait_until_gone,
+)
+
+from common import places
+from common.flags import UserError
 
 pytestmark = pytest.mark.cluster
 START = ROOT / "Multiple-Machines" / "start.py"
@@ -288,6 +303,138 @@ def test_what_is_killed_ends_all_by_ssh(by_ssh, tmp_path, what):
     assert saved_at(tmp_path) > 0
 
 
+STOP = """
+from pathlib import Path
+
+
+def stop(step, metrics):
+    return Path(__file__).with_name("stop").exists()
+"""
+
+
+@contextlib.contextmanager
+def with_places(by_ssh, tmp_path, *flags):
+    """A run of HogWild of two workers at first that trains until the context ends, and then has to end well."""
+    (tmp_path / "callback.py").write_text(STOP)
+    flags = (*flags, "--epochs=1e9", "--delays=10,10", "--evaluation_secs=0.2", f"--callback={tmp_path}/callback.py:stop")
+    process = by_ssh(*flags)
+    wait_for_step(tmp_path / "run", 0, 0, process)
+    yield process
+    (tmp_path / "stop").touch()
+    finish(process)
+
+
+def join(tmp_path, *lines):
+    """Asks that the workers in these lines of a hosts file join; returns status and output."""
+    path = tmp_path / "more-hosts"
+    path.write_text("".join(f"{line}\n" for line in lines))
+    command = [sys.executable, str(START), f"--join={path}", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    return done.returncode, done.stdout + done.stderr
+
+
+def wait_until_it_comes(process, run_dir, worker, times=1):
+    """Waits until a worker has joined so often, and then trained."""
+
+    def trains():
+        lines = metrics_of(run_dir, worker)
+        came = [i for i, line in enumerate(lines) if "came" in line]
+        return len(came) >= times and any("samples" in line for line in lines[came[-1] :])
+
+    wait_until(process, trains)
+
+
+def task_of(run_dir, worker):
+    """The process of a worker itself, behind its doors."""
+    said = f'"type": "worker", "index": {worker}'
+    found = [pid for pid in processes(run_dir, str(HOGWILD)) if said in said_of(pid, "environ")]
+    (task,) = (pid for pid in found if "doors.py" not in said_of(pid, "cmdline"))
+    return task
+
+
+def connection_of(run_dir, worker):
+    """The process of ssh that leads to a worker."""
+    lines = {pid: said_of(pid, "cmdline") for pid in processes(run_dir)}
+    said = f'"type": "worker", "index": {worker}'
+    (connection,) = (pid for pid, line in lines.items() if line.startswith("ssh ") and said in line)
+    return connection
+
+
+def test_workers_join_and_leave_by_ssh(by_ssh, tmp_path):
+    """On a host that had none, and on that of the ps, where start.sh runs. One leaves as it is asked to here, one by SIGTERM
+    there, and another one takes its place on another host. No update is lost."""
+    run_dir = tmp_path / "run"
+    with with_places(by_ssh, tmp_path, "--num_workers=1", "--max_workers=3") as process:
+        refused = [
+            ("worker host2:2300", "all workers of the hosts file are there already: add a line, `worker HOST:PORT`"),
+            ("worker host1:2300", "host1:2300 is the address of ps 0: give a worker another port"),
+            (f"worker host3:2300 {tmp_path}/none", "host3 cannot be joined from: it ended with exit status 1"),
+        ]
+        for line, why in refused:
+            assert join(tmp_path, line) == (2, f"start.sh: {why}\n")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(places, "version", lambda *_: "another")
+            with pytest.raises(UserError, match="the code has changed since the run began, or is of another checkout"):
+                places.ask(run_dir, "join", 1, [("host3:2300", str(ROOT))])
+        more_hosts = ["ps host1:2300", "worker host2:2300", "worker host3:2300", "worker host1:2301"]
+        assert join(tmp_path, *more_hosts) == (0, "worker 1, worker 2 join\n")
+        for worker in 1, 2:
+            wait_until_it_comes(process, run_dir, worker)
+        full = "start.sh: 0 of the 3 places of the run are free, too few for 1: "
+        assert join(tmp_path, "worker host3:2301")[1].startswith(full)
+        pids = [task_of(run_dir, worker) for worker in (1, 2)]
+        assert places.leave(run_dir) == "worker 2 is asked to leave"
+        assert "worker 2 | worker 2 has left after" in read_until(process, lambda line: "has left after" in line)
+        read_until(process, lambda line: line == "the place of worker 2 is free\n")
+        os.kill(pids[0], signal.SIGTERM)
+        assert "worker 1 | worker 1 has left after" in read_until(process, lambda line: "has left after" in line)
+        assert wait_until_gone(pids) == []
+        before = newest_step(run_dir, 0)
+        wait_until(process, lambda: join(tmp_path, "worker host2:2301") == (0, "worker 1 joins\n"))  # when ssh has ended, too
+        wait_until_it_comes(process, run_dir, 1, times=2)
+        wait_for_step(run_dir, 0, before, process)
+        pids, folders = processes(run_dir), sockets_of(processes(run_dir))
+    assert wait_until_gone(pids) == [] and not any(folder.exists() for folder in folders) and not (run_dir / "control").exists()
+    result = result_of(run_dir)
+    assert sum(updates_of(run_dir, worker) for worker in range(3)) == result["global_steps"]
+    assert result["samples"] == 32 * result["global_steps"]
+    assert result["num_workers"] == 3 and [left["worker"] for left in result["left"]] == [2]
+
+
+@pytest.mark.parametrize("what", ["the worker", "its connection"])
+def test_worker_that_is_lost_is_not_waited_for(by_ssh, tmp_path, what):
+    """With places the others go on, and its place is free."""
+    run_dir = tmp_path / "run"
+    with with_places(by_ssh, tmp_path, "--max_workers=2") as process:
+        wait_for_step(run_dir, 1, 0, process)
+        killed = task_of(run_dir, 1) if what == "the worker" else connection_of(run_dir, 1)
+        os.kill(killed, signal.SIGKILL)
+        said = read_until(process, lambda line: line.startswith("worker 1 ended with exit status"))
+        assert said.endswith("; the others go on without it\n")
+        assert "worker 1 | worker 1 was lost: nobody" in read_until(process, lambda line: " was lost" in line)
+        read_until(process, lambda line: line == "the place of worker 1 is free\n")
+        wait_for_step(run_dir, 0, newest_step(run_dir, 0), process)
+        pids = processes(run_dir)
+    assert wait_until_gone(pids) == []
+    result = result_of(run_dir)
+    assert [left["worker"] for left in result["left"]] == [1] and result["num_workers"] == 2
+
+
+def test_insecure_workers_join_at_the_addresses_that_were_reserved(by_ssh, tmp_path):
+    run_dir = tmp_path / "run"
+    with with_places(by_ssh, tmp_path, "--insecure", "--num_workers=1", "--max_workers=2") as process:
+        assert join(tmp_path, "worker host3:2301")[1].startswith(
+            "start.sh: host3:2301 is no free place of this run: with --insecure the addresses of all places are those"
+        )
+        assert join(tmp_path, "worker host3:2300") == (0, "worker 1 joins\n")
+        wait_until_it_comes(process, run_dir, 1)
+        assert places.leave(run_dir) == "worker 1 is asked to leave"
+        read_until(process, lambda line: line == "the place of worker 1 is free\n")
+    result = result_of(run_dir)
+    assert sum(updates_of(run_dir, worker) for worker in range(2)) == result["global_steps"]
+    assert [left["worker"] for left in result["left"]] == [1]
+
+
 def test_a_task_that_fails_by_ssh_ends_the_others(by_ssh, tmp_path):
     process = by_ssh("--window=0")
     output, _ = process.communicate(timeout=SECONDS)
@@ -314,6 +461,18 @@ def test_a_task_that_fails_by_ssh_ends_the_others(by_ssh, tmp_path):
         ("ps -oProxyCommand=reboot:1\nworker b:2", ["HogWild"], ["the ps '-oProxyCommand=reboot:1' is no address"]),
         ("ps a:1\nworker b:2\nworker b:2", ["HogWild"], ["b:2 is the address of worker 0 and of worker 1"]),
         ("ps a:1\nworker a:1", ["HogWild"], ["a:1 is the address of ps 0 and of worker 0"]),
+        ("ps a:1\nworker b:2", ["HogWild", "--max_workers=0"], ["--max_workers must be a whole number from 1 to 256, not '0'"]),
+        (
+            "ps a:1\nworker b:2",
+            ["HogWild", "--max_workers=4", "--num_workers=2"],
+            ["--num_workers must be", "from 1 to 1, not '2'"],
+        ),
+        ("ps a:1\nworker b:2\nworker b:3", ["HogWild", "--max_workers", "1"], ["--max_workers=1 are fewer than the 2 workers"]),
+        (
+            "ps a:1\nworker b:2",
+            ["--insecure", "HogWild", "--max_workers=2"],
+            ["each place needs its address", "names 1: name as"],
+        ),
     ],
 )
 def test_bad_input_to_start(tmp_path, hosts_file, arguments, texts):

@@ -74,6 +74,7 @@ def test_nobody_listens(folder, user_error):
 
 
 NO_REQUESTS = ["", "{", "[]", '{"what": "join"}', '{"what": "join", "count": "x", "version": ""}', "9" * 900]
+NO_REQUESTS += [f'{{"what": "join", "count": 1, "version": "", "hosts": {hosts}}}' for hosts in ("[1]", "1")]
 
 
 @pytest.mark.parametrize("text", NO_REQUESTS)
@@ -106,7 +107,7 @@ class Server:
         self.asked: list = []
 
     def start(self, key, command, log, environ):
-        self.asked.append(("start", key, environ.get("LAUNCHER_JOINS")))
+        self.asked.append(("start", key))
 
     def signal(self, key, number):
         self.asked.append(("signal", key, number))
@@ -122,13 +123,13 @@ def run(tmp_path):
     said: list = []
     run: Any = launch.Run(tasks, Server(), settings, said.append)
     run.server, run.said = run._server, said
-    run.code = launch._code(ROOT / "HogWild" / "hogwild.py")
+    run.code = places.code_of(ROOT / "HogWild")
     return run
 
 
-def answered(run, what, count, version=None):
+def answered(run, what, count, version=None, **more):
     """What a run answers: a line, and whether it is an error."""
-    asked = {"what": what, "count": count, "version": version or places.version(places.COMMON)}
+    asked = {"what": what, "count": count, "version": version or places.version(places.COMMON), **more}
     request = places.Request(json.dumps(asked))
     run._answer(request)
     answer = request.wait()
@@ -140,7 +141,7 @@ def test_workers_take_places_and_leave_them(run):
     assert answered(run, "join", 1) == ("worker 3 joins", False)
     assert answered(run, "leave", 2) == ("worker 2, worker 3 are asked to leave", False)
     assert answered(run, "leave", 1) == ("worker 1 is asked to leave", False)
-    started = [("start", f"worker {i}", "1") for i in (2, 3)]
+    started = [("start", f"worker {i}") for i in (2, 3)]
     assert run.server.asked == started + [("signal", f"worker {i}", signal.SIGTERM) for i in (2, 3, 1)]
     assert run.said[:2] == ["worker 2 joins", "worker 3 joins"]
     assert run.said[2:] == ["worker 2, worker 3 are asked to leave", "worker 1 is asked to leave"]
@@ -178,10 +179,15 @@ def test_nobody_joins_with_other_code(run, tmp_path):
     refused = ("the code has changed since the run began, or is of another checkout: join with the one of the run", True)
     assert answered(run, "join", 1, "another") == refused
     (tmp_path / "scheme.py").write_text("1")
-    run.code = launch._code(tmp_path / "scheme.py")
+    run.code = places.code_of(tmp_path)
     (tmp_path / "scheme.py").write_text("2")
     assert answered(run, "join", 1) == refused
     assert answered(run, "leave", 1, "another") == ("worker 1 is asked to leave", False)
+
+
+def test_nobody_joins_from_another_machine_a_run_on_this_one(run):
+    line = "the run is on one machine: `bash common/join.sh RUN COUNT` lets workers join"
+    assert answered(run, "join", 1, hosts=[["a:1", "/folder"]]) == (line, True)
 
 
 def test_a_request_is_answered_by_the_main_thread(run):
@@ -346,3 +352,20 @@ def test_epochs_are_samples_where_nobody_knows_how_many_updates_they_take(run_di
     needed = 5 * 1438
     assert result["samples"] == 64 * result["global_steps"] + 32 * result["gradients_dropped"]
     assert needed <= 64 * result["global_steps"] < needed + 64
+
+
+@pytest.mark.cluster
+def test_who_is_asked_to_end_waits_for_no_place_that_nobody_has(run_dir):
+    """All tasks get SIGTERM, as by a scheduler that ends them: none has to be killed. Nothing has the address of worker 1."""
+    with contextlib.ExitStack() as stack:
+        ps, worker = (f"127.0.0.1:{stack.enter_context(launch.reserved_port()).getsockname()[1]}" for _ in range(2))
+        flags = [f"--ps_hosts={ps}", f"--worker_hosts={worker},nobody.invalid:2222", "--num_workers=1", "--max_workers=2"]
+        flags += ["--task_index=0", "--epochs=1e9", "--checkpoint_secs=1000"]
+        environ = {"TF_GRPC_REUSE_PORT": "true"}
+        tasks = [start(run_dir, *flags, f"--job_name={job}", environ=environ) for job in ("ps", "worker")]
+        wait_until_it_trains(tasks[1], run_dir, 0)
+        for task in tasks:
+            task.send_signal(signal.SIGTERM)
+        for task in reversed(tasks):
+            finish(task, status=130)
+    assert list(run_dir.glob("checkpoints/*.index"))

@@ -441,9 +441,9 @@ def test_result_of_two_workers():
 
 
 def test_result_says_who_has_left_and_how_long_all_were_there():
-    reports = [whole_report(12.5, **FIRST), whole_report(7.0, left=105.5, **SECOND | {"stop_time": 105.0})]
+    reports = [whole_report(12.5, **FIRST), whole_report(7.0, left=105.5, **SECOND | {"index": 3, "stop_time": 105.0})]
     result = training.summarize(settings(), types.SimpleNamespace(num_ps=1), reports, 350)
-    assert result["left"] == [{"worker": 1, "time": 105.5, "updates": 150, "samples": 4800}]
+    assert result["left"] == [{"worker": 3, "time": 105.5, "updates": 150, "samples": 4800}]
     assert result["worker_seconds"] == 19.5 and result["num_workers"] == 2
     json.dumps(result, allow_nan=False)
     others = training.summarize(settings(), None, [report(**FIRST)], 200)  # a script with a main loop of its own

@@ -8,7 +8,7 @@ import time
 
 import machines
 import pytest
-from runs import ROOT, SECONDS, processes, result_of, wait_until_gone
+from runs import ROOT, SECONDS, metrics_of, processes, result_of, updates_of, wait_until_gone
 
 pytestmark = pytest.mark.cluster
 SBATCH = str(ROOT / "Multiple-Machines" / "slurm.sbatch")
@@ -70,10 +70,18 @@ class Slurm:
 
     def wait(self, job, is_it, what):
         """Waits until `is_it()`, while the job has not failed."""
+
+        def is_it_while_the_job_has_not_failed():
+            assert self.state(job) not in ("FAILED", "TIMEOUT", "NODE_FAIL"), self.output(job)
+            return is_it()
+
+        self.wait_until(is_it_while_the_job_has_not_failed, job, what)
+
+    def wait_until(self, is_it, job, what="it does not end"):
+        """Waits until `is_it()`."""
         deadline = time.monotonic() + SECONDS
         while not is_it():
             assert time.monotonic() < deadline, f"{what}: {self.state(job)}\n{self.output(job)}"
-            assert self.state(job) not in ("FAILED", "TIMEOUT", "NODE_FAIL"), self.output(job)
             time.sleep(0.1)
 
     def wait_for_end(self, job, state="COMPLETED"):
@@ -184,20 +192,54 @@ def test_task_that_is_killed(slurm, tmp_path):
     assert result_of(run_dir)["test_accuracy"] >= 0.95
 
 
+STOP = """
+from pathlib import Path
+
+
+def stop(step, metrics):
+    return Path(__file__).with_name("stop").exists()
+"""
+
+
+def test_a_second_job_joins_and_leaves(slurm, tmp_path):
+    """It is cancelled, and its worker leaves; the first job goes on, loses no update and completes. Then nobody can join."""
+    run_dir = tmp_path / "run"
+    (tmp_path / "callback.py").write_text(STOP)
+    flags = ["--epochs=1e9", "--delays=10,10", "--evaluation_secs=0.2", f"--callback={tmp_path}/callback.py:stop"]
+    options = ["--ntasks=2", "--nodes=1", "--nodelist=host1"]
+    first = slurm.submit("HogWild", f"--run_dir={run_dir}", *flags, options=options, PLACES="host[2-3]")
+    slurm.wait(first, lambda: updates_of(run_dir, 0), "no worker trains")
+    options = ["--ntasks=1", "--nodes=1", "--nodelist=host3", f"--export=ALL,JOIN={run_dir}"]
+    second = slurm.submit(options=options)
+    slurm.wait(second, lambda: updates_of(run_dir, 2), "no worker joins")
+    slurm.run("scancel", second)
+    slurm.wait_for_end(second, "CANCELLED")
+    slurm.wait(first, lambda: "left" in metrics_of(run_dir, 2)[-1], "it does not leave")
+    before = updates_of(run_dir, 0)
+    slurm.wait(first, lambda: updates_of(run_dir, 0) > before, "the first job does not go on")
+    (tmp_path / "stop").touch()
+    slurm.wait_for_end(first)
+    result = result_of(run_dir)
+    assert [left["worker"] for left in result["left"]] == [2] and result["num_workers"] == 2
+    assert updates_of(run_dir, 0) + updates_of(run_dir, 2) == result["global_steps"]
+    third = slurm.submit(options=options)
+    slurm.wait_until(lambda: slurm.state(third) == "FAILED", third)
+    assert f"slurm.sbatch: JOIN={run_dir}: the run is over" in slurm.output(third)
+
+
 @pytest.mark.parametrize(
     "arguments, environ, line",
     [
         (["NoSuch"], {}, "slurm.sbatch: there is no "),
         ([], {}, "slurm.sbatch: the scheme is missing"),
         (["HogWild"], {"NUM_PS": "3"}, "slurm.sbatch: NUM_PS=3 of --ntasks=3 leaves no worker"),
+        ([], {"JOIN": "none"}, "none: there is no run that was begun with PLACES"),
+        (["HogWild"], {"JOIN": "none"}, "slurm.sbatch: JOIN=none: scheme and flags are those of that run: leave HogWild out"),
         (["HogWild", "--window=0"], {}, "hogwild.py: --window must be at least 1, not 0"),
     ],
 )
 def test_bad_input(slurm, arguments, environ, line):
     job = slurm.submit(*arguments, **environ)
-    deadline = time.monotonic() + SECONDS
-    while slurm.state(job) != "FAILED":
-        assert time.monotonic() < deadline, slurm.output(job)
-        time.sleep(0.1)
+    slurm.wait_until(lambda: slurm.state(job) == "FAILED", job)
     assert line in slurm.output(job) and "Traceback" not in slurm.output(job)
     assert "restart" not in slurm.output(job)

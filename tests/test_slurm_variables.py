@@ -1,5 +1,8 @@
 """common/slurm.py: how a process that `srun` has started learns which task it is."""
 
+import contextlib
+import fcntl
+import json
 import os
 import types
 from unittest import mock
@@ -167,3 +170,58 @@ def test_several_gpus_bound_to_a_task():
     with mock.patch.dict(os.environ, step(3, SLURM_GPUS_ON_NODE="4", CUDA_VISIBLE_DEVICES="2,3"), clear=True):
         TaskSpec()
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
+def test_places_come_behind_the_tasks():
+    """On nodes of the step, and on others; a node that is named twice has two."""
+    found = [task(step(rank, PLACES="node[3-4],node4")) for rank in range(6)]
+    workers = ["node1:11701", "node2:11700", "node2:11701", "node3:11700", "node3:11701"]
+    places = ["node3:11702", "node4:11700", "node4:11701"]
+    assert all(one.hosts == {"ps": ["node1:11700"], "worker": workers + places} for one in found)
+
+
+def test_more_places_than_ports(user_error):
+    with user_error("PLACES has more places on node4 than there are ports, 100"):
+        task(step(0, PLACES=",".join(["node4"] * 101)))
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """The folder of a run whose worker 0 is there, with places on node4, node5, node4; of these the first is taken."""
+    cluster = {"scheme": "HogWild", "ps": ["node1:1"], "worker": ["node1:2", "node4:1", "node5:1", "node4:2"]}
+    arguments = ["--launch", "--run_dir=here", "--window=2"]
+    (tmp_path / "cluster.json").write_text(json.dumps(cluster | {"arguments": arguments}))
+    with contextlib.ExitStack() as stack:
+        for worker in (0, 1):
+            file = stack.enter_context(open(tmp_path / f"lock-worker-{worker}", "w"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        (tmp_path / "lock-worker-3").touch()  # of one that has left
+        yield tmp_path
+
+
+def test_what_a_job_that_joins_has_to_know(run_dir, capsys):
+    assert slurm.main(run_dir) == 0
+    assert capsys.readouterr() == ("HogWild\0" + "2 3\0" + "--launch\0--window=2\0", "")
+
+
+@pytest.mark.parametrize(
+    "file, line", [("cluster.json", "there is no run that was begun with PLACES"), ("lock-worker-0", "the run is over")]
+)
+def test_no_run_to_join(run_dir, capsys, file, line):
+    (run_dir / file).unlink()
+    assert slurm.main(run_dir) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and line in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("node, local, index", [("node4", 0, 3), ("node5", 0, 2)])
+def test_place_of_a_task_that_joins(run_dir, node, local, index):
+    """One that is free, on its node."""
+    found = task({"FREE_PLACES": "2 3", "JOIN": str(run_dir), "SLURMD_NODENAME": node, "SLURM_LOCALID": str(local)})
+    assert (found.type, found.index, found.num_workers, found.ps_hosts) == ("worker", index, 4, ["node1:1"])
+
+
+@pytest.mark.parametrize("free, node, local", [("2 3", "node4", 1), ("2 3", "node1", 0), ("", "node4", 0)])
+def test_no_place_for_a_task_that_joins(run_dir, user_error, free, node, local):
+    with user_error(f"places are free on {node}, too few for {local + 1} workers"):
+        task({"FREE_PLACES": free, "JOIN": str(run_dir), "SLURMD_NODENAME": node, "SLURM_LOCALID": str(local)})

@@ -29,7 +29,7 @@ NO_SCHEMES = {"Continuous-Evaluation", "Distributed-Setup"}
 
 # Flags of every scheme that say what is said here by the manifest, or are for tasks on this machine.
 NOT_THEIRS = (
-    *("num_ps", "num_workers", "gpus", "run_dir", "resume", "launch", "check", "help"),
+    *("num_ps", "num_workers", "max_workers", "gpus", "run_dir", "resume", "launch", "check", "help"),
     *("job_name", "task_index", "ps_hosts", "worker_hosts"),
     *("max_restarts", "hang_secs", "isolation", "require_isolation"),
 )
@@ -49,6 +49,8 @@ def main(arguments):
     values = absl_flags.FlagValues()
     flags.define_integer("num_ps", 1, "ps tasks", least=1, most=MOST_TASKS, flag_values=values)
     flags.define_integer("num_workers", 2, "workers, the chief among them", least=1, most=MOST_TASKS, flag_values=values)
+    text = "places for workers, in which some begin: see README.md"
+    flags.define_integer("max_workers", None, text, least=2, most=flags.MOST_PLACES, flag_values=values)
     flags.define_integer("gpus_per_worker", 0, "1 for a GPU each", least=0, most=1, flag_values=values)
     absl_flags.DEFINE_string("image", None, "the image, as `docker push` was told", flag_values=values)
     absl_flags.DEFINE_enum("kind", "plain", ["plain", "statefulset", "tfjob"], "see README.md", flag_values=values)
@@ -71,7 +73,15 @@ def main(arguments):
     check(options)
     command = shlex.join(["bash", "Multiple-Machines/kubernetes/manifest.sh", *arguments])
     comment = command.encode("unicode_escape").decode()  # one line, whatever is in it
+    comment += f"\n# {scaling(options)}" if options.max_workers else ""
     print(f"# {comment}\n{yaml.safe_dump_all(manifest(options), sort_keys=False, width=128)}", end="")
+
+
+def scaling(options):
+    """Returns the command that makes as many workers as may be, without the chief: any other number does it, too."""
+    count = options.max_workers - 1
+    patch = json.dumps({"spec": {"completions": count, "parallelism": count}})
+    return f"kubectl patch job {options.name}-worker --type=merge --patch='{patch}'"
 
 
 def schemes():
@@ -97,6 +107,13 @@ def check(options):
         )
     if not re.fullmatch(r"[1-9]\d*([KMGTPE]i|[kMGTPE])?", options.storage):
         raise UserError(f"--storage must be a size as 10Gi, not {options.storage!r}")
+    if options.max_workers and options.kind == "tfjob":
+        raise UserError("--max_workers: the operator tells each pod only which workers there are: leave --kind=tfjob out")
+    if options.max_workers and not 2 <= options.num_workers <= options.max_workers:
+        raise UserError(
+            f"--num_workers must be from 2 to --max_workers={options.max_workers}, not {options.num_workers}: a Job without "
+            "pods is complete, and starts no more"
+        )
     for flag in options.flags:
         name = re.match(r"--?(?:no)?(\w+)", flag)
         if name and name[1] in flags.ABSL_READS:
@@ -110,6 +127,7 @@ def check(options):
 def check_scheme_flags(options):
     """Raises a `UserError` if the scheme refuses its flags, its data or its model."""
     cluster = [f"--num_ps={options.num_ps}", f"--num_workers={options.num_workers}"]
+    cluster += [f"--max_workers={options.max_workers}"] if options.max_workers else []
     checked = subprocess.run(
         ["bash", str(ROOT / options.scheme / "run.sh"), *options.flags, *cluster, "--check"],
         env={name: value for name, value in os.environ.items() if name not in CLUSTER_VARIABLES},
@@ -129,9 +147,10 @@ def manifest(options):
       options: the flags as a namespace; also `scheme`, and `flags`, the scheme's own.
     """
     counts = {"chief": 1, "ps": options.num_ps, "worker": options.num_workers - 1}
+    named = counts | ({"worker": options.max_workers - 1} if options.max_workers else {})
     hosts = {
         role: [f"{options.name}-{role}-{index}.{options.name}:2222" for index in range(count)]
-        for role, count in counts.items()
+        for role, count in named.items()
         if count
     }
     filled = []
@@ -172,7 +191,8 @@ def fill_in(container, role, hosts, options):
     container["image"] = options.image
     # Kubernetes replaces $(X), and takes $$ for a $.
     given = [flag.replace("$", "$$") for flag in options.flags]
-    container["args"] = [options.scheme, f"--run_dir=/runs/{options.name}", *given]
+    of_places = [f"--num_workers={options.num_workers}", f"--max_workers={options.max_workers}"] if options.max_workers else []
+    container["args"] = [options.scheme, f"--run_dir=/runs/{options.name}", *of_places, *given]
     if options.gpus_per_worker and role != "ps":
         container["resources"]["limits"]["nvidia.com/gpu"] = str(options.gpus_per_worker)
     for variable in container["env"]:
