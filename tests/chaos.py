@@ -84,7 +84,6 @@ class Round:
       folder: where the run writes.
       scheme: one of `SCHEMES`; by default the round's turn.
       has_places: workers come and go, too; the scheme is one of `COME_AND_GO`.
-      share: of the usual number of updates, and of the time within which things happen.
     """
 
     seed: int
@@ -92,7 +91,6 @@ class Round:
     folder: Path
     scheme: str = ""
     has_places: bool = False
-    share: float = 1.0
     injected: list = field(default_factory=list)  # (seconds, what, whom)
     seconds: float = 0.0
     gap: float = 0.0  # longest time without a line of metrics, from the first to the last
@@ -111,16 +109,15 @@ class Round:
         self._slower = LARGE_SLOWER if is_large else 1
         tasks = [("ps", i) for i in range(self.num_ps)] + [("worker", i) for i in range(self.num_workers)]
         self.plan: list[tuple] = []
-        until = FAULTS_UNTIL * self.share
         for _ in range(drawn.randint(1, 3)):
             kind = drawn.choices(["SIGKILL", "SIGSTOP", "launcher"], [6, 3, 1])[0]
             whom = drawn.choice(tasks)
-            self.plan.append((drawn.uniform(0, until * self._slower), kind, None if kind == "launcher" else whom))
+            self.plan.append((drawn.uniform(0, FAULTS_UNTIL * self._slower), kind, None if kind == "launcher" else whom))
         self.places = self.num_workers + (MORE_PLACES if self.has_places else 0)
         for _ in range(drawn.randint(2, 5) if self.has_places else 0):
             kind = drawn.choices(["join", "leave", "SIGTERM"], [3, 1, 1])[0]
             number = drawn.randrange(1, self.places)
-            self.plan.append((drawn.uniform(0, until), kind, ("worker", number) if kind == "SIGTERM" else None))
+            self.plan.append((drawn.uniform(0, FAULTS_UNTIL), kind, ("worker", number) if kind == "SIGTERM" else None))
         self.plan.sort(key=lambda fault: fault[0])
 
     def run(self):
@@ -159,7 +156,6 @@ class Round:
         script, steps, more = self._schemes[self.scheme]
         if self.scheme not in TOGETHER:
             steps *= self._slower  # of sixteen workers, the last begins when the first have trained for long
-        steps = round(steps * self.share)
         resume = ["--resume"] if any(self.folder.glob("checkpoints/*.index")) else []
         flags = [f"--num_ps={self.num_ps}", f"--num_workers={self.num_workers}", f"--steps={steps}", *resume]
         if self._is_large and self.scheme in LARGE_RATES:

@@ -62,9 +62,3 @@ def test_how_much_was_lost(tmp_path, signals, then, losses, problem):
 def test_run_comes_through(run_dir, number):
     one = chaos.Round(1, number, run_dir).run()
     assert one.problem == "", one.injected
-
-
-@pytest.mark.parametrize("number", range(len(chaos.COME_AND_GO)), ids=list(chaos.COME_AND_GO))
-def test_run_in_which_workers_come_and_go_comes_through(run_dir, number):
-    one = chaos.Round(3, number, run_dir, has_places=True, share=0.3).run()
-    assert one.problem == "", one.injected
