@@ -428,7 +428,7 @@ def test_the_scheme_s_own_flags_and_the_command_are_in_the_manifest():
             "--max_workers: the operator tells each pod only which ",
         ),
         (["HogWild", "--image=a/b", "--", "--max_workers=4"], "--max_workers=4 after --: where and as what a task runs, "),
-        (["Asynchronous-DiLoCo", "--image=a/b", "--max_workers=4"], "--max_workers: the rule of this scheme has the number of workers, "),
+        (["Asynchronous-DiLoCo", "--image=a/b", "--max_workers=4"], "--max_workers: the rule of this scheme has the number "),
         (["HogWild", "--image=a/b", "--num_workers=two"], "--num_workers must be a whole number, not 'two'"),
         (["HogWild", "--image=a/b", "--gpus_per_worker=2"], "--gpus_per_worker must be at most 1, not 2"),
         (["HogWild", "--image=a/b", "--kind=helm"], "flag --kind=helm: value should be one of <plain|statefulset|tfjob>"),
