@@ -290,8 +290,11 @@ def write_left(run_dir, worker, report):
 
 
 def forget_left(run_dir, worker):
-    """This worker is there, whatever an earlier process of its number has done."""
-    _file_of_left(run_dir, worker).unlink(missing_ok=True)
+    """This worker is there, whatever an earlier process of its number has done; returns whether that had left."""
+    path = _file_of_left(run_dir, worker)
+    has_left = path.exists()
+    path.unlink(missing_ok=True)
+    return has_left
 
 
 def read_left(run_dir, num_workers, size):

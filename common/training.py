@@ -48,7 +48,7 @@ def train(scheme, task, settings):
     begin_workers = settings.begin_workers if settings.max_workers else num_workers
     waits_for_others = settings.pace != "own"
     leaver = Leaver(task, settings) if index > 0 and (settings.max_workers or not waits_for_others) else None
-    run_dir.forget_left(settings.run_dir, index)
+    had_left = run_dir.forget_left(settings.run_dir, index)
     interruption = Interruption(leaver, waits_for_others)
     if leaver and os.environ.get(STANDS_IN):
         interruption.requested = interruption.leaves = True
@@ -144,7 +144,8 @@ def train(scheme, task, settings):
         farewell = [local.dynamic.leave()] if local.dynamic else []
         farewell += [leased.leave, center.present.leave(index)] if leased else []
         how = next_call, evaluation, final, scaffold, gate, waits, gradients, keeper, position, unit, rows, goal, farewell
-        plan = Plan(last, center.step, *how, lease=[leased.begin, center.present.enter(index)] if leased else None)
+        begins = [leased.begin, center.present.enter(index)] if leased else None
+        plan = Plan(last, center.step, *how, lease=begins, had_left=had_left)
         with streams.reading(dataset):
             open_session = functools.partial(monitored_session, keeper=keeper)
             outcome = run_worker(plan, task, settings, server, interruption, open_session)
@@ -316,6 +317,7 @@ class Plan(NamedTuple):
     goal: Any = None  # number of samples to end at, where updates are made of more or fewer
     farewell: Any = ()  # operations of a worker that leaves for good
     lease: Any = None  # operations for the begin of a session of workers that come and go
+    had_left: bool = False  # whether a worker of this number had left, as far as this machine knows
 
     def last_of(self, present, samples, settings, gradients=1):
         """Returns the global step to end at, by the samples so far: so many more updates until the goal, each of so many
@@ -415,7 +417,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
     doing("opening the session", waits=bool(meeting), whom=nobody)
     with open_session(task, target, plan.scaffold, checkpoints, settings.checkpoint_secs, hooks) as session:
         first_time, first_step, present = session.run([clock, progress, plan.step])
-        is_back = index > 0 and rendezvous.come_back(session)
+        is_back = index > 0 and rendezvous.come_back(session) or plan.had_left
         if settings.max_workers and (is_back or index >= begin_workers) and not interruption.leaves:
             log.write(present, came=True)
         last, trained = plan.last, 0.0

@@ -192,7 +192,7 @@ def test_chief_waits_for_no_report_but_of_those_who_are_there(cluster, tmp_path)
             assert mine._kept() == {} and of_other.run(theirs._own).tolist() == [0, 0]
             folders.write_left(tmp_path, 1, [1.0, 7.0])
             assert mine.gather(session, [0.0, 0.0]).tolist() == [[0, 0], [1, 7]]
-            folders.forget_left(tmp_path, 1)
+            assert folders.forget_left(tmp_path, 1) and not folders.forget_left(tmp_path, 1)
             gathered: list = []
             thread = threading.Thread(target=lambda: gathered.append(mine.gather(session, [0.0, 0.0])), daemon=True)
             thread.start()
