@@ -19,7 +19,7 @@ def aeamsgd(center, local, hp):
         return local.value.assign_add(v.assign(hp.momentum * v - hp.learning_rate * g))
 
     yield local.train(hp.window, nesterov, at=lambda x: x + hp.momentum * v)  # v ← δ v − η g(x + δ v);  x ← x + v
-    yield local.compare(center)  # reads x̃, for x − x̃
+    yield local.compare(center)  # reads x̃, for x − x̃, and where workers come and go n
     e = hp.beta / hp.num_workers * local.difference
     yield center.add(e) + local.add(-e)  # x̃ ← x̃ + e;  x ← x − e
 

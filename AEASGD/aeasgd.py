@@ -16,7 +16,7 @@ def aeasgd(center, local, hp):
     (`hp.local_optimizer`).
     """
     yield local.train(hp.window, local.optimizer(hp))  # x ← x − η g(x), T times
-    yield local.compare(center)  # reads x̃, for x − x̃
+    yield local.compare(center)  # reads x̃, for x − x̃, and where workers come and go n
     e = hp.beta / hp.num_workers * local.difference
     yield center.add(e) + local.add(-e)  # x̃ ← x̃ + e;  x ← x − e
 

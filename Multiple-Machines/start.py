@@ -234,9 +234,9 @@ def _may_be_downloaded(flags):
 
 @dataclass(eq=False)
 class _Joining:
-    """Workers for whom rooms are made, and who wants to know when they are; nobody for one that stands in for another."""
+    """Workers that wait for their rooms, and the request that is answered when all rooms are made."""
 
-    request: Any  # a `common.places.Request`, or None
+    request: Any  # a `common.places.Request`; None for a worker that stands in for another
     tasks: dict  # the `_Task` of each line to a room
     made: dict = field(default_factory=dict)  # what the rooms have told
 

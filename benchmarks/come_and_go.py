@@ -6,6 +6,7 @@ metrics of the workers say, and writes `come_and_go.json` and the run's curve, `
 """
 
 import argparse
+import contextlib
 import functools
 import json
 import os
@@ -35,7 +36,6 @@ from pathlib import Path
 def stop(step, metrics):
     return Path(__file__).with_name("stop").exists()
 """
-BETWEEN_LINES = 0.5  # seconds, from one line of metrics of a worker to the next
 
 
 def main():
@@ -72,9 +72,8 @@ def main():
 def wait(process, is_so):
     """Returns when it is so; exits if the run has ended before."""
     while not is_so():
-        if process.poll() is not None:
-            sys.exit(f"the run has ended with {process.returncode}")
-        time.sleep(0.05)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            sys.exit(f"the run has ended with {process.wait(0.05)}")
 
 
 def train(process, run_dir, seconds):

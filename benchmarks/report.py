@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import come_and_go
 import compression
 import predictions
 import run
@@ -45,6 +46,7 @@ TABLES: dict[str, tuple[Any, Any]] = {  # name: file, and what makes a table of 
     "cost": ("scaling.json", scaling.cost_table),
     "time to accuracy": ("time_to_accuracy.json", time_to_accuracy.table),
     "startup": ("startup.json", startup.table),
+    "come and go": ("come_and_go.json", come_and_go.table),
     "predictions": ("predictions.json", predictions.table),
     "workers": ("workers.json", workers.table),
     "compression": ("compression.json", compression.table),

@@ -46,8 +46,8 @@ SCHEMES = {
 }
 # The same of schemes whose workers come and go.
 COME_AND_GO = {
-    "HogWild": ("hogwild.py", 12_000, ""),
-    "DOWNPOUR": ("downpour.py", 3000, ""),
+    "HogWild": SCHEMES["HogWild"],
+    "DOWNPOUR": SCHEMES["DOWNPOUR"],
     "AGN": ("agn.py", 3000, ""),
     "Ringmaster-ASGD": ("ringmaster_asgd.py", 12_000, ""),
     "DC-ASGD": ("dc_asgd.py", 12_000, ""),

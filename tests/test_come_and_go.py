@@ -225,7 +225,7 @@ def test_places_that_nobody_has_taken_are_absent(cluster):
 
 
 def test_code_is_compared_with_that_of_worker_0(cluster):
-    """Who comes before worker 0 is not compared."""
+    """A worker that comes before worker 0 is let in: there is nothing to compare it with."""
     (chief, other), _ = cluster
     for of, code, is_same in (other, "another", True), (chief, "code", True), (other, "code", True), (other, "another", False):
         assert ending.has_code_of_chief(of[0], of[1], code) is is_same

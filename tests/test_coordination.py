@@ -72,7 +72,7 @@ def test_clocks_are_those_of_the_definition(graph, staleness, quorum):
 
 
 def test_places_that_nobody_has_are_not_waited_for(graph):
-    """Who comes begins with the slowest of those who are there."""
+    """A worker that comes begins with the clock of the slowest that is there."""
     run = Run(4, staleness=1, begin=2)
     away = run.read()[2]
     assert run.read() == [0, 0, away, away] and away >= FINISHED

@@ -579,7 +579,7 @@ def stop(step, metrics):
 
 @pytest.mark.cluster
 def test_pods_of_workers_come_and_go(run_dir, tmp_path):
-    """As a Job is patched. Names of pods that are not there mean nothing to the name server. Who gets SIGTERM exits with 0."""
+    """As a Job is patched. Pods that are not there have names that no name server knows. One that gets SIGTERM exits with 0."""
     (tmp_path / "callback.py").write_text(STOP)
     callback = f"--callback={tmp_path}/callback.py:stop"
     things = objects("HogWild", "--num_workers=2", "--max_workers=6", "--", "--epochs=1e9", "--delays=10,10,10", callback)

@@ -313,7 +313,7 @@ def test_worker_takes_a_place_leaves_it_and_takes_it_again(run_dir, stopped_by, 
 @pytest.mark.cluster
 @pytest.mark.parametrize("folder", ["Semi-Synchronous-SGD", "Synchronous-SGD"])
 def test_workers_that_wait_for_others_come_go_and_die(run_dir, stopped_by, folder):
-    """One that leaves is not waited for, one that is killed until it is back, and a ps forgets who has left."""
+    """The others wait for a worker that was killed, until it is back, not for one that has left; also after a ps has died."""
     flags, stop = stopped_by
     flags = [*flags, "--num_workers=2", "--max_workers=3", "--delays=5,5,5", "--checkpoint_secs=0.5"]
     process = start(run_dir, "--launch", *flags, script=script_of(folder))
