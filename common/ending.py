@@ -1,4 +1,4 @@
-"""Who takes part in a cluster, and its end: when the chief has all reports, and when a ps may exit."""
+"""The workers that take part in a cluster, and its end: when the chief has all reports, and when a ps may exit."""
 
 import contextlib
 import ctypes

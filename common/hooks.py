@@ -68,7 +68,7 @@ class StartHook(tf.train.SessionRunHook):
 
     def __init__(self, gate, num_workers, secs, is_over=lambda: False, waited=lambda session, secs: None, who_left=tuple):
         self._gate, self._num_workers, self._secs = gate, num_workers, secs
-        self._is_over, self._waited, self._who_left = is_over, waited, who_left
+        self._is_over, self._waited, self._who_left, self._left = is_over, waited, who_left, set()
         self._deadline, self._has_waited = math.inf, False
 
     def after_create_session(self, session, coord):
@@ -78,6 +78,7 @@ class StartHook(tf.train.SessionRunHook):
         if not self._has_waited:
             began = time.monotonic()
             self._deadline = min(self._deadline, began + self._secs)  # a ps may die meanwhile, and this be called again
+            self._left = set(self._who_left())  # the ps of this session hears of those that leave from now on
             with meanwhile("waiting for all workers to come", waits=True, whom=lambda: self._missing(session)):
                 self._wait(session)
             self._waited(session, time.monotonic() - began)
@@ -85,7 +86,7 @@ class StartHook(tf.train.SessionRunHook):
         self._gate.open(session)
 
     def _missing(self, session):
-        known = self._gate.who_came(session) | set(self._who_left())
+        known = self._gate.who_came(session) | self._left
         return [f"worker {i}" for i in range(1, self._num_workers) if i not in known]
 
     def _wait(self, session):

@@ -72,11 +72,13 @@ class Together:
     """Every update is made of the gradients of N workers, all taken at the x̃ that they change.
 
     N is the number of workers less `backup_workers` (Chen et al. 2016). Where workers come and go, N is that of those who are
-    there, and one at least: who comes takes part from the next update on, who leaves does so with a last gradient. So N changes
-    between two updates. (With backup workers a last gradient may come too late; then N is one less for the next that is made.)
-    Exactly once: a gradient counts if there was no update
-    since this worker's last `wait`, before it pulled, and it has given none for this update yet. All that happens to it, on all
-    ps tasks, is one indivisible action, under the lock of the center. The N-th makes the update.
+    there, and one at least. A worker that comes takes part from the next update on, and one that leaves gives a last gradient.
+    So N changes between two updates. (With backup workers a last gradient may come too late; then N is one less for the next
+    update.)
+
+    Exactly once: a gradient counts if there was no update since this worker's last `wait`, before it pulled, and it has given
+    none for this update yet. All that happens to it, on all ps tasks, is one indivisible action, under the lock of the center.
+    The N-th makes the update.
 
     Args:
       center: the `common.center.GlobalParameters`.

@@ -417,7 +417,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
     doing("opening the session", waits=bool(meeting), whom=nobody)
     with open_session(task, target, plan.scaffold, checkpoints, settings.checkpoint_secs, hooks) as session:
         first_time, first_step, present = session.run([clock, progress, plan.step])
-        is_back = index > 0 and rendezvous.come_back(session) or plan.had_left
+        is_back = (index > 0 and rendezvous.come_back(session)) or plan.had_left
         if settings.max_workers and (is_back or index >= begin_workers) and not interruption.leaves:
             log.write(present, came=True)
         last, trained = plan.last, 0.0
@@ -937,9 +937,8 @@ def check(settings, dataset, scheme=None):
             center = GlobalParameters(model.initial_parameters, **pieces, compression=compression)
             center.present = ending.Present("") if settings.max_workers else None
             batches = batches_of(dataset, settings, 0, 1, None)
-            begin = settings.begin_workers if settings.max_workers else None
-            local = LocalParameters(center, model, batches, "worker_0", 0, settings.max_workers or settings.num_workers)
-            local.begin_workers = begin
+            own = center, model, batches, "worker_0", 0, settings.max_workers or settings.num_workers
+            local = LocalParameters(*own, begin_workers=settings.begin_workers if settings.max_workers else None)
             build_steps(scheme, center, local, hyperparameters(settings, center, local))
             if settings.max_workers and schedule and not settings.steps and isinstance(center.waits(local), Together):
                 raise UserError(
