@@ -196,13 +196,10 @@ def _gathered(kept, indices):
     return kept.gather(indices) if isinstance(kept, Stored) else tf.gather(kept, indices)
 
 
-def local_variable(name, initial_value, validate_shape=True):
-    """Returns a variable of this worker's own: initialized in every session anew, in no checkpoint.
-
-    Its shape may change if it is not validated.
-    """
-    where = {"trainable": False, "collections": [tf.GraphKeys.LOCAL_VARIABLES], "use_resource": True}
-    return tf.get_variable(name, initializer=initial_value, validate_shape=validate_shape, **where)
+def local_variable(name, initial_value):
+    """Returns a variable of this worker's own: initialized in every session anew, in no checkpoint."""
+    collections = [tf.GraphKeys.LOCAL_VARIABLES]
+    return tf.get_variable(name, initializer=initial_value, trainable=False, collections=collections, use_resource=True)
 
 
 def make_local(next_creator, **arguments):

@@ -110,8 +110,9 @@ class LeasedBatches(Batches):
         self._ledger, self._worker = ledger, worker
         self._size = max(1, min(self.num_samples // (4 * num_workers), _MOST_OF_PIECE))
         with tf.variable_scope(name):
-            # Numbers that were leased and not trained yet.
-            self._pool = local_variable("pool", tf.zeros([0], tf.int64), validate_shape=False)
+            # Numbers that were leased and not trained yet. As a constant `none` would give the variable the shape [0] for ever.
+            none = tf.placeholder_with_default(tf.zeros([0], tf.int64), [None])
+            self._pool = local_variable("pool", none)
         self.begin = ledger.begin(None if worker == 0 else worker)
         self.leave = ledger.leave(worker, tf.size(self._pool.read_value(), out_type=tf.int64))
 

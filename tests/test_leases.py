@@ -72,10 +72,17 @@ def test_the_numbers_of_an_epoch_are_all_samples(graph):
     assert drawn.tolist() == other.numbers(np.arange(BATCH)).tolist()
 
 
-@pytest.mark.parametrize("window", [1, 5])
+def test_a_piece_is_drawn_to_its_end_before_the_next_is_leased(graph):
+    workers = Workers(1, num_workers=1)  # pieces of 12 numbers, three batches
+    leased = [workers.draw(0) and int(workers.session.run(workers._leased)) for _ in range(7)]
+    assert leased == [12, 12, 12, 24, 24, 24, 36]
+
+
+@pytest.mark.parametrize(("window", "num_workers"), [(1, 4), (5, 4), (1, 1)])
 @pytest.mark.parametrize("seed", range(2))
-def test_who_comes_and_leaves_in_peace_trains_each_number_once(graph, seed, window):
-    workers, drawn = Workers(4, window), random.Random(seed)
+def test_who_comes_and_leaves_in_peace_trains_each_number_once(graph, seed, window, num_workers):
+    """Pieces of a batch, of a window, and of several batches, of which a worker that leaves gives back what is left."""
+    workers, drawn = Workers(4, window, num_workers), random.Random(seed)
     present = {0}
     workers.begin(0)
     for _ in range(100):
@@ -95,10 +102,11 @@ def test_who_comes_and_leaves_in_peace_trains_each_number_once(graph, seed, wind
     assert len(workers.drawn) == len(set(workers.drawn))
 
 
+@pytest.mark.parametrize("num_workers", [4, 1])
 @pytest.mark.parametrize("seed", range(2))
-def test_what_a_worker_had_leased_that_is_killed_is_trained_again(graph, seed):
+def test_what_a_worker_had_leased_that_is_killed_is_trained_again(graph, seed, num_workers):
     """Each number at least once, though nobody knows whether the last that it had drawn were pushed."""
-    workers, drawn = Workers(4), random.Random(seed)
+    workers, drawn = Workers(4, num_workers=num_workers), random.Random(seed)
     pushed: list[list[int]] = [[] for _ in range(4)]
     is_sure = [True] * 4
     for worker in range(4):
