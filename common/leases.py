@@ -5,13 +5,17 @@ is a range of numbers. As long as no worker is killed, and no ps, each number is
 that is killed are given back whole, and so are trained again: each number at least once.
 """
 
+from typing import Any
+
+import numpy as np
+
 from common import tf
 from common.batches import Batches, local_variable
 from common.coordination import Lock
 from common.flags import MOST_PLACES as MOST
 
 _MOST_OF_PIECE = 2**14  # samples: a worker copies what is left of its pieces in each round
-_KEPT = 4  # pieces of a worker that the ledger knows: two leases of two pieces, so also those of the updates on their way
+_KEPT = 4  # pieces of a worker that the ledger knows: two leases of two pieces, all from which a call draws
 _ROOM = 2 * _KEPT * MOST  # for pieces that were given back
 
 
@@ -108,25 +112,41 @@ class LeasedBatches(Batches):
     def __init__(self, x, y, batch_size, seed, ledger, worker, num_workers=1, weights=None, name="batches"):
         super().__init__(x, y, batch_size, seed, name, weights)
         self._ledger, self._worker = ledger, worker
+        self._drawn = self._drawn_at_most = 0  # by a call, when it is built
+        self._leased: list[Any] = []
         self._size = max(1, min(self.num_samples // (4 * num_workers), _MOST_OF_PIECE))
         with tf.variable_scope(name):
             # Numbers that were leased and not trained yet. As a constant `none` would give the variable the shape [0] for ever.
             none = tf.placeholder_with_default(tf.zeros([0], tf.int64), [None])
             self._pool = local_variable("pool", none)
+            most = tf.numpy_function(lambda: np.int64(self._drawn_at_most), [], tf.int64)  # known when all calls are built
+            most.set_shape([])
+            self._most = local_variable("most_of_a_call", most)
         self.begin = ledger.begin(None if worker == 0 else worker)
         self.leave = ledger.leave(worker, tf.size(self._pool.read_value(), out_type=tf.int64))
 
-    def next_numbers(self, window, most=None):
-        """Returns the numbers `[window × batch_size]` of the next samples, leasing more of them if need be."""
-        need = tf.cast(window, tf.int64) * self.batch_size
-        size = max(self._size, (window if most is None else most) * self.batch_size)
-        pool = self._pool.read_value()
+    def begin_call(self):
+        """Leases more, if less is left than a call may draw; the draws that are built afterwards, of one call, come after it.
+
+        Once a call, as it takes messages to the ledger and back. So what a call draws is of the last two leases, which the
+        ledger knows.
+        """
+        self._drawn = 0
+        pool, most = self._pool.read_value(), self._most.read_value()
 
         def leased():
-            a, b, c, d = tf.unstack(self._ledger.lease(self._worker, need, size, [pool]))
+            a, b, c, d = tf.unstack(self._ledger.lease(self._worker, most, tf.maximum(most, self._size), [pool, most]))
             return tf.concat([pool, tf.range(a, b), tf.range(c, d)], axis=0)
 
-        pool = tf.cond(tf.size(pool, out_type=tf.int64) < need, leased, lambda: tf.identity(pool))
+        pool = tf.cond(tf.size(pool, out_type=tf.int64) < most, leased, lambda: tf.identity(pool))
+        self._leased = [self._pool.assign(pool, read_value=False)]
+
+    def next_numbers(self, window, most=None):
+        """Returns the numbers `[window × batch_size]` of the next samples of this call."""
+        self._drawn += (window if most is None else most) * self.batch_size
+        self._drawn_at_most = max(self._drawn_at_most, self._drawn)
+        with tf.control_dependencies(self._leased):
+            pool, need = self._pool.read_value(), tf.cast(window, tf.int64) * self.batch_size
         with tf.control_dependencies([self._pool.assign(pool[need:], read_value=False)]):
             return tf.identity(pool[:need])
 

@@ -439,7 +439,7 @@ def build_rounds(scheme, center, local, hp, rounds=1):
     Raises:
       UserError: if a round does not train, read and change x̃, or breaks a rule of what it uses.
     """
-    chain = _Chain([], [])
+    chain = _Chain([], [], local)
     chain.add(scheme, center, local, hp, rounds)
     chain.end()
     ended = _or_nothing(chain.training_ended)
@@ -454,7 +454,7 @@ def timed_rounds(scheme, center, local, hp, rounds):
     the parameters are on their way. If not, the worker goes on meanwhile. The first of several rounds is not timed, as no push
     is on its way there.
     """
-    chain = _Chain([], [])
+    chain = _Chain([], [], local)
     if rounds > 1:
         chain.add(scheme, center, local, hp, rounds - 1)
     chain.timer = _Timer(chain.here, chain.there)
@@ -492,7 +492,7 @@ def repeat_rounds(scheme, center, local, hp, rounds, times):
         return (t < times) & ~ended
 
     def body(t, ended, here, there, loss, steps):
-        chain = _Chain([here.op], [token.op for token in there])
+        chain = _Chain([here.op], [token.op for token in there], local)
         chain.add(scheme, center, local, hp, rounds)
         chain.end()
         mean_loss, more = chain.loss(), chain.steps()
@@ -533,6 +533,7 @@ class _Chain:
 
     Args:
       here, there: operations on the worker, and on the ps, after which the first begins.
+      local: the worker's parameters; its batches are told that a call begins, if they want to know.
 
     Attributes:
       here, there: the last operations of both.
@@ -540,7 +541,10 @@ class _Chain:
       timer: of the rounds that are added from now on; None to time none.
     """
 
-    def __init__(self, here, there):
+    def __init__(self, here, there, local):
+        if hasattr(local.batches, "begin_call"):
+            with tf.control_dependencies([*here, *there]):
+                local.batches.begin_call()
         self.here, self.there = here, there
         self.training_ended: Any = None
         self.timer: _Timer | None = None

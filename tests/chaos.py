@@ -54,6 +54,10 @@ COME_AND_GO = {
     "DOWNPOUR-Easy": ("downpour_easy.py", 3000, ""),
     "Dynamic-SGD": ("dynamic_sgd.py", 12_000, ""),
     "Asynchronous-DiLoCo": ("asynchronous_diloco.py", 1500, "--buffer_size=2"),
+    "AEASGD": SCHEMES["AEASGD"],
+    "Synchronous-SGD": SCHEMES["Synchronous-SGD"],
+    "Semi-Synchronous-SGD": SCHEMES["Semi-Synchronous-SGD"],
+    "DiLoCo": SCHEMES["DiLoCo"],
 }
 MORE_PLACES = 2  # than workers at the beginning
 TOGETHER = "Synchronous-SGD", "DiLoCo"  # schemes whose updates are of all workers

@@ -10,14 +10,24 @@ from common import leases, tf
 N, BATCH = 50, 4
 
 
+def call_of(batches, window, draws):
+    """Returns the numbers that a call of so many draws, one after the other, draws."""
+    batches.begin_call()
+    numbers: list = []
+    for _ in range(draws):
+        with tf.control_dependencies(numbers):
+            numbers.append(batches.next_numbers(window))
+    return tf.concat(numbers, axis=0)
+
+
 class Workers:
     """Some workers in one session; `drawn` has the numbers of the samples that they have drawn, in that order."""
 
-    def __init__(self, count, window=1, num_workers=4):
+    def __init__(self, count, window=1, num_workers=4, draws=1):
         x = np.arange(N, dtype=np.float32)[:, None]
         ledger = leases.Ledger("")
         self.batches = [leases.LeasedBatches(x, x, BATCH, 7, ledger, i, num_workers, name=f"batches_{i}") for i in range(count)]
-        self._next = [each.next_numbers(window) for each in self.batches]
+        self._next = [call_of(each, window, draws) for each in self.batches]
         self._empty = [each._pool.initializer for each in self.batches]
         self._leased, self._given_back = ledger._next.read_value(), ledger._count.read_value()
         self.session = tf.Session()
@@ -45,7 +55,8 @@ class Workers:
         """Worker 0 alone goes on until nothing is left of what was leased; returns how many numbers were leased before."""
         leased = self.session.run(self._leased)
         drawn: set[int] = set()
-        while self.session.run(self._leased) == leased or self.session.run(self._given_back):
+        numbers = {-1}
+        while min(numbers) < leased or self.session.run(self._given_back):
             numbers = set(self.draw(0))
             assert numbers - drawn
             drawn |= numbers
@@ -78,11 +89,11 @@ def test_a_piece_is_drawn_to_its_end_before_the_next_is_leased(graph):
     assert leased == [12, 12, 12, 24, 24, 24, 36]
 
 
-@pytest.mark.parametrize(("window", "num_workers"), [(1, 4), (5, 4), (1, 1)])
+@pytest.mark.parametrize(("window", "num_workers", "draws"), [(1, 4, 1), (5, 4, 1), (1, 1, 1), (1, 1, 2), (1, 1, 5)])
 @pytest.mark.parametrize("seed", range(2))
-def test_who_comes_and_leaves_in_peace_trains_each_number_once(graph, seed, window, num_workers):
-    """Pieces of a batch, of a window, and of several batches, of which a worker that leaves gives back what is left."""
-    workers, drawn = Workers(4, window, num_workers), random.Random(seed)
+def test_who_comes_and_leaves_in_peace_trains_each_number_once(graph, seed, window, num_workers, draws):
+    """Pieces of a batch, of a window, of several batches, of a call; a worker that leaves gives back what is left of them."""
+    workers, drawn = Workers(4, window, num_workers, draws), random.Random(seed)
     present = {0}
     workers.begin(0)
     for _ in range(100):
@@ -102,11 +113,11 @@ def test_who_comes_and_leaves_in_peace_trains_each_number_once(graph, seed, wind
     assert len(workers.drawn) == len(set(workers.drawn))
 
 
-@pytest.mark.parametrize("num_workers", [4, 1])
+@pytest.mark.parametrize(("num_workers", "draws"), [(4, 1), (1, 1), (1, 2), (4, 10)])
 @pytest.mark.parametrize("seed", range(2))
-def test_what_a_worker_had_leased_that_is_killed_is_trained_again(graph, seed, num_workers):
-    """Each number at least once, though nobody knows whether the last that it had drawn were pushed."""
-    workers, drawn = Workers(4, num_workers=num_workers), random.Random(seed)
+def test_what_a_worker_had_leased_that_is_killed_is_trained_again(graph, seed, num_workers, draws):
+    """Each number at least once, though nobody knows whether those of its last call were pushed."""
+    workers, drawn = Workers(4, num_workers=num_workers, draws=draws), random.Random(seed)
     pushed: list[list[int]] = [[] for _ in range(4)]
     is_sure = [True] * 4
     for worker in range(4):
@@ -116,7 +127,7 @@ def test_what_a_worker_had_leased_that_is_killed_is_trained_again(graph, seed, n
         if drawn.random() < 0.1:
             workers.begin(worker)
             if not is_sure[worker]:
-                del pushed[worker][-BATCH:]  # those were lost with it
+                del pushed[worker][-draws * BATCH :]  # those were lost with it
             is_sure[worker] = True
         else:
             pushed[worker] += workers.draw(worker)
@@ -140,6 +151,15 @@ def test_chief_gives_back_what_a_ps_knows_of_all(graph):
     drawn, workers.drawn = workers.drawn, []
     workers.drawn_to_the_end()
     assert set(drawn) <= set(workers.drawn) and len(workers.drawn) == len(set(workers.drawn))
+
+
+def test_calls_of_several_lengths_draw_of_the_same_numbers(graph):
+    """A piece is of the longest call; a shorter one leases more as soon as a longer one might draw too many."""
+    workers = Workers(2, draws=5)
+    short = call_of(workers.batches[0], 1, 1)
+    draws = [workers.draw(0), workers.session.run(short).tolist(), workers.draw(1), workers.draw(0)]
+    assert draws == [[*range(20)], [*range(20, 24)], [*range(40, 60)], [*range(24, 40), *range(60, 64)]]
+    assert workers.session.run(workers._leased) == 80
 
 
 def test_a_lease_is_as_large_as_what_is_needed(graph):

@@ -478,9 +478,11 @@ def test_some_elements_of_all(after, num_ps):
 def test_a_loop_keeps_the_order_of_a_wait_and_a_read(graph):
     """The wait is on one ps; the next round of a loop reads on the other one only after it, too."""
     task = TaskSpecDef("worker", 0, ps_hosts=["a:1", "b:1"], worker_hosts=["c:1"])
-    center, chain = GlobalParameters(np.zeros(SIZE, np.float32), 2, task.device_fn()), _Chain([], [])
+    center = GlobalParameters(np.zeros(SIZE, np.float32), 2, task.device_fn())
+    local = Ones(center)
+    chain = _Chain([], [], local)
     with tf.device(task.device):
-        chain.add(together, center, Ones(center), None, 1)
+        chain.add(together, center, local, None, 1)
     one, other = (chain.ended_on(piece.device) for piece in center.pieces)
     waits = [operation for operation in one if operation in other]
     assert waits and {operation.device for operation in waits} == {center.step.device}
