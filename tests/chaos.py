@@ -88,6 +88,7 @@ class Round:
       folder: where the run writes.
       scheme: one of `SCHEMES`; by default the round's turn.
       has_places: workers come and go, too; the scheme is one of `COME_AND_GO`.
+      share: of the updates, and of the time in which there are faults: less than 1 for a short round.
     """
 
     seed: int
@@ -95,6 +96,7 @@ class Round:
     folder: Path
     scheme: str = ""
     has_places: bool = False
+    share: float = 1.0
     injected: list = field(default_factory=list)  # (seconds, what, whom)
     seconds: float = 0.0
     gap: float = 0.0  # longest time without a line of metrics, from the first to the last
@@ -113,15 +115,16 @@ class Round:
         self._slower = LARGE_SLOWER if is_large else 1
         tasks = [("ps", i) for i in range(self.num_ps)] + [("worker", i) for i in range(self.num_workers)]
         self.plan: list[tuple] = []
+        until = FAULTS_UNTIL * self._slower * self.share
         for _ in range(drawn.randint(1, 3)):
             kind = drawn.choices(["SIGKILL", "SIGSTOP", "launcher"], [6, 3, 1])[0]
             whom = drawn.choice(tasks)
-            self.plan.append((drawn.uniform(0, FAULTS_UNTIL * self._slower), kind, None if kind == "launcher" else whom))
+            self.plan.append((drawn.uniform(0, until), kind, None if kind == "launcher" else whom))
         self.places = self.num_workers + (MORE_PLACES if self.has_places else 0)
         for _ in range(drawn.randint(2, 5) if self.has_places else 0):
             kind = drawn.choices(["join", "leave", "SIGTERM"], [3, 1, 1])[0]
             number = drawn.randrange(1, self.places)
-            self.plan.append((drawn.uniform(0, FAULTS_UNTIL), kind, ("worker", number) if kind == "SIGTERM" else None))
+            self.plan.append((drawn.uniform(0, until), kind, ("worker", number) if kind == "SIGTERM" else None))
         self.plan.sort(key=lambda fault: fault[0])
 
     def run(self):
@@ -157,7 +160,8 @@ class Round:
         return self
 
     def _start(self):
-        script, steps, more = self._schemes[self.scheme]
+        script, all_steps, more = self._schemes[self.scheme]
+        steps = round(all_steps * self.share)
         if self.scheme not in TOGETHER:
             steps *= self._slower  # of sixteen workers, the last begins when the first have trained for long
         resume = ["--resume"] if any(self.folder.glob("checkpoints/*.index")) else []

@@ -1,4 +1,4 @@
-"""Some rounds of tests/chaos.py, of which thousands can be run: each scheme once, with faults that are the same every time."""
+"""Some rounds of tests/chaos.py, of which thousands can be run: with faults that are the same every time."""
 
 import chaos
 import pytest
@@ -62,3 +62,10 @@ def test_how_much_was_lost(tmp_path, signals, then, losses, problem):
 def test_run_comes_through(run_dir, number):
     one = chaos.Round(1, number, run_dir).run()
     assert one.problem == "", one.injected
+
+
+@pytest.mark.parametrize(("number", "scheme"), enumerate(chaos.COME_AND_GO))
+def test_scheme_comes_through_while_workers_come_and_go(run_dir, number, scheme):
+    """A short round of each scheme. In all of them somebody joins, in eleven somebody is killed, in eleven somebody leaves."""
+    one = chaos.Round(29, number, run_dir, has_places=True, share=0.3).run()
+    assert (one.scheme, one.problem) == (scheme, ""), one.injected
