@@ -64,7 +64,7 @@ def test_run_comes_through(run_dir, number):
     assert one.problem == "", one.injected
 
 
-@pytest.mark.parametrize(("number", "scheme"), enumerate(chaos.COME_AND_GO))
+@pytest.mark.parametrize(("number", "scheme"), list(enumerate(chaos.COME_AND_GO)))
 def test_scheme_comes_through_while_workers_come_and_go(run_dir, number, scheme):
     """A short round of each scheme. In all of them somebody joins, in eleven somebody is killed, in eleven somebody leaves."""
     one = chaos.Round(29, number, run_dir, has_places=True, share=0.3).run()
