@@ -274,7 +274,7 @@ def define(defaults):
     define_integer("warm_start_steps", 0, "global updates that worker 0 makes before the others begin", least=0)
     text = "milliseconds that each worker's local training takes longer, as 0,0,50"
     define_numbers("delays", None, text, least=0, most=1000 * SECONDS)
-    text = "most rounds in one session call (default: by model)"
+    text = "most rounds in one session call (default: by model and length of the run)"
     # A round takes 18 kB of the graph at least (HogWild), which can have 2 GB.
     define_integer("rounds_per_call", own("rounds_per_call"), text, least=1, most=100_000)
     # Keras takes 32 bits, and each worker adds its index.

@@ -235,6 +235,8 @@ def build_calls(scheme, center, local, settings, num_samples):
     return last, next_call, most
 
 
+# A worker that makes fewer calls than this has fewer rounds in each: to build one takes as long as a hundred calls.
+SHORT_RUN = 50
 LEAST_TIMED = 50  # a run with fewer timed calls than this times none
 
 
@@ -281,8 +283,11 @@ def rounds_of_call(settings, model, windows, updates, at_once, last, in_ring=Fal
       last: global step to end at.
       in_ring: whether the workers average among themselves.
     """
+    own = last // (updates * at_once)  # in the whole run
     most = settings.rounds_per_call or rounds_worth_a_call(model, windows, updates * settings.window, in_ring)
-    return min(most, max(1, last // (updates * at_once)))
+    if not settings.rounds_per_call and not in_ring:
+        own //= SHORT_RUN
+    return min(most, max(1, own))
 
 
 def rounds_worth_a_call(model, windows, local_steps, in_ring=False):

@@ -81,7 +81,17 @@ def rounds_of(built, clock):
 
 def test_few_rounds_to_go(rounds_of):
     """Ten in a call, and one when the two workers would overshoot the last step."""
-    assert list(map(rounds_of(100), [0, 80, 81, 99])) == [10, 10, 1, 1]
+    assert list(map(rounds_of(1000), [0, 980, 981, 999])) == [10, 10, 1, 1]
+
+
+@pytest.mark.parametrize(("last", "rounds"), [(1, 1), (199, 1), (200, 2), (998, 9), (1000, 10)])
+def test_short_run(rounds_of, last, rounds):
+    """At least 50 calls of each worker."""
+    assert rounds_of(last)(0) == rounds
+
+
+def test_short_run_with_rounds_of_the_users_choice(rounds_of):
+    assert list(map(rounds_of(100, rounds_per_call=10), [0, 80, 81, 99])) == [10, 10, 1, 1]
 
 
 def test_long_run(rounds_of):
@@ -92,7 +102,7 @@ def test_long_run(rounds_of):
     assert list(map(rounds, [920, 921, 980, 981])) == [(4, 10), 10, 10, 1]
 
 
-@pytest.mark.parametrize("flags", [{"on_ps": False}, {"seconds": 60}, {"last": 400}])
+@pytest.mark.parametrize("flags", [{"on_ps": False}, {"seconds": 60}, {"last": 400, "rounds_per_call": 10}])
 def test_what_is_no_long_run(rounds_of, flags):
     assert list(map(rounds_of(**{"last": 1000, **flags}), [0, 20, 40, 60])) == [10] * 4
 
@@ -112,7 +122,7 @@ def test_some_calls_are_timed(times_rounds, rounds_of):
 
 @pytest.mark.parametrize(("last", "presents", "sizes"), [(200, [0, 197], [10, 1]), (199, [0, 20, 40], [10, 10, 10])])
 def test_no_call_is_timed_at_the_end_or_in_a_short_run(times_rounds, rounds_of, last, presents, sizes):
-    assert list(map(rounds_of(last), presents)) == sizes
+    assert list(map(rounds_of(last, rounds_per_call=10), presents)) == sizes
 
 
 def test_one_round_where_calls_have_one(times_rounds, rounds_of):
