@@ -17,6 +17,7 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # before the first import of tensorflo
 from absl.testing import flagsaver  # noqa: E402
 
 from common import cluster, data, flags, launch, models, signals, tf  # noqa: E402
+from common.replay import Replay  # noqa: E402
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 
@@ -113,7 +114,7 @@ def servers():
         yield servers
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def load_scheme():
     """A function that takes the update rule `name` from FOLDER/name.py."""
 
@@ -125,6 +126,32 @@ def load_scheme():
         return getattr(module, name)
 
     return load_scheme
+
+
+@pytest.fixture(scope="module")
+def replays(model, batches, known_batches, load_scheme):
+    """A function that gives a `Replay` of two workers of a scheme, at its start. What was built before begins anew, which is
+    the same (test_replay.py) and takes a fraction of the time, unless it has a schedule.
+    """
+    with contextlib.ExitStack() as stack:
+        known: dict[Any, Any] = {}
+
+        def replays(scheme, hp, num_ps=1, schedule=None, batches=batches):
+            key = schedule, scheme.folder, scheme.name, num_ps, str(sorted(vars(hp).items())), *map(id, batches)
+            if key in known:
+                known[key].restart()
+                return known[key]
+
+            def make_batches(i):
+                return known_batches(*(b[i] for b in batches), f"batches_{i}")
+
+            rule = load_scheme(scheme.folder, scheme.name)
+            known[key] = replay = Replay(rule, hp, model, make_batches, num_ps=num_ps, schedule=schedule)
+            stack.callback(replay.close)
+            stack.callback(lambda: batches)  # as long as this is kept, no other has its id
+            return replay
+
+        yield replays
 
 
 @pytest.fixture
@@ -163,7 +190,7 @@ class KnownBatches:
         return tf.gather(self._x, index), tf.gather(self._y, index)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def known_batches():
     """The class `KnownBatches`."""
     return KnownBatches

@@ -260,20 +260,14 @@ class Walk(NamedTuple):
 
 
 @pytest.fixture
-def walk(model, batches, known_batches, load_scheme):
+def walk(replays):
     """A function that takes the steps of a scheme in this order of workers."""
 
     def walk(scheme, order, window=3, num_ps=1, schedule=None):
-        def make_batches(i):
-            return known_batches(*(b[i] for b in batches), f"batches_{i}")
-
-        hp = scheme.hyperparameters(window)
-        replay = Replay(load_scheme(scheme.folder, scheme.name), hp, model, make_batches, num_ps=num_ps, schedule=schedule)
+        replay = replays(scheme, scheme.hyperparameters(window), num_ps, schedule)
         for worker in order:
             replay.step(worker)
-        walked = Walk(replay.center, [(u.worker, u.staleness, u.updated) for u in replay.updates], replay.dropped)
-        replay.close()
-        return walked
+        return Walk(replay.center, [(u.worker, u.staleness, u.updated) for u in replay.updates], replay.dropped)
 
     return walk
 

@@ -282,22 +282,17 @@ class Walk(NamedTuple):
 
 
 @pytest.fixture
-def walk(model, batches, known_batches, load_scheme):
+def walk(batches, replays):
     """A function that takes the steps of a scheme in this order of workers, passing over those that have to wait."""
 
     def walk(scheme, order, window=3, num_ps=1, schedule=None, batches=batches):
-        hp = scheme.hyperparameters(window, num_ps)
-        rule = load_scheme(scheme.folder, scheme.name)
-        make_batches = lambda i: known_batches(*(b[i] for b in batches), f"batches_{i}")  # noqa: E731
-        replay, taken = Replay(rule, hp, model, make_batches, num_ps=num_ps, schedule=schedule), []
+        replay, taken = replays(scheme, scheme.hyperparameters(window, num_ps), num_ps, schedule, batches), []
         for worker in order:
             if not replay.has_to_wait(worker):
                 replay.step(worker)
                 taken.append(worker)
         log = [(u.worker, u.staleness, u.updated) for u in replay.updates]
-        walked = Walk(replay.center, log, replay.dropped, taken)
-        replay.close()
-        return walked
+        return Walk(replay.center, log, replay.dropped, taken)
 
     return walk
 
