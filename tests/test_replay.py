@@ -73,6 +73,22 @@ def paced(center, local, hp):
 
 
 @pytest.mark.parametrize("scheme", [hogwild_like, together, paced])
+def test_steps_that_are_taken_in_one_call_are_the_same(make, scheme):
+    """To the byte; who has to wait is passed over."""
+    once, single, taken = make(3, scheme=scheme), make(3, scheme=scheme), []
+    order = np.random.default_rng(2).choice(3, 150, p=[0.5, 0.4, 0.1]).tolist()
+    for worker in order:
+        if not single.has_to_wait(worker):
+            single.step(worker)
+            taken.append(worker)
+    assert once.take(order[:70]) + once.take(order[70:]) == taken
+    assert (taken != order) == (scheme is not hogwild_like)
+    assert once.take([]) == []
+    assert once.center.tobytes() == single.center.tobytes() and once.replicas.tobytes() == single.replicas.tobytes()
+    assert (once.updates, once.dropped, once.losses) == (single.updates, single.dropped, single.losses)
+
+
+@pytest.mark.parametrize("scheme", [hogwild_like, together, paced])
 def test_one_call_does_what_single_steps_do(make, monkeypatch, scheme):
     """To the byte."""
     once, single = make(3, scheme=scheme), make(3, scheme=scheme)

@@ -265,8 +265,7 @@ def walk(replays):
 
     def walk(scheme, order, window=3, num_ps=1, schedule=None):
         replay = replays(scheme, scheme.hyperparameters(window), num_ps, schedule)
-        for worker in order:
-            replay.step(worker)
+        assert replay.take(order) == order
         return Walk(replay.center, [(u.worker, u.staleness, u.updated) for u in replay.updates], replay.dropped)
 
     return walk

@@ -286,11 +286,8 @@ def walk(batches, replays):
     """A function that takes the steps of a scheme in this order of workers, passing over those that have to wait."""
 
     def walk(scheme, order, window=3, num_ps=1, schedule=None, batches=batches):
-        replay, taken = replays(scheme, scheme.hyperparameters(window, num_ps), num_ps, schedule, batches), []
-        for worker in order:
-            if not replay.has_to_wait(worker):
-                replay.step(worker)
-                taken.append(worker)
+        replay = replays(scheme, scheme.hyperparameters(window, num_ps), num_ps, schedule, batches)
+        taken = replay.take(order)
         log = [(u.worker, u.staleness, u.updated) for u in replay.updates]
         return Walk(replay.center, log, replay.dropped, taken)
 
