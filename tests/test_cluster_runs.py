@@ -11,6 +11,7 @@ import time
 
 import pytest
 from runs import (
+    ENDLESS,
     HOGWILD,
     ROOT,
     SECONDS,
@@ -262,7 +263,7 @@ def test_ctrl_c_saves_and_resume_goes_on_with_another_number_of_ps(run_dir, tmp_
     """Also in a user's script that imports numpy, whose threads are older than tensorflow's."""
     script = tmp_path / "mine.py"
     script.write_text(OWN_SCRIPT.format(folder=str(HOGWILD.parent)))
-    process = start(run_dir, "--launch", "--epochs=1000000", "--checkpoint_secs=1000", script=script)
+    process = start(run_dir, "--launch", *ENDLESS, "--checkpoint_secs=1000", script=script)
     read_until(process, lambda line: is_training(line) and max(map(float, re.findall(r"test accuracy (\d\.\d+)", line))) > 0.6)
     process.send_signal(signal.SIGINT)
     output = finish(process, status=130)
@@ -287,7 +288,7 @@ def test_ctrl_c_while_starting(run_dir):
 
 
 def test_tasks_die_with_their_launcher(run_dir):
-    process = start(run_dir, "--launch", "--epochs=1000000")
+    process = start(run_dir, "--launch", *ENDLESS)
     read_until(process, is_training)
     tasks = set(processes(run_dir)) - {process.pid}
     assert len(tasks) == 4  # the ps, two workers, and the process that starts them

@@ -8,7 +8,20 @@ import time
 import types
 
 import pytest
-from runs import ROOT, SECONDS, finish, metrics_of, processes, read_until, result_of, send, start, updates_of, wait_until
+from runs import (
+    ENDLESS,
+    ROOT,
+    SECONDS,
+    finish,
+    metrics_of,
+    processes,
+    read_until,
+    result_of,
+    send,
+    start,
+    updates_of,
+    wait_until,
+)
 
 from common import ending, launch, signals, tf, training, words
 from common import run_dir as folders
@@ -291,7 +304,7 @@ def test_worker_that_has_left_is_not_missed_when_a_ps_forgets_it(run_dir):
 @pytest.mark.cluster
 def test_run_stops_with_its_chief(run_dir):
     """It saves the checkpoints and gives the result: the run stops as by Ctrl-C, and goes on by --resume."""
-    process = start(run_dir, "--launch", "--epochs=1000000", "--checkpoint_secs=1000")
+    process = start(run_dir, "--launch", *ENDLESS, "--checkpoint_secs=1000")
     wait_until(process, lambda: updates_of(run_dir, 0))
     send(run_dir, "worker", 0, signal.SIGTERM)
     assert "was asked to end (SIGTERM)" in read_until(process, lambda line: line.startswith("worker 0"))

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from runs import finish, is_training, processes, read_until, result_of, start, wait_until_gone
+from runs import ENDLESS, finish, is_training, processes, read_until, result_of, start, wait_until_gone
 
 DATA = """
 import os, pathlib, time
@@ -43,7 +43,7 @@ def test_a_worker_that_hangs_and_one_that_ends_too_early(run_dir, tmp_path):
 
 @pytest.mark.cluster
 def test_the_process_that_starts_the_tasks_is_stopped(run_dir):
-    process = start(run_dir, "--launch", "--epochs=1000000", "--hang_secs=10")
+    process = start(run_dir, "--launch", *ENDLESS, "--hang_secs=10")
     read_until(process, is_training)
     (pid, *_) = processes(run_dir, "--job_name=ps")
     starter = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

@@ -25,7 +25,7 @@ import pytest
 import yaml
 from conftest import CHECKOUT
 from kubeflow.training import ApiClient
-from runs import SECONDS, finish, is_training, read_until, result_of, updates_of, wait_until
+from runs import ENDLESS, SECONDS, finish, is_training, read_until, result_of, updates_of, wait_until
 
 from common import launch
 
@@ -582,7 +582,7 @@ def test_pods_of_workers_come_and_go(run_dir, tmp_path):
     """As a Job is patched. Pods that are not there have names that no name server knows. One that gets SIGTERM exits with 0."""
     (tmp_path / "callback.py").write_text(STOP)
     callback = f"--callback={tmp_path}/callback.py:stop"
-    things = objects("HogWild", "--num_workers=2", "--max_workers=6", "--", "--epochs=1e9", "--delays=10,10,10", callback)
+    things = objects("HogWild", "--num_workers=2", "--max_workers=6", "--", *ENDLESS, "--delays=10,10,10", callback)
     (job,) = (thing for thing in things if thing["metadata"]["name"] == "hogwild-worker")
     assert job["spec"]["template"]["spec"]["restartPolicy"] == "Never"
     job["spec"].update(completions=2, parallelism=2)  # one more than it began with, of five

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import finish, is_training, processes, read_until, start
+from runs import ENDLESS, finish, is_training, processes, read_until, start
 
 from common import data, fit, models, tf
 from common.batches import Batches, Position, fed
@@ -252,7 +252,7 @@ def build():
 """
     (tmp_path / "large.py").write_text(text)
     flags = f"--data={tmp_path}/large.py:load", f"--model={tmp_path}/large.py:build", "--batch_size=8"
-    process = start(run_dir, "--launch", *flags, "--num_workers=3", "--epochs=1e6")
+    process = start(run_dir, "--launch", *flags, "--num_workers=3", *ENDLESS)
     told = read_until(process, lambda line: line.startswith("minimizes "))
     assert "1,000 for each of 3 workers, from arrays of 300.0 MB, of which 300.0 MB are mapped, not copied\n" in told
     read_until(process, is_training)

@@ -12,6 +12,7 @@ from pathlib import Path
 import machines
 import pytest
 from runs import (
+    ENDLESS,
     HOGWILD,
     ROOT,
     SECONDS,
@@ -219,7 +220,7 @@ def sockets_of(pids):
 def start_to_train(by_ssh, tmp_path, *flags):
     """Starts a run of the marked model, and waits until both workers train; returns its process and those of its tasks."""
     (tmp_path / "model.py").write_text(MODEL.format(mark=MARK))
-    flags = ("--epochs=1e9", "--checkpoint_secs=600", f"--model={tmp_path}/model.py:build", *flags)
+    flags = (*ENDLESS, "--checkpoint_secs=600", f"--model={tmp_path}/model.py:build", *flags)
     process = by_ssh(*flags)
     for worker in (0, 1):
         wait_for_step(tmp_path / "run", worker, 0, process)
@@ -316,7 +317,7 @@ def stop(step, metrics):
 def with_places(by_ssh, tmp_path, *flags):
     """A run of HogWild of two workers at first that trains until the context ends, and then has to end well."""
     (tmp_path / "callback.py").write_text(STOP)
-    flags = (*flags, "--epochs=1e9", "--delays=10,10", "--evaluation_secs=0.2", f"--callback={tmp_path}/callback.py:stop")
+    flags = (*flags, *ENDLESS, "--delays=10,10", "--evaluation_secs=0.2", f"--callback={tmp_path}/callback.py:stop")
     process = by_ssh(*flags)
     wait_for_step(tmp_path / "run", 0, 0, process)
     yield process

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from runs import (
+    ENDLESS,
     ROOT,
     SECONDS,
     finish,
@@ -240,7 +241,7 @@ def stop(step, metrics):
 def stopped_by(tmp_path):
     """Flags of a run that ends when the other that this gives, a function, is called."""
     (tmp_path / "callback.py").write_text(STOP)
-    flags = ["--epochs=1000000", "--evaluation_secs=0.2", f"--callback={tmp_path / 'callback.py'}:stop"]
+    flags = [*ENDLESS, "--evaluation_secs=0.2", f"--callback={tmp_path / 'callback.py'}:stop"]
     return flags, (tmp_path / "stop").touch
 
 
@@ -360,7 +361,7 @@ def test_who_is_asked_to_end_waits_for_no_place_that_nobody_has(run_dir):
     with contextlib.ExitStack() as stack:
         ps, worker = (f"127.0.0.1:{stack.enter_context(launch.reserved_port()).getsockname()[1]}" for _ in range(2))
         flags = [f"--ps_hosts={ps}", f"--worker_hosts={worker},nobody.invalid:2222", "--num_workers=1", "--max_workers=2"]
-        flags += ["--task_index=0", "--epochs=1e9", "--checkpoint_secs=1000"]
+        flags += ["--task_index=0", *ENDLESS, "--checkpoint_secs=1000"]
         environ = {"TF_GRPC_REUSE_PORT": "true"}
         tasks = [start(run_dir, *flags, f"--job_name={job}", environ=environ) for job in ("ps", "worker")]
         wait_until_it_trains(tasks[1], run_dir, 0)

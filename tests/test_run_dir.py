@@ -14,7 +14,7 @@ import types
 from pathlib import Path
 
 import pytest
-from runs import delete, finish, is_training, processes, read_until, result_of, run, start
+from runs import ENDLESS, delete, finish, is_training, processes, read_until, result_of, run, start
 
 import common.run
 from common import run_dir as of_runs
@@ -338,7 +338,7 @@ def test_logs_of_two_programs_of_ones_own(tmp_path, capsys):
 def test_a_second_run_in_the_same_folder_ends_and_the_first_goes_on(run_dir):
     """However both are started; also when somebody deletes its logs and its metrics, and a task is started again. As soon as it
     is killed, another may go on with it."""
-    first = start(run_dir, "--launch", "--epochs=1e6", "--checkpoint_secs=1")
+    first = start(run_dir, "--launch", *ENDLESS, "--checkpoint_secs=1")
     read_until(first, is_training)
     in_use = f"--run_dir={run_dir} is in use by process {first.pid}: wait until that run has ended, or give another folder"
     with reserved_port() as ps, reserved_port() as worker:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import runs
 from runs import HOGWILD, ROOT, SECONDS, on_a_terminal, processes, wait_until_gone
 
 from common import launch, signals, tf, training
@@ -178,7 +179,7 @@ def saved_step(run_dir):
     return int(tf.train.load_variable(tf.train.latest_checkpoint(run_dir / "checkpoints"), "global_step"))
 
 
-ENDLESS = ["--epochs=1000000", "--checkpoint_secs=1000"]
+ENDLESS = [*runs.ENDLESS, "--checkpoint_secs=1000"]
 
 
 @pytest.mark.cluster

@@ -656,7 +656,7 @@ def test_a_run_with_tables_survives_and_goes_on_with_another_number_of_ps(proble
     )
     script = ROOT / "HogWild" / "hogwild.py"
     flags = [f"--model={path}:both", f"--data={source}:load", "--window=5", "--checkpoint_secs=1"]
-    flags += ["--table_optimizer=rowwise_adagrad", "--max_rows=69", "--learning_rate=0.02"]
+    flags += ["--table_optimizer=rowwise_adagrad", "--max_rows=69", "--learning_rate=0.02", "--rounds_per_call=2"]
     launched = start(tmp_path, "--launch", *flags, "--num_ps=2", "--steps=3000", script=script)
     read_until(launched, lambda line: "step" in line and "samples/s" in line)
     (victim, *_) = processes(tmp_path, "--job_name=ps", "--task_index=1")
