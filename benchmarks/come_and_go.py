@@ -143,11 +143,12 @@ def table(report):
         waited = f"{step['waited']:.1f}" if step["waited"] else ""
         rows.append(f"| {n} | {speed:,} | {speed / n:,.0f} | {waited} | {step['longest_gap']:.2f} s |")
     longest = max(step["longest_gap"] for step in report["steps"])
-    return "\n".join(rows) + (
-        "\n\nA worker writes a line of metrics every half second. The longest time between two lines of any worker that trained "
-        f"was {longest:.2f} s.\nThe test accuracy at the end was {report['test_accuracy']:.3f}, after {report['global_steps']:,} "
-        f"updates and {report['worker_seconds']:.0f} s of all workers together."
+    said = (
+        "A worker writes a line of metrics every half second. The longest time between two lines of any worker that trained "
+        f"was {longest:.2f} s.\nThe test accuracy at the end was {report['test_accuracy']:.3f}, after "
+        f"{report['global_steps']:,} updates and {report['worker_seconds']:.0f} s of all workers together."
     )
+    return "\n".join([*rows, "", said])
 
 
 if __name__ == "__main__":
