@@ -236,7 +236,7 @@ def build_calls(scheme, center, local, settings, num_samples):
 
 
 # A worker that makes fewer calls than this has fewer rounds in each: to build one takes as long as a hundred calls.
-SHORT_RUN = 50
+SHORT_RUN = 20
 LEAST_TIMED = 50  # a run with fewer timed calls than this times none
 
 
