@@ -52,7 +52,7 @@ def answer(report, workers):
     every = list(rows)
     asked = [
         ("Must each update be that of one machine with a larger batch, the same in each run?", "all equal", exact),
-        ("Does a message take longer than a local step?", "slow links", every),
+        ("Does a message take longer than a local step: slow links, or a large model?", "slow links", every),
         ("Do workers come and go, or die?", "all equal", free),
         ("Is a machine much slower than the others?", "one slow", every),
         ("Do steps take a random time, as on shared machines?", "random", every),

@@ -1,11 +1,12 @@
 """Every scheme until the same accuracy, under five conditions: `bash Comparison/run.sh`.
 
 All runs are simulated (`Simulation/`), so the seconds are virtual, and equal commands give equal figures. A row of the table
-is a scheme with the learning rate that is best for it under each condition (`trials.py`). Figures are the median and range of
-five seeds. Writes `comparison.json` beside this file, and the pictures of `pictures.py`.
+is a scheme with the learning rate that is best for it under each condition (`trials.py`). Two more problems are learned with
+equal machines. Figures are the median and range of five seeds. Writes `comparison.json` beside this file, and the pictures of
+`pictures.py`.
 
-`--quick` takes less than three minutes: one seed, the first learning rate of the search, two conditions. It writes into
-`runs/Comparison`. If rows are named, only these are measured anew; the figures of the others stay.
+`--quick` takes less than three minutes: one seed, the first learning rate of the search, two conditions, one problem. It
+writes into `runs/Comparison`. If rows are named, only these are measured anew; the figures of the others stay.
 """
 
 import argparse
@@ -73,6 +74,7 @@ def empty(quick):
         "batch_size": trials.BATCH,
         "cluster": trials.CLUSTER,
         "problem": trials.PROBLEM._asdict(),
+        "others": {} if quick else {name: problem._asdict() for name, problem in trials.OTHERS.items()},
         "conditions": {name: condition._asdict() for name, condition in conditions.items()},
         "rows": {},
     }
@@ -84,7 +86,7 @@ def measure(job) -> tuple[str, dict[str, Any]]:
     from common import notebook
 
     notebook.quiet()
-    return name, trials.of_row(name, report["conditions"], report["seeds"], search=report["search"])
+    return name, trials.of_row(name, report["conditions"], report["seeds"], report["others"], report["search"])
 
 
 if __name__ == "__main__":

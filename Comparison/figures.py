@@ -46,7 +46,12 @@ def values(report, name, condition, what="seconds"):
       condition: name of a condition.
       what: seconds, samples or megabytes.
     """
-    return [math.inf if run[what] is None else run[what] for run in report["rows"][name]["found"][condition]["runs"]]
+    return needed(report["rows"][name]["found"][condition], what)
+
+
+def needed(found, what):
+    """Returns the same of what was found under one condition, or on one problem."""
+    return [math.inf if run[what] is None else run[what] for run in found["runs"]]
 
 
 def median_and_range(numbers):
@@ -72,11 +77,25 @@ def needs(report, what):
       what: a key of `UNITS`.
     """
     conditions = list(report["conditions"])
-    target = f"{UNITS[what]} until {report['problem']['target']:.0%} of the test set are right"
+    target = f"{UNITS[what]} until {report['problem']['text']}"
     lines = [f"| {target} | {' | '.join(conditions)} |", "|---" + "|---:" * len(conditions) + "|"]
     for name in report["rows"]:
         scaled = [[SCALE[what] * v for v in values(report, name, condition, what)] for condition in conditions]
         lines.append(f"| {name} | {' | '.join(map(median_and_range, scaled))} |")
+    return "\n".join(lines)
+
+
+def of_others(report):
+    """Returns a Markdown table: thousand samples of each row until the targets of the other problems, and the best rates."""
+    others = report["others"]
+    heads = [f"{name}: thousand samples until {problem['text']} | rate" for name, problem in others.items()]
+    lines = [f"| equal machines | {' | '.join(heads)} |", "|---" + "|---:|---:" * len(others) + "|"]
+    for name, of_row in report["rows"].items():
+        cells = []
+        for what in others:
+            found = of_row["others"][what]
+            cells += [median_and_range([SCALE["samples"] * v for v in needed(found, "samples")]), f"{found['rate']:g}"]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -1,9 +1,10 @@
 """One scheme in the simulator until a target: under the conditions of this comparison, with the best of several learning rates.
 
 `PROBLEM` says what is learned, and until when; `CONDITIONS` say on which machines and links; `of_row` measures a row of the
-table under all of them.
+table under all of them, and on the problems of `OTHERS` with equal machines.
 """
 
+import contextlib
 import dataclasses
 import math
 import sys
@@ -49,21 +50,49 @@ class Problem(NamedTuple):
     """What is learned.
 
     Attributes:
+      text: what it is, and what has to be reached.
       flags: of the simulator.
-      metric: of the test set, as `common.metrics.measured` calls it.
-      target: what it has to come to, or more.
+      metric: of the test set, as `common.metrics.measured` calls it; a loss, or a share of what is right.
+      target: what it has to come to: a loss this or less, a share this or more.
       samples: of all workers together, after which a run ends without the target.
       every: samples of all workers between two evaluations; if a fiftieth of those until then is more, that.
+      times: the rates of `ROWS` with which a search begins are for `PROBLEM`; here they are so many times as large.
     """
 
+    text: str
     flags: dict
     metric: str
     target: float
     samples: int
     every: int
+    times: float = 1.0
+
+    @property
+    def sign(self):
+        """1 if more of the metric is better, or -1."""
+        return -1 if self.metric == "test_loss" else 1
 
 
-PROBLEM = Problem({"data": "mnist1d", "model": "cnn1d"}, "test_accuracy", 0.75, 120_000, 1280)
+PROBLEM = Problem(
+    *("75% of the test set are right", {"data": "mnist1d", "model": "cnn1d"}, "test_accuracy", 0.75),
+    samples=120_000,
+    every=1280,
+)
+# Measured with equal machines alone.
+OTHERS = {
+    "quadratic": Problem(
+        *("loss 0.013 (best: 0.01)", {"data": "quadratic", "model": "dense"}, "test_loss", 0.013),
+        samples=400_000,
+        every=1280,
+        times=4,
+    ),
+    "text": Problem(
+        *("loss 2.42 of a character", {"data": "text", "model": "linear"}, "test_loss", 2.42),
+        samples=120_000,
+        every=1280,
+        times=32,
+    ),
+}
 
 
 class Row(NamedTuple):
@@ -72,7 +101,7 @@ class Row(NamedTuple):
     Attributes:
       folder: of the scheme.
       rate: the flag whose value is searched for.
-      first: its value with which the search begins.
+      first: its value with which the search begins, see `Problem.times`.
       flags: others than their defaults.
     """
 
@@ -108,7 +137,10 @@ ROWS = {
 
 
 class Reached(NamedTuple):
-    """What came of a run: where it had its target, None if never; the best that was measured; the mean staleness."""
+    """What came of a run: where it had its target, None if never; the best that was measured; the mean staleness.
+
+    The best is the problem's metric times its sign, so more is better.
+    """
 
     seconds: float | None
     samples: float | None
@@ -176,7 +208,7 @@ class Trial:
             self.engine.restart(self._shards(condition, seed), self._beginning(seed))
         rows = [(0.0, 0.0, 0.0, known[0] if known else self._measure())]
         stale, count = 0.0, 0
-        while math.isfinite(rows[-1][3]) and rows[-1][3] < problem.target:
+        while math.isfinite(rows[-1][3]) and rows[-1][3] < problem.sign * problem.target:
             if rows[-1][1] >= problem.samples or clock.now > most:
                 break
             part = clock.run(clock.updates + max(self._updates, clock.updates // 50))
@@ -223,7 +255,7 @@ class Trial:
     def _measure(self):
         from common.metrics import measured
 
-        return measured(self.engine.evaluate(*self._dataset.test))[self._problem.metric]
+        return self._problem.sign * measured(self.engine.evaluate(*self._dataset.test))[self._problem.metric]
 
     def state(self):
         """Returns how many numbers a worker keeps, and the ps keep, in multiples of the model.
@@ -256,14 +288,14 @@ def crossing(rows, problem) -> tuple[float, float, float] | None:
     """Returns (seconds, samples, megabytes) where the metric first came to the target, between two evaluations.
 
     Args:
-      rows: (seconds, samples, megabytes, metric), of an evaluation each; only the last one may have come there.
+      rows: (seconds, samples, megabytes, metric times its sign), of an evaluation each; only the last may have come there.
       problem: `Problem`.
     """
-    after = rows[-1]
-    if not after[3] >= problem.target:
+    after, target = rows[-1], problem.sign * problem.target
+    if not after[3] >= target:
         return None
     before = rows[-2] if len(rows) > 1 else after
-    share = (problem.target - before[3]) / (after[3] - before[3]) if len(rows) > 1 else 1.0
+    share = (target - before[3]) / (after[3] - before[3]) if len(rows) > 1 else 1.0
     seconds, samples, sent = (b + share * (a - b) for b, a in zip(before[:3], after[:3], strict=True))
     return seconds, samples, sent
 
@@ -292,7 +324,7 @@ def best_of(tried):
     return min(tried, key=lambda rate: tried[rate].order)
 
 
-def of_row(name, conditions, seeds, problem=PROBLEM, search=True):
+def of_row(name, conditions, seeds, others=(), search=True):
     """Returns what is known of a row of the table, and what it needs until the target under conditions, to be written as JSON.
 
     Args:
@@ -300,48 +332,68 @@ def of_row(name, conditions, seeds, problem=PROBLEM, search=True):
       conditions: names of `CONDITIONS`.
       seeds: how many; the search for the best rate takes the first one alone. If no rate reaches the target with it, that is
         the only one.
-      problem: `Problem`.
+      others: names of `OTHERS`.
       search: whether to search for the best rate, under each condition; else the first one is taken.
     """
-    row, trials = ROWS[name], {}
+    row = ROWS[name]
+    with contextlib.closing(Trials(row, PROBLEM)) as trials:
+        first, found = row.first, {}
+        for what in conditions:
+            found[what] = trials.found(CONDITIONS[what], first, seeds, search)
+            first = found[what]["rate"] if what == "all equal" else first
+        about = trials.about(first)
+    of_others = {}
+    for what in others:
+        problem = OTHERS[what]
+        with contextlib.closing(Trials(row, problem)) as trials:
+            of_others[what] = trials.found(CONDITIONS["all equal"], row.first * problem.times, seeds, search)
+    return {"folder": row.folder, "flags": row.flags, "rate_flag": row.rate, **about, "found": found, "others": of_others}
 
-    def trial(rate):
-        if rate not in trials:
-            trials[rate] = Trial(row, problem, WORKERS, rate)
-        return trials[rate]
 
-    found, first = {}, row.first
-    for what in conditions:
-        condition = CONDITIONS[what]
-        attempt = lambda rate, most, condition=condition: trial(rate).run(condition, 0, most)  # noqa: E731
+class Trials:
+    """The `Trial`s of a row and a problem, one for each rate."""
+
+    def __init__(self, row, problem):
+        self._row, self._problem = row, problem
+        self._trials: dict[float, Trial] = {}
+
+    def _of(self, rate):
+        if rate not in self._trials:
+            self._trials[rate] = Trial(self._row, self._problem, WORKERS, rate)
+        return self._trials[rate]
+
+    def found(self, condition, first, seeds, search):
+        """Returns the best rate, which ones were tried, and the runs with the best, see `of_row`."""
+
+        def attempt(rate, most):
+            return self._of(rate).run(condition, 0, most)
+
         tried = climb(first, attempt) if search else {first: attempt(first, math.inf)}
         rate = best_of(tried)
-        first = rate if what == "all equal" else first
         more = range(1, seeds if tried[rate].seconds is not None else 1)  # no more if no rate reaches it
-        runs = [tried[rate], *(trial(rate).run(condition, seed) for seed in more)]
-        found[what] = {
+        runs = [tried[rate], *(self._of(rate).run(condition, seed) for seed in more)]
+        return {
             "rate": rate,
-            "tried": {f"{each:g}": as_json(reached) for each, reached in sorted(tried.items())},
-            "runs": [as_json(each) for each in runs],
+            "tried": {f"{each:g}": self._as_json(reached) for each, reached in sorted(tried.items())},
+            "runs": [self._as_json(each) for each in runs],
         }
-    any_trial = trial(first)
-    actions, waiting = any_trial.engine.actions, any_trial.engine.waiting
-    about = {
-        "folder": row.folder,
-        "flags": row.flags,
-        "rate_flag": row.rate,
-        "parameters": any_trial.size,
-        "actions": [action._asdict() for action in actions],
-        "waiting": {k: None if v is None or math.isinf(v) else v for k, v in waiting._asdict().items()},
-        "state": any_trial.state(),
-        "found": found,
-    }
-    for each in trials.values():
-        each.close()
-    return about
 
+    def _as_json(self, reached):
+        """Returns what was `Reached` as a dict of short numbers, the best one as the problem's metric has it."""
+        whole = reached._replace(best=self._problem.sign * reached.best)._asdict()
+        return {name: None if value is None else float(f"{value:.5g}") for name, value in whole.items()}
 
-def as_json(reached):
-    """Returns what was `Reached` as a dict of short numbers."""
-    short = {name: None if value is None else float(f"{value:.5g}") for name, value in reached._asdict().items()}
-    return short
+    def about(self, rate):
+        """Returns what is known of the scheme without training: what it does, sends, waits for and keeps."""
+        trial = self._of(rate)
+        return {
+            "parameters": trial.size,
+            "actions": [action._asdict() for action in trial.engine.actions],
+            "waiting": {k: None if v is None or math.isinf(v) else v for k, v in trial.engine.waiting._asdict().items()},
+            "state": trial.state(),
+        }
+
+    def close(self):
+        """Closes their sessions."""
+        for each in self._trials.values():
+            each.close()

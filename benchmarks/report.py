@@ -61,6 +61,7 @@ TABLES: dict[str, tuple[Any, Any]] = {  # name: file, and what makes a table of 
     "which scheme of all": (COMPARISON / "comparison.json", functools.partial(which_scheme, prefix="../")),
     "schemes": (COMPARISON / "comparison.json", figures.schemes),
     "rates": (COMPARISON / "comparison.json", figures.rates),
+    "other problems": (COMPARISON / "comparison.json", figures.of_others),
     **{what: (COMPARISON / "comparison.json", functools.partial(figures.needs, what=what)) for what in figures.UNITS},
 }
 

@@ -42,6 +42,10 @@ def row(folder, waiting, seconds, flags=None, rate_flag="learning_rate", steps=1
         "waiting": {**no, **waiting},
         "state": {"worker": 2.0, "ps": 1.0},
         "found": {name: {"rate": 0.05, "tried": {}, "runs": runs(*of_seeds)} for name, of_seeds in seconds.items()},
+        "others": {
+            "text": {"rate": 3.2, "tried": {}, "runs": runs(5, 7, 6)},
+            "quadratic": {"rate": 0.4, "tried": {}, "runs": runs(None)},
+        },
     }
 
 
@@ -49,7 +53,8 @@ def row(folder, waiting, seconds, flags=None, rate_flag="learning_rate", steps=1
 def report():
     """Three rows, of which each is best somewhere."""
     return {
-        "problem": {"target": 0.75},
+        "problem": {"text": "75% of the test set are right"},
+        "others": {"text": {"text": "loss 2.42"}, "quadratic": {"text": "loss 0.013"}},
         "conditions": {"all equal": {}, "one slow": {}, "slow links": {}},
         "workers": 8,
         "rows": {
@@ -85,6 +90,14 @@ def test_what_each_row_needs_is_shown_as_median_and_range_also_if_it_was_not_rea
     in_thousands = figures.needs(report, "samples").splitlines()
     assert in_thousands[2] == lines[2].replace("virtual seconds", "thousand samples")
     assert figures.needs(report, "megabytes").splitlines()[2].startswith("| HogWild | 30.0 (20.0 to 40.0) |")
+
+
+def test_what_other_problems_need(report):
+    import figures
+
+    head, _, *rows = figures.of_others(report).splitlines()
+    assert head.count("thousand samples until loss") == head.count("| rate") == 2
+    assert rows[0] == "| HogWild | 6.00 (5.00 to 7.00) | 3.2 | not reached | 0.4 |" and len(rows) == len(report["rows"])
 
 
 def test_schemes_say_who_waits_and_what_is_sent_a_local_step(report):
@@ -229,6 +242,15 @@ def test_the_target_is_reached_between_two_evaluations():
     assert trials.crossing(rows, trials.PROBLEM) == pytest.approx((3.0, 150, 6.0))
     assert trials.crossing(rows[:2], trials.PROBLEM) is None
     assert trials.crossing([(0.0, 0, 0.0, 0.8)], trials.PROBLEM) == (0.0, 0, 0.0)
+
+
+def test_a_loss_is_reached_when_it_is_small_enough():
+    import trials
+
+    text = trials.OTHERS["text"]
+    rows = [(0.0, 0, 0.0, -4.5), (2.0, 100, 4.0, -2.52), (4.0, 200, 8.0, -2.32)]
+    assert text.target == 2.42 and trials.crossing(rows, text) == pytest.approx((3.0, 150, 6.0))
+    assert trials.crossing(rows[:2], text) is None
 
 
 @pytest.mark.parametrize(
