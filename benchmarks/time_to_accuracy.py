@@ -1,7 +1,7 @@
 """Seconds, samples and megabytes until a test accuracy, for each scheme: `bash benchmarks/time_to_accuracy.sh`.
 
-Two workers train a transformer on text, until half of the next characters are right. Each scheme runs once for each seed, with
-the learning rate that was best for it in the table of Language-Model/README.md; figures are medians. Time counts from the first
+Two workers train a transformer on text, until half of the next characters are right. Each scheme runs once for each seed, most
+with the flags that were best for it in the table of Language-Model/README.md; figures are medians. Time counts from the first
 evaluation of worker 0, with which its training begins. Megabytes are what went through the run's network since then, which is
 the run's own, as the kernel counts it: all messages, those of the evaluation too. Writes `time_to_accuracy.json` and
 `time_to_accuracy.png` beside this file.

@@ -73,10 +73,12 @@ class Ledger:
         """Operations that give back the last `left` numbers of what this worker has leased, all that it has not trained."""
         with self._lock.held([]) as done, tf.device(self._device):
             held = self._held.read_value()
-            a, b, c, d = tf.unstack(held[worker, 4:])
-            of_new = tf.minimum(left, d - c)
-            of_old = tf.minimum(left - of_new, b - a)  # fewer than all if the chief has begun anew, and given back for this one
-            pieces = tf.stack([tf.stack([b - of_old, b]), tf.stack([d - of_new, d])])
+            pieces = tf.reshape(held[worker], [-1, 2])  # the oldest first; what is left is the end of them
+            sizes = pieces[:, 1] - pieces[:, 0]
+            left = left - tf.cumsum(sizes, exclusive=True, reverse=True)  # of this piece and those before it
+            # Fewer than are left if the chief has begun anew, and given back for this one.
+            of_each = tf.clip_by_value(left, 0, sizes)
+            pieces = tf.stack([pieces[:, 1] - of_each, pieces[:, 1]], axis=1)
             given = self._give_back(pieces)
             with tf.control_dependencies(given):
                 done += [*given, self._hold(worker, tf.zeros_like(held[0]))]

@@ -99,7 +99,9 @@ class Replay:
         return self.actions[at].local_steps > 0
 
     def take(self, order):
-        """Lets workers take steps in this order, as `step` does, all in one call of the session. Who has to wait takes none.
+        """Lets workers take steps in this order, as `step` does, all in one call of the session.
+
+        A worker that has to wait takes none.
 
         Returns:
           The workers of the steps that were taken.

@@ -470,7 +470,8 @@ def repeat_rounds(scheme, center, local, hp, rounds, times):
     """Returns `Rounds` that do the same as `build_rounds`, `times` over, in a loop of the graph: for calls of any length.
 
     To be built after the same rounds without a loop, in which an optimizer cannot make its slots. Each time around costs three
-    messages more. The loop ends early when another worker has ended the training.
+    messages more, and with leased samples one from each ps: the worker leases when its pushes are applied. The loop ends early
+    when another worker has ended the training.
 
     At the end the ps waits for a message that the worker has all it needs. Else both end at about the same time, and TensorFlow
     (2.20 and 2.21) leaks a kilobyte whenever a call is cleaned up before the worker's last thread has let go of it

@@ -130,8 +130,8 @@ def load_scheme():
 
 @pytest.fixture(scope="module")
 def replays(model, batches, known_batches, load_scheme):
-    """A function that gives a `Replay` of two workers of a scheme, at its start. What was built before begins anew, which is
-    the same (test_replay.py) and takes a fraction of the time, unless it has a schedule.
+    """A function that gives a `Replay` of two workers of a scheme, at its start. One that was built before begins anew: it
+    is the same (test_replay.py), and takes a fraction of the time. Another schedule is another replay.
     """
     with contextlib.ExitStack() as stack:
         known: dict[Any, Any] = {}

@@ -19,8 +19,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 HOGWILD = ROOT / "HogWild" / "hogwild.py"
-# Flags of a run that its test ends. The graph of ten rounds a call, as it would make else, takes seconds to build: a long run
-# has them twice, the second time in a loop.
+# Flags of a run that its test ends. The graph of ten rounds a call, which it would have otherwise, takes seconds to build: a
+# long run builds them twice, the second time in a loop.
 ENDLESS = ["--epochs=1e6", "--rounds_per_call=2"]
 SECONDS = 240  # no run here takes a quarter of it; a run that hangs is to fail, not to stall the tests
 

@@ -28,6 +28,7 @@ class Workers:
         ledger = leases.Ledger("")
         self.batches = [leases.LeasedBatches(x, x, BATCH, 7, ledger, i, num_workers, name=f"batches_{i}") for i in range(count)]
         self._next = [call_of(each, window, draws) for each in self.batches]
+        self._short = [call_of(each, window, 1) for each in self.batches]
         self._empty = [each._pool.initializer for each in self.batches]
         self._leased, self._given_back = ledger._next.read_value(), ledger._count.read_value()
         self.session = tf.Session()
@@ -41,9 +42,9 @@ class Workers:
         self.session.run(self._empty[worker])
         self.session.run(self.batches[worker].begin)
 
-    def draw(self, worker):
-        """Returns the numbers that it draws."""
-        numbers = self.session.run(self._next[worker]).tolist()
+    def draw(self, worker, is_short=False):
+        """Returns the numbers that it draws, in a short call or a usual one."""
+        numbers = self.session.run((self._short if is_short else self._next)[worker]).tolist()
         self.drawn += numbers
         return numbers
 
@@ -105,7 +106,7 @@ def test_who_comes_and_leaves_in_peace_trains_each_number_once(graph, seed, wind
             workers.leave(worker)
             present.remove(worker)
         else:
-            workers.draw(worker)
+            workers.draw(worker, drawn.random() < 0.5)
     for worker in present - {0}:
         workers.leave(worker)
     leased = workers.drawn_to_the_end()
@@ -156,10 +157,20 @@ def test_chief_gives_back_what_a_ps_knows_of_all(graph):
 def test_calls_of_several_lengths_draw_of_the_same_numbers(graph):
     """A piece is of the longest call; a shorter one leases more as soon as a longer one might draw too many."""
     workers = Workers(2, draws=5)
-    short = call_of(workers.batches[0], 1, 1)
-    draws = [workers.draw(0), workers.session.run(short).tolist(), workers.draw(1), workers.draw(0)]
+    draws = [workers.draw(0), workers.draw(0, is_short=True), workers.draw(1), workers.draw(0)]
     assert draws == [[*range(20)], [*range(20, 24)], [*range(40, 60)], [*range(24, 40), *range(60, 64)]]
     assert workers.session.run(workers._leased) == 80
+
+
+def test_who_leaves_after_short_calls_gives_back_all(graph):
+    """Also what is left of the lease before the last one."""
+    workers = Workers(2, draws=5)
+    for is_short in False, True, True:
+        workers.draw(1, is_short)
+    workers.leave(1)
+    leased = workers.drawn_to_the_end()
+    assert leased == 60 and set(range(leased)) <= set(workers.drawn)
+    assert len(workers.drawn) == len(set(workers.drawn))
 
 
 def test_a_lease_is_as_large_as_what_is_needed(graph):

@@ -74,7 +74,7 @@ def paced(center, local, hp):
 
 @pytest.mark.parametrize("scheme", [hogwild_like, together, paced])
 def test_steps_that_are_taken_in_one_call_are_the_same(make, scheme):
-    """To the byte; who has to wait is passed over."""
+    """To the byte; a worker that has to wait is passed over."""
     once, single, taken = make(3, scheme=scheme), make(3, scheme=scheme), []
     order = np.random.default_rng(2).choice(3, 150, p=[0.5, 0.4, 0.1]).tolist()
     for worker in order:
