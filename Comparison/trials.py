@@ -50,7 +50,7 @@ class Problem(NamedTuple):
     """What is learned.
 
     Attributes:
-      text: what it is, and what has to be reached.
+      text: what has to be reached.
       flags: of the simulator.
       metric: of the test set, as `common.metrics.measured` calls it; a loss, or a share of what is right.
       target: what it has to come to: a loss this or less, a share this or more.
@@ -74,20 +74,29 @@ class Problem(NamedTuple):
 
 
 PROBLEM = Problem(
-    *("75% of the test set are right", {"data": "mnist1d", "model": "cnn1d"}, "test_accuracy", 0.75),
+    text="75% of the test set are right",
+    flags={"data": "mnist1d", "model": "cnn1d"},
+    metric="test_accuracy",
+    target=0.75,
     samples=120_000,
     every=1280,
 )
 # Measured with equal machines alone.
 OTHERS = {
     "quadratic": Problem(
-        *("loss 0.013 (best: 0.01)", {"data": "quadratic", "model": "dense"}, "test_loss", 0.013),
+        text="loss 0.013 (best: 0.01)",
+        flags={"data": "quadratic", "model": "dense"},
+        metric="test_loss",
+        target=0.013,
         samples=400_000,
         every=1280,
         times=4,
     ),
     "text": Problem(
-        *("loss 2.42 of a character", {"data": "text", "model": "linear"}, "test_loss", 2.42),
+        text="loss 2.42 of a character",
+        flags={"data": "text", "model": "linear"},
+        metric="test_loss",
+        target=2.42,
         samples=120_000,
         every=1280,
         times=32,
