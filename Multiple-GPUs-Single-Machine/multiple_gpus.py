@@ -57,6 +57,7 @@ class Towers:
             self.towers.append(tower)
             self.init_feed_dict.update(tower.init_feed_dict)
         self.state = self.towers[0].state
+        self.batches = [tower.batches for tower in self.towers]
         self.name = "towers"
 
     @property

@@ -209,11 +209,11 @@ def test_it_is_trained(tmp_path):
     """The run says the unit of its loss; its model is loaded by Keras, and by `train`'s `Run`."""
     sizes = {"layers": 1, "width": 8, "heads": 2}
     given = [f"--{name}={value}" for name, value in sizes.items()]
-    output = run(tmp_path, "--data=text", "--model=transformer", *given, "--steps=20", "--learning_rate=1")
+    output = run(tmp_path, "--data=text", "--model=transformer", *given, "--steps=40", "--learning_rate=0.3")
     assert "minimizes sparse categorical crossentropy of logits in nats per character, by SGD on the ps" in output
     result, text = result_of(tmp_path), data.load("text")
     assert f"test loss {result['test_loss']:.4f} nats per character; staleness" in output
-    assert result["unit"] == "nats per character" and 2 < result["test_loss"] < np.log(96) and result["test_accuracy"] > 0.1
+    assert result["unit"] == "nats per character" and 2 < result["test_loss"] < 4 and result["test_accuracy"] > 0.2
     for model in keras.models.load_model(tmp_path / "model.keras"), Run(tmp_path, "transformer", "text", sizes).model:
         found = model.evaluate(*text.test, batch_size=500, verbose=0, return_dict=True)
         np.testing.assert_allclose(found["loss"], result["test_loss"], rtol=1e-4)
