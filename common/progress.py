@@ -271,9 +271,9 @@ class Display:
 
 
 def say(line):
-    """Prints, unless the reader has gone: a run that was begun with `| head` goes on to its end."""
+    """Prints, unless the reader has gone: a run that was begun with `| head` goes on to its end. For any thread."""
     try:
-        print(line, flush=True)
+        print(f"{line}\n", end="", flush=True)  # at once: else another thread's line may come before the end of this one
     except BrokenPipeError:
         with open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())

@@ -165,7 +165,7 @@ def _why_unreachable(address):
 def _tell_and_log(line):
     tell(line)
     if os.environ.get("LAUNCHER_LOG"):
-        print(line, flush=True)  # else that was on the terminal
+        print(f"{line}\n", end="", flush=True)  # else that was on the terminal
 
 
 def look_for_waits():
@@ -230,7 +230,7 @@ def tell(line):
     if os.environ.get("LAUNCHER_WORDS"):
         say(line)
     else:
-        print(line, flush=True)
+        print(f"{line}\n", end="", flush=True)
 
 
 def say(text=""):

@@ -10,7 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from common import plots, progress, training
+from common import plots, progress, training, words
 from common.progress import Progress
 
 
@@ -350,6 +350,16 @@ def test_summary_says_who_has_left(tmp_path, capsys):
     """No advice about workers that have trained less than others."""
     lines = summary(tmp_path, capsys, samples_per_worker=[1, 9], left=[{"worker": 1, "updates": 1234}])
     assert lines[1] == "worker 1 has left after 1,234 updates" and "differ much" not in lines[2]
+
+
+@pytest.mark.parametrize("say", [progress.say, words.tell])
+def test_a_line_is_written_at_once(monkeypatch, say):
+    """Several threads say lines: the end of one is never behind the begin of another's."""
+    written: list[str] = []
+    monkeypatch.delenv("LAUNCHER_WORDS", raising=False)
+    monkeypatch.setattr("sys.stdout", types.SimpleNamespace(write=written.append, flush=lambda: None))
+    say("worker 1 has left")
+    assert [text for text in written if text] == ["worker 1 has left\n"]
 
 
 def test_summary_of_a_run_that_goes_on(tmp_path, capsys):
