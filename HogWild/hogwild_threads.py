@@ -157,7 +157,7 @@ class Worker:
         name = f"batches_{index}"
         batches = Batches(x, y, settings.batch_size, settings.seed + index, name, weights[0] if weights else None)
         self.local = LocalParameters(center, model, batches, f"worker_{index}", index, settings.num_threads)
-        _, self._next_call, _ = build_calls(hogwild, center, self.local, settings, dataset.num_samples)
+        _, self._next_call, *_ = build_calls(hogwild, center, self.local, settings, dataset.num_samples)
         self.log = MetricsLog(settings.run_dir, index, last)
         self._metrics = MetricsHook(self.log, settings.batch_size * settings.window)
 

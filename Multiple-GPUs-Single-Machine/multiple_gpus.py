@@ -170,7 +170,7 @@ def train(task, settings):
             return lambda name: Batches(x, y, settings.batch_size, settings.seed + i, name, weights[0] if weights else None)
 
         towers = Towers(center, built, [batches_of(i) for i in range(n)], names)
-        last, next_call, _ = build_calls(multiple_gpus, center, towers, whole, dataset.num_samples)
+        last, next_call, *_ = build_calls(multiple_gpus, center, towers, whole, dataset.num_samples)
         parameters, step = center.read()
         final = parameters, [v.read_value() for v in towers.state]
         feeds = dict(towers.init_feed_dict)

@@ -4,7 +4,7 @@ import contextlib
 import os
 import re
 
-from common import ending, tf
+from common import devices, ending, tf
 from common.checkpoints import checkpoints_in, newest_good_checkpoint, writing_into
 from common.flags import UserError
 from common.words import meanwhile, nobody
@@ -244,12 +244,14 @@ def _saver_hook(checkpoint_dir, checkpoint_secs, scaffold):
     return tf.train.CheckpointSaverHook(checkpoint_dir, save_secs=checkpoint_secs, scaffold=scaffold, save_graph_def=False)
 
 
-def monitored_session(task, target, scaffold, checkpoint_dir, checkpoint_secs, hooks=(), keeper=None):
+def monitored_session(task, target, scaffold, checkpoint_dir, checkpoint_secs, hooks=(), keeper=None, is_short=False):
     """Returns a `tf.train.MonitoredSession` for this task, whose end tells the ps tasks nothing: see `ending.say_done`.
 
     The chief (and a process on its own, `task` None) initializes the global variables or restores them from the newest
     checkpoint, if they are not there. The `common.checkpoints.Keeper` saves them. Without one the chief saves, between its
     calls: at the beginning, every `checkpoint_secs` seconds and at the end.
+
+    `is_short` says that there are so few calls that it takes longer to optimize their graphs than it saves.
     """
     hooks = list(hooks)
     if keeper:
@@ -257,6 +259,11 @@ def monitored_session(task, target, scaffold, checkpoint_dir, checkpoint_secs, h
     elif task is None or task.is_master():
         hooks.append(_saver_hook(checkpoint_dir, checkpoint_secs, scaffold))
     config = tf.ConfigProto(allow_soft_placement=True)
+    rewriting, optimizing = config.graph_options.rewrite_options, config.graph_options.optimizer_options
     # TensorFlow would fuse a small layer's operations into one that takes longer: see benchmarks/README.md.
-    config.graph_options.rewrite_options.remapping = type(config.graph_options.rewrite_options).OFF
+    rewriting.remapping = type(rewriting).OFF
+    rewriting.meta_optimizer_iterations = rewriting.ONE  # the second finds nothing more, and takes as long
+    if is_short and not devices.gpus():  # for a GPU, it changes the layout of images
+        rewriting.disable_meta_optimizer = True
+        optimizing.opt_level = optimizing.L0
     return tf.train.MonitoredSession(_Creator(task, scaffold, target, checkpoint_dir, config, keeper), hooks)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from common import data, models, tf, training
+from common import data, models, session, tf, training
 from common.batches import Batches
 from common.center import GlobalParameters
 from common.cluster import TaskSpecDef
@@ -52,9 +52,9 @@ def built(problem, graph, load_scheme):
             pace = "ring" if scheme == ALL_REDUCE else "own"
             given = {"pace": pace, "seconds": None, "rounds_per_call": None, "delays": None, **flags}
             settings = Settings(window=1, steps_per_call=1, learning_rate=0.1, batch_size=32, steps=last, **given)
-            found, next_call, _ = training.build_calls(load_scheme(*scheme), center, local, settings, len(dataset.x_train))
+            found, next_call, *more = training.build_calls(load_scheme(*scheme), center, local, settings, len(dataset.x_train))
         assert found == last
-        return center, local, next_call
+        return center, local, next_call, more
 
     return built
 
@@ -65,7 +65,7 @@ def rounds_of(built, clock):
     next call has, by the present global step and the seconds that the call before took."""
 
     def rounds_of(last, on_ps=True, **flags):
-        next_call = built(worker(0) if on_ps else None, last, **flags)[-1]
+        next_call = built(worker(0) if on_ps else None, last, **flags)[2]
 
         def rounds(present, taken=0.01):
             clock.now += taken
@@ -88,6 +88,24 @@ def test_few_rounds_to_go(rounds_of):
 def test_short_run(rounds_of, last, rounds):
     """At least 20 calls of each worker."""
     assert rounds_of(last)(0) == rounds
+
+
+@pytest.mark.parametrize(("last", "rounds", "calls"), [(10_000, 10, 500), (100, 2, 25), (30, 1, 15)])
+def test_how_many_calls_a_worker_makes(built, last, rounds, calls):
+    assert built(worker(0), last)[-1] == [rounds, calls]
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+@pytest.mark.parametrize("gpus", [[], ["a GPU"]])
+def test_graphs_of_few_calls_are_not_optimized(monkeypatch, graph, is_short, gpus):
+    """Except for a GPU."""
+    monkeypatch.setattr(session.devices, "gpus", lambda: gpus)
+    monkeypatch.setattr(session.tf.train, "MonitoredSession", lambda creator, hooks: creator._config.graph_options)
+    options = session.monitored_session(None, "", None, "checkpoints", 60, is_short=is_short)
+    is_off = is_short and not gpus
+    assert options.rewrite_options.disable_meta_optimizer is is_off
+    assert (options.optimizer_options.opt_level == options.optimizer_options.L0) is is_off
+    assert options.rewrite_options.remapping == options.rewrite_options.OFF
 
 
 def test_short_run_with_rounds_of_the_users_choice(rounds_of):
@@ -145,7 +163,7 @@ def test_long_run_in_lockstep(rounds_of, flags, steps):
 @pytest.mark.parametrize(("index", "has_a_part"), [(0, True), (1, False)])
 def test_in_lockstep_the_ps_has_a_part_in_one_workers_calls(built, times_rounds, graph, index, has_a_part):
     """Calls with collectives have one step id on all workers: one that cleans up after its own would end the others'."""
-    next_call, is_timed = built(worker(index), 2000, scheme=ALL_REDUCE)[-1], []
+    next_call, is_timed = built(worker(index), 2000, scheme=ALL_REDUCE)[2], []
     for present in (0, 0, 0, 1999):
         [rounds] = next_call(present)
         is_timed.append(bool(rounds.parts))
@@ -158,7 +176,7 @@ def test_in_lockstep_the_ps_has_a_part_in_one_workers_calls(built, times_rounds,
 def test_long_run_to_its_last_step(built, clock, initialized, servers):
     """With servers: no step is lost or overshot, and as every call takes no time, each is twice as long as the one before."""
     task, server = servers(1)
-    center, local, next_call = built(task, 1000)
+    center, local, next_call, _ = built(task, 1000)
     session = initialized(center, local, target=server.target)
     steps, sizes = [[0, 0]], []
     while steps[-1][1] < 1000:
