@@ -63,8 +63,8 @@ class Problem(NamedTuple):
     flags: dict
     metric: str
     target: float
-    samples: int
-    every: int
+    samples: int = 120_000
+    every: int = 1280
     times: float = 1.0
 
     @property
@@ -78,8 +78,6 @@ PROBLEM = Problem(
     flags={"data": "mnist1d", "model": "cnn1d"},
     metric="test_accuracy",
     target=0.75,
-    samples=120_000,
-    every=1280,
 )
 # Measured with equal machines alone.
 OTHERS = {
@@ -89,7 +87,6 @@ OTHERS = {
         metric="test_loss",
         target=0.013,
         samples=400_000,
-        every=1280,
         times=4,
     ),
     "text": Problem(
@@ -97,8 +94,6 @@ OTHERS = {
         flags={"data": "text", "model": "linear"},
         metric="test_loss",
         target=2.42,
-        samples=120_000,
-        every=1280,
         times=32,
     ),
 }

@@ -8,6 +8,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from common.words import print_at_once
+
 
 class _Tail:
     """The lines that a worker has added to its metrics since the last look."""
@@ -273,7 +275,7 @@ class Display:
 def say(line):
     """Prints, unless the reader has gone: a run that was begun with `| head` goes on to its end. For any thread."""
     try:
-        print(f"{line}\n", end="", flush=True)  # at once: else another thread's line may come before the end of this one
+        print_at_once(line)
     except BrokenPipeError:
         with open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())

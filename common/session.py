@@ -251,7 +251,7 @@ def monitored_session(task, target, scaffold, checkpoint_dir, checkpoint_secs, h
     checkpoint, if they are not there. The `common.checkpoints.Keeper` saves them. Without one the chief saves, between its
     calls: at the beginning, every `checkpoint_secs` seconds and at the end.
 
-    `is_short` says that there are so few calls that it takes longer to optimize their graphs than it saves.
+    `is_short` says that it takes longer to optimize the graphs than it saves.
     """
     hooks = list(hooks)
     if keeper:

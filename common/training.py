@@ -95,7 +95,7 @@ def train(scheme, task, settings):
                 samples_of_each=samples_of_each(dataset, num_workers),
                 begin_workers=begin_workers if settings.max_workers else None,
             )
-            last, next_call, rounds, calls = build_calls(scheme, center, local, settings, dataset.num_samples)
+            last, next_call, rounds, local_steps = build_calls(scheme, center, local, settings, dataset.num_samples)
             if index == 0:
                 optimizers = ", ".join([optimizers_of(center, local), *(str(each) for each in (schedule, compression) if each)])
                 tell(what_is_trained(model, dataset, begin_workers, optimizers, ":" in settings.data, unit, bool(leased)))
@@ -147,7 +147,8 @@ def train(scheme, task, settings):
         begins = [leased.begin, center.present.enter(index)] if leased else None
         plan = Plan(last, center.step, *how, lease=begins, had_left=had_left)
         with streams.reading(dataset):
-            open_session = functools.partial(monitored_session, keeper=keeper, is_short=calls < OPTIMIZED)
+            is_short = local_steps < OPTIMIZED and is_small(model)
+            open_session = functools.partial(monitored_session, keeper=keeper, is_short=is_short)
             outcome = run_worker(plan, task, settings, server, interruption, open_session)
     doing("writing the result")
     if outcome.final:
@@ -180,7 +181,7 @@ def build_calls(scheme, center, local, settings, num_samples):
 
     Returns:
       The global step to stop at, a function that chooses the rounds, see `Plan.next_call`, how many a usual call has, and
-      about how many calls this worker makes.
+      about how many local steps this worker makes.
     """
     if center.schedule is not None:
         center.schedule.ask = lambda: updates_of(center, local, settings, num_samples)
@@ -233,13 +234,13 @@ def build_calls(scheme, center, local, settings, num_samples):
         # Towards the end one round per call, so that the last step is overshot as little as can be without a lock.
         return (many if present + size <= last else one,)
 
-    return last, next_call, most, last / size
+    return last, next_call, most, last * settings.window / at_once
 
 
 # A worker that makes fewer calls than this has fewer rounds in each: to build one takes as long as a hundred calls.
 SHORT_RUN = 20
-# A call of an optimized graph is 2 to 5 % faster; to optimize the graphs takes a worker about a second.
-OPTIMIZED = 500  # calls: from here on it is worth it
+# A call of optimized graphs of a small model is up to 5 % faster; to optimize them takes a worker about a second.
+OPTIMIZED = 5000  # local steps: from here on it is worth it
 LEAST_TIMED = 50  # a run with fewer timed calls than this times none
 
 
@@ -303,7 +304,12 @@ def rounds_worth_a_call(model, windows, local_steps, in_ring=False):
     if in_ring:
         return 50 if model.size < 1_000_000 else 10
     most = 10 if local_steps == windows else 5
-    return max(1, min(most // windows, 400 // local_steps)) if model.size * model.places < 1_000_000 else 1
+    return max(1, min(most // windows, 400 // local_steps)) if is_small(model) else 1
+
+
+def is_small(model):
+    """Returns whether a local step takes about as long as what TensorFlow does around it."""
+    return model.size * model.places < 1_000_000
 
 
 class Plan(NamedTuple):

@@ -165,7 +165,7 @@ def _why_unreachable(address):
 def _tell_and_log(line):
     tell(line)
     if os.environ.get("LAUNCHER_LOG"):
-        print(f"{line}\n", end="", flush=True)  # else that was on the terminal
+        print_at_once(line)  # else that was on the terminal
 
 
 def look_for_waits():
@@ -225,12 +225,17 @@ def say_last(text):
     say(LAST + text)
 
 
+def print_at_once(line):
+    """Prints a line whole: `print` writes its end by itself, and another thread's line may come in between."""
+    print(f"{line}\n", end="", flush=True)
+
+
 def tell(line):
     """Shows a line to the user: of the launcher that has started this task, or of this process."""
     if os.environ.get("LAUNCHER_WORDS"):
         say(line)
     else:
-        print(f"{line}\n", end="", flush=True)
+        print_at_once(line)
 
 
 def say(text=""):

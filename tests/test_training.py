@@ -50,8 +50,8 @@ def built(problem, graph, load_scheme):
             index, num_workers = (task.shard_index, task.num_workers) if task else (0, 1)
             local = LocalParameters(center, model, batches, index=index, num_workers=num_workers)
             pace = "ring" if scheme == ALL_REDUCE else "own"
-            given = {"pace": pace, "seconds": None, "rounds_per_call": None, "delays": None, **flags}
-            settings = Settings(window=1, steps_per_call=1, learning_rate=0.1, batch_size=32, steps=last, **given)
+            given = {"pace": pace, "seconds": None, "rounds_per_call": None, "delays": None, "window": 1, **flags}
+            settings = Settings(steps_per_call=1, learning_rate=0.1, batch_size=32, steps=last, **given)
             found, next_call, *more = training.build_calls(load_scheme(*scheme), center, local, settings, len(dataset.x_train))
         assert found == last
         return center, local, next_call, more
@@ -90,14 +90,15 @@ def test_short_run(rounds_of, last, rounds):
     assert rounds_of(last)(0) == rounds
 
 
-@pytest.mark.parametrize(("last", "rounds", "calls"), [(10_000, 10, 500), (100, 2, 25), (30, 1, 15)])
-def test_how_many_calls_a_worker_makes(built, last, rounds, calls):
-    assert built(worker(0), last)[-1] == [rounds, calls]
+@pytest.mark.parametrize(("window", "local_steps"), [(1, 500), (3, 1500)])
+def test_how_many_local_steps_a_worker_makes(built, window, local_steps):
+    """The two workers share the updates."""
+    assert built(worker(0), 1000, window=window)[-1][-1] == local_steps
 
 
 @pytest.mark.parametrize("is_short", [False, True])
 @pytest.mark.parametrize("gpus", [[], ["a GPU"]])
-def test_graphs_of_few_calls_are_not_optimized(monkeypatch, graph, is_short, gpus):
+def test_graphs_of_a_short_run_are_not_optimized(monkeypatch, graph, is_short, gpus):
     """Except for a GPU."""
     monkeypatch.setattr(session.devices, "gpus", lambda: gpus)
     monkeypatch.setattr(session.tf.train, "MonitoredSession", lambda creator, hooks: creator._config.graph_options)
