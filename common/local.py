@@ -15,6 +15,7 @@ from common.steps import (
     Step,
     before_early_read,
     before_local,
+    goes_with_step,
     is_call,
     made_with,
     outside_of_rounds,
@@ -151,7 +152,9 @@ class LocalParameters:
     def factor(self):
         """Returns the schedule's factor of the learning rate, a scalar tensor, at the global step that was pulled last."""
         with tf.control_dependencies(None), tf.control_dependencies(before_local()), tf.device(self.value.device):
-            return self._schedule(self._known_step.read_value())
+            step = self._known_step.read_value()
+            goes_with_step(step.op)  # or the next pull might note its own step before it is read
+            return self._schedule(step)
 
     def _scheduled(self, t=None):
         """Returns a context in which learning rates are those of a window, or of its local step t if that is an update."""

@@ -115,6 +115,7 @@ class _Round:
     def __init__(self, here, there, blocking, local=None):
         self.local = local  # whose round it is
         self.num_packed = 0  # vectors that it has packed, see `common.compression`
+        self.reads: list[Any] = []  # of variables of the worker's, see `goes_with_step`
         self.operations = here + there
         self.here = here
         self.blocking = blocking
@@ -175,6 +176,12 @@ def before_all():
     """Returns all operations that this step comes after, wherever they are."""
     round = _round.get()
     return list(round.operations) if round else []
+
+
+def goes_with_step(read):
+    """The present step ends after this read of a variable of the worker's, too, though only a ps gets what was read."""
+    if (round := _round.get()) is not None:
+        round.reads.append(read)
 
 
 def made_with(thing, word):
@@ -598,6 +605,7 @@ class _Chain:
             self.training_ended = step.training_ended
         on_ps = [op for op in step.operations if is_on_ps(op)]
         own = self.timer.end(step) if self.timer else [op for op in step.operations if not is_on_ps(op)]
+        own, round.reads = own + round.reads, []
         self.here = own or self.here  # the worker's of the step before
         round.here = self.here
         self.there = self.there + on_ps  # on the ps since the last read
