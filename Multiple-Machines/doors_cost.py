@@ -33,7 +33,10 @@ def build():
 """
 RUNS = {
     "the digits, `--window=20`": ["--window=20"],
-    "10 M parameters, `--window=1`": ["--window=1", "--model={folder}/big.py:build", "--learning_rate=0.001"],
+    **{
+        f"10 M parameters, `--window={n}`": [f"--window={n}", "--model={folder}/big.py:build", "--learning_rate=0.001"]
+        for n in (20, 1)
+    },
 }
 
 
@@ -161,7 +164,7 @@ def of_training(three, ssh, folder, rounds):
     for number in range(rounds):
         for (name, is_open), of_one in found.items():
             flags = [flag.format(folder=folder) for flag in RUNS[name]]
-            run_dir = f"{folder}/{number}-{len(flags)}-{is_open}"
+            run_dir = f"{folder}/{number}-{list(RUNS).index(name)}-{is_open}"
             start = [str(HERE / "start.py"), *(["--insecure"] if is_open else []), f"{folder}/hosts", "DOWNPOUR", *flags]
             more = [f"--run_dir={run_dir}", "--epochs=1e9", "--seconds=10", "--evaluation_secs=60"]
             command = three[0].command(sys.executable, *start, *more)
