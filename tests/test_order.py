@@ -9,6 +9,7 @@ from test_synchronous_schemes import TOGETHER
 
 from common import cluster, tf
 from common.center import GlobalParameters
+from common.coordination import Lock
 from common.local import LocalParameters
 from common.schedules import hyperparameters
 from common.steps import build_rounds
@@ -37,3 +38,16 @@ def test_no_race(graph, model, batches, known_batches, load_scheme, name):
     fetched = [each.name.partition(":")[0] for each in tf.nest.flatten(list(rounds))]
     runs = tf.graph_util.extract_sub_graph(graph.as_graph_def(), fetched)
     assert races(runs) == []
+
+
+@pytest.mark.parametrize(("after", "others"), [([], 1), (["first"], 0)])
+def test_a_lock_is_an_order_if_it_is_taken_again_later(graph, after, others):
+    """What holds it first is not known where neither taking comes after the other."""
+    lock, variable = Lock("", "lock"), tf.get_variable("variable", [], use_resource=True)
+    with lock.held([]) as one:
+        first = tf.no_op("first")
+        one += [first, variable.assign(1.0, read_value=False)]
+    with lock.held([graph.get_operation_by_name(name) for name in after]) as two:
+        two.append(variable.assign(2.0, read_value=False))
+    runs = tf.graph_util.extract_sub_graph(graph.as_graph_def(), [op.name for op in one + two])
+    assert len(races(runs)) == others
