@@ -2,7 +2,7 @@
 # Every test: ruff, mypy, then pytest over tests/ and over every cell of every notebook.
 #
 #     bash tests/run.sh                        # everything
-#     bash tests/run.sh --fast                 # no clusters and no notebooks: under 4 minutes
+#     bash tests/run.sh --fast                 # no clusters, no notebooks, nothing slow: under 4 minutes
 #     bash tests/run.sh -k setup               # arguments go to pytest
 #     bash tests/run.sh HogWild/HogWild.ipynb  # so do paths, instead of everything
 #
@@ -24,7 +24,7 @@ what=(--ignore=tests/test_slurm.py tests */*.ipynb)
 parallel=(-n 3 --dist loadfile)
 if [[ ${1:-} == --fast ]]; then
     shift
-    what=(--ignore=tests/test_slurm.py tests -m "not cluster")
+    what=(--ignore=tests/test_slurm.py tests -m "not cluster and not slow")
 fi
 for argument in "$@"; do
     [[ ! -e ${argument%%::*} ]] || what=() parallel=() # the caller says which

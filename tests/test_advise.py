@@ -72,6 +72,7 @@ def simulate():
     return simulate
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["Semi-Synchronous-SGD", "Streaming-DiLoCo"])
 def test_it_is_the_simulation(simulate, scheme, monkeypatch):
     """The same rounds on the same clock, and so the same figures."""

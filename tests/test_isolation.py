@@ -22,6 +22,8 @@ from runs import HOGWILD, SECONDS, finish, is_training, listening_ports, process
 from common import isolation
 from common.forkserver import ForkServer
 
+pytestmark = pytest.mark.slow
+
 LOOK = """
 import os, socket, sys
 print(os.readlink("/proc/self/ns/net"))

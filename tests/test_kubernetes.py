@@ -29,6 +29,8 @@ from runs import ENDLESS, SECONDS, finish, is_training, read_until, result_of, u
 
 from common import launch
 
+pytestmark = pytest.mark.slow
+
 FOLDER = CHECKOUT / "Multiple-Machines" / "kubernetes"
 KINDS = ["plain", "statefulset", "tfjob"]
 IMAGE = "registry.example/me/training:1"

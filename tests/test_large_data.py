@@ -130,6 +130,7 @@ def test_rows_are_found_again_by_another_process(tmp_path):
     np.testing.assert_array_equal(pickle.loads(sent)[:], array[::-3, 1:29][[5, 0, 9]].astype(np.float32))
 
 
+@pytest.mark.slow
 def test_a_model_of_mapped_arrays_learns_and_is_measured_as_one_of_arrays(small_is_large, tmp_path, images):
     """Several inputs in a dict, bytes among them; classes in a mapped file; state; weights of the samples."""
     import keras

@@ -90,6 +90,7 @@ def test_a_piece_is_drawn_to_its_end_before_the_next_is_leased(graph):
     assert leased == [12, 12, 12, 24, 24, 24, 36]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("window", "num_workers", "draws"), [(1, 4, 1), (5, 4, 1), (1, 1, 1), (1, 1, 2), (1, 1, 5)])
 @pytest.mark.parametrize("seed", range(2))
 def test_who_comes_and_leaves_in_peace_trains_each_number_once(graph, seed, window, num_workers, draws):
@@ -114,6 +115,7 @@ def test_who_comes_and_leaves_in_peace_trains_each_number_once(graph, seed, wind
     assert len(workers.drawn) == len(set(workers.drawn))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_workers", "draws"), [(4, 1), (1, 1), (1, 2), (4, 10)])
 @pytest.mark.parametrize("seed", range(2))
 def test_what_a_worker_had_leased_that_is_killed_is_trained_again(graph, seed, num_workers, draws):

@@ -15,6 +15,8 @@ from common import data, devices, models, tf
 from common.center import GlobalParameters
 from common.steps import build_rounds, build_steps
 
+pytestmark = pytest.mark.slow
+
 FOLDER = ROOT / "Multiple-GPUs-Single-Machine"
 TOWERS, MIRRORED = FOLDER / "multiple_gpus.py", FOLDER / "mirrored_strategy.py"
 

@@ -472,6 +472,7 @@ def test_ringmaster_throws_away_what_is_too_stale(model, walk, batches):
     assert [worker for worker, _ in ours.dropped] == [0, 1] * 3  # the one that was overtaken
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ps", [1, 2])
 def test_asynchronous_diloco_of_one_worker_is_diloco(walk, model, known_batches, batches, load_scheme, num_ps):
     """With N = 1, whatever c is. With another N it is not."""
@@ -528,6 +529,7 @@ def test_overlap_is_one_round_staler(model, walk, batches):
     np.testing.assert_allclose(walk(scheme, [0] * 3 * 4, window=1).center, xs[-1], rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ps", [1, 2])
 @pytest.mark.parametrize("name", ["HogWild", "DOWNPOUR", "pushes seldom"])
 def test_overlap_waits_for_half_as_many_messages(model, graph, load_scheme, known_batches, batches, servers, name, num_ps):
@@ -545,6 +547,7 @@ def test_overlap_waits_for_half_as_many_messages(model, graph, load_scheme, know
     assert rows == {"": a_round * 10, ", overlap": a_round * 5}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ps", [0, 1, 2])
 @pytest.mark.parametrize(
     ("window", "scheme"),
@@ -568,6 +571,7 @@ def test_rounds_in_one_call(model, graph, load_scheme, initialized, known_batche
     assert [(0, after - before - 1, after) for before, after in steps.tolist()] == expected.log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_a_loop", [False, True])
 @pytest.mark.parametrize("name", SCHEMES)
 def test_messages_of_a_round(model, graph, load_scheme, initialized, known_batches, batches, servers, name, in_a_loop):

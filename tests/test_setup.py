@@ -16,6 +16,8 @@ from pathlib import Path
 import packaging
 import pytest
 
+pytestmark = pytest.mark.slow
+
 CHECKOUT = Path(__file__).resolve().parents[1]
 
 # All that setup.sh may call besides Python: part of Debian's base

@@ -28,6 +28,8 @@ from common.schedules import Schedule
 from common.simulation import MOST_PARAMETERS, Engine, Shards, messages_of, round_of, round_of_size, shards_of
 from common.virtual_time import RESTART, Costs, Span, VirtualTime
 
+pytestmark = pytest.mark.slow
+
 WORKERS, BATCH = 3, 4
 SCHEMES: dict[str, Any] = {**test_schemes.SCHEMES, **test_synchronous_schemes.TOGETHER}
 

@@ -161,6 +161,7 @@ def test_validation_and_the_shares_of_workers_are_all_of_a_part(held, number):
         assert validation.count == int(number * whole.count + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths, num_workers", [((30,), 3), ((25, 24, 25), 3), ((50, 9, 3), 2)])
 def test_held_out_samples_are_nobodys(files, lengths, num_workers):
     """Neither a worker's nor of the test set, which stays as it was; and the same ones each time."""

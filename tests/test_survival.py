@@ -275,6 +275,7 @@ WHAT_TO_DO = f"go on from the newest good checkpoint with --resume and {OR}"
 NON_DISTRIBUTED = ROOT / "Non-Distributed-Setup" / "non_distributed_setup.py"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script, what_to_do", [(HOGWILD, WHAT_TO_DO), (NON_DISTRIBUTED, f"start again with {OR}")])
 def test_a_process_on_its_own_diverges(run_dir, script, what_to_do):
     command = [sys.executable, str(script), *DIVERGES, f"--run_dir={run_dir}"]

@@ -334,6 +334,7 @@ def test_schedule_and_weight_decay(model, walk, batches, name):
     assert np.abs(ours.center - expected.center).max() < 1e-5 * np.abs(expected.center).max()
 
 
+@pytest.mark.slow
 def test_each_scheme_is_another(walk):
     """None is a copy of a neighbour under another name; the orders make one of them wait, the other not."""
     centers = {name: walk(scheme, shuffled()).center for name, scheme in TOGETHER.items()}
@@ -443,6 +444,7 @@ def test_n_workers_are_one_process_with_a_batch_n_times_as_large(load_scheme, kn
     assert np.abs(together - alone).max() < 1e-5 * np.abs(alone).max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ps", [0, 2])
 @pytest.mark.parametrize("name", FOLDERS)
 def test_rounds_in_one_call(model, graph, load_scheme, initialized, known_batches, batches, servers, name, num_ps):
@@ -499,6 +501,7 @@ class Alone(Meeting):
         super().contribute(worker, known, vector, 1, apply)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FOLDERS)
 def test_messages_of_a_round(model, graph, load_scheme, initialized, known_batches, batches, servers, name):
     """One each way; to wait costs no message. Once a call, the steps, and whether it is over."""
@@ -567,6 +570,7 @@ class Crowd:
             self.given, self.ahead = [], set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("seed", range(3))
 def test_updates_of_workers_that_come_and_go(graph, model, batches, known_batches, load_scheme, late, seed):

@@ -173,6 +173,7 @@ ENDLESS = [("endless", 3, which) for which in OPEN] + [("shared", 2, which) for 
 BOTH = [("build", num_ps, f"{name}-{given['window']}") for name, given in SCHEMES for num_ps in (1, 3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("function", "num_ps", "which"), BOTH + ENDLESS)
 def test_rows_are_trained_as_a_whole_table_is(problem, load_scheme, function, num_ps, which):
     """Two workers, stale pushes, one of them slower: x̃, the table and what is logged are equal; rows without ids stay."""
@@ -211,6 +212,7 @@ def test_rows_are_trained_as_a_whole_table_is(problem, load_scheme, function, nu
     two.close()
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_tables_in_place_of_the_schemes(problem, load_scheme):
     """Row-wise Adagrad, one worker: G_r ← G_r + mean g²; x_r ← x_r − η g_r / √G_r, for rows with a gradient; x̃ as ever."""
     path, dataset = problem
@@ -297,6 +299,7 @@ def test_rows_that_are_unused_for_long_make_room(vocabulary):
         vocabulary(list(range(7)))
 
 
+@pytest.mark.slow
 def test_of_a_checkpoint_with_more_rows_than_there_is_room_the_newest_come_back(problem, tmp_path, capsys):
     """On another number of ps, too; a row without a push yet begins anew with its first one."""
     path, dataset = problem
