@@ -162,9 +162,9 @@ def of_training(three, ssh, folder, rounds):
     Path(folder, "big.py").write_text(BIG)
     found: dict[tuple[str, bool], list] = {(name, is_open): [] for name in RUNS for is_open in (True, False)}
     for number in range(rounds):
-        for (name, is_open), of_one in found.items():
+        for i, ((name, is_open), of_one) in enumerate(found.items()):
             flags = [flag.format(folder=folder) for flag in RUNS[name]]
-            run_dir = f"{folder}/{number}-{list(RUNS).index(name)}-{is_open}"
+            run_dir = f"{folder}/{number}-{i}"
             start = [str(HERE / "start.py"), *(["--insecure"] if is_open else []), f"{folder}/hosts", "DOWNPOUR", *flags]
             more = [f"--run_dir={run_dir}", "--epochs=1e9", "--seconds=10", "--evaluation_secs=60"]
             command = three[0].command(sys.executable, *start, *more)

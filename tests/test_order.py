@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from order import races
+from test_schedules import inverse
 from test_schemes import INTERVALS, SCHEMES
 from test_synchronous_schemes import TOGETHER
 
@@ -27,8 +28,7 @@ def test_no_race(graph, model, batches, known_batches, load_scheme, name):
     window, scheme = CASES[name]
     task = cluster.TaskSpecDef("worker", 0, ps_hosts=["a:1", "b:1"], worker_hosts=["c:1"])
     fragments = scheme.hp.get("fragments", 1)
-    schedule = lambda step: 1 / (1 + tf.cast(step, tf.float32))  # noqa: E731
-    center = GlobalParameters(model.initial_parameters, 2, task.device_fn(), schedule, fragments=fragments)
+    center = GlobalParameters(model.initial_parameters, 2, task.device_fn(), inverse, fragments=fragments)
     if "weight_decay" not in scheme.hp:
         scheme = scheme._replace(hp={**scheme.hp, "decay": 0.5})
     with tf.device(task.device):
