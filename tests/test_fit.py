@@ -283,20 +283,30 @@ def mine(center, local, hp):
 """
 
 
-def program(tmp_path, code, **options):
-    """Starts a program that defines a model, data and a scheme, and then does what `code` says."""
+def program(tmp_path, code, beginning=(), **options):
+    """Starts a program that defines a model, data and a scheme, and then does what `code` says.
+
+    Its command line is `beginning`, the interpreter and a file.
+    """
     file = tmp_path / "program.py"
     file.write_text(PROGRAM + code.replace("RUN", repr(str(tmp_path / "run"))))
     environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
     return subprocess.Popen(
-        [sys.executable, file], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ, **options
+        [*beginning, sys.executable, file],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environ,
+        **options,
     )
 
 
 @pytest.mark.cluster
 def test_model_and_data_of_a_program(tmp_path):
-    """The saved model is the one that was evaluated, and the given one is as before."""
+    """The saved model is the one that was evaluated, the given one is as before. It is process 1, as in a container."""
     code = """
+import os
+assert os.getpid() == 1
 model = build()
 before = model.get_weights()
 run = train("DOWNPOUR", model, data, num_workers=2, window=4, epochs=40, run_dir=RUN)
@@ -311,7 +321,7 @@ except UserError as error:
     print("refused:", error)
 print("ended")
 """
-    process = program(tmp_path, code)
+    process = program(tmp_path, code, ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"])
     output, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 0 and output.endswith("ended\n"), output
     assert "minimizes own loss, by Adagrad on the ps, Adagrad on the workers (the model's own Adam is not used)" in output
