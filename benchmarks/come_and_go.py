@@ -50,8 +50,7 @@ def main():
         run_dir, moments = Path(folder, "run"), []
         Path(folder, "callback.py").write_text(STOP)
         command = [sys.executable, *FLAGS, f"--callback={folder}/callback.py:stop", f"--run_dir={run_dir}"]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        try:
+        with compare.started(command) as process:
             for what, number in [("join", i) for i in range(1, MOST)] + [("leave", i) for i in range(MOST - 1, 0, -1)]:
                 train(process, run_dir, options.seconds)
                 moments.append((what, number, time.time()))
@@ -61,8 +60,6 @@ def main():
             Path(folder, "stop").touch()
             if process.wait():
                 sys.exit(f"the run ended with {process.returncode}")
-        finally:
-            process.kill()
         report = report_of(read_metrics(run_dir), moments, json.loads((run_dir / "result.json").read_text()))
         shutil.copy(run_dir / "curve.png", HERE / "come_and_go.png")
     (HERE / "come_and_go.json").write_text(json.dumps(report, indent=2) + "\n")

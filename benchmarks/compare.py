@@ -8,9 +8,11 @@ same command differ by up to 2 on a busy machine: only medians of runs in turn a
 """
 
 import argparse
+import contextlib
 import io
 import json
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -60,11 +62,23 @@ def main():
 
 
 def interruptible(main):
-    """Calls `main`; Ctrl-C ends the program without a stack trace, as it ends what it runs."""
+    """Calls `main`; Ctrl-C and SIGTERM end the program without a stack trace, and what it runs."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         main()
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+@contextlib.contextmanager
+def started(command):
+    """The process of a command, whose output is discarded. It ends with the context, at the latest."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def in_turn(scripts, flags, rounds, say=lambda name, result: None):

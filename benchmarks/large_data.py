@@ -12,12 +12,12 @@ the largest private memory of a process (RssAnon of Linux, read 20 times a secon
 import argparse
 import contextlib
 import json
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+import compare
 import numpy as np
 from memory import ROOT, megabytes, tasks_of
 
@@ -83,8 +83,8 @@ def main():
         run_dir = str(folder / "run")
         command = [sys.executable, str(ROOT / "DOWNPOUR" / "downpour.py"), "--launch", f"--data={folder}/large.py:load"]
         command += [f"--model={folder}/large.py:build", f"--steps={options.steps}", f"--run_dir={run_dir}"]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        most = most_memory(process, run_dir)
+        with compare.started(command) as process:
+            most = most_memory(process, run_dir)
         if process.returncode:
             sys.exit(process.returncode)
         result = json.loads(Path(run_dir, "result.json").read_text())
@@ -96,4 +96,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    compare.interruptible(main)

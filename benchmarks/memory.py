@@ -8,11 +8,12 @@ Memory is the private memory of a task (RssAnon of Linux), in MB; the folder of 
 
 import argparse
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+import compare
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -58,8 +59,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(ROOT / options.scheme), "--launch", "--data=linear", "--model=linear", "--epochs=1e9"]
         command += [f"--seconds={60 * options.minutes + 15}", f"--run_dir={folder}/run"]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        try:
+        with compare.started(command) as process:
             while len(list(Path(folder).glob("run/metrics/*.jsonl"))) < 2 and process.poll() is None:
                 time.sleep(0.1)  # until both workers train
             began = time.monotonic()
@@ -71,10 +71,8 @@ def main():
                     print("| minute | " + " | ".join(memory) + " | folder |\n|--:|" + "--:|" * (len(memory) + 1))
                 print(f"| {minute} | " + " | ".join(f"{mb:.1f}" for mb in memory.values()) + f" | {disk:.2f} |", flush=True)
             status = process.wait(60)
-        finally:
-            process.kill()
     sys.exit(status)
 
 
 if __name__ == "__main__":
-    main()
+    compare.interruptible(main)

@@ -75,15 +75,15 @@ def one_run():
         run_dir = Path(folder, "run")
         command = ["bash", str(HERE.parent / "HogWild" / "run.sh"), "--steps=1", f"--run_dir={run_dir}"]
         parts, latest = {}, time.perf_counter()
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        for part, path in PARTS.items():
-            while not Path(run_dir, path).exists():
-                if process.poll():
-                    sys.exit(f"{' '.join(command)} ended with exit status {process.returncode}")
-                time.sleep(0.002)  # how exact this is
-            parts[part], latest = time.perf_counter() - latest, time.perf_counter()
-        if process.wait():
-            sys.exit(f"{' '.join(command)} ended with exit status {process.returncode}")
+        with compare.started(command) as process:
+            for part, path in PARTS.items():
+                while not Path(run_dir, path).exists():
+                    if process.poll():
+                        sys.exit(f"{' '.join(command)} ended with exit status {process.returncode}")
+                    time.sleep(0.002)  # how exact this is
+                parts[part], latest = time.perf_counter() - latest, time.perf_counter()
+            if process.wait():
+                sys.exit(f"{' '.join(command)} ended with exit status {process.returncode}")
         return {**parts, LAST: time.perf_counter() - latest}
 
 

@@ -16,6 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import compare
+
 COLUMNS = {
     "test accuracy": ("test_accuracy", ".3f"),
     "test AUC": ("test_auc", ".4f"),
@@ -96,4 +98,4 @@ def run(command):
 
 
 if __name__ == "__main__":
-    main()
+    compare.interruptible(main)

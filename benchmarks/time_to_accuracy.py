@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -95,13 +94,14 @@ def one_run(script, seed):
     with tempfile.TemporaryDirectory() as folder:
         run_dir, counted = f"{folder}/run", []
         command = [sys.executable, *script.split(), "--launch", *FLAGS.split(), f"--seed={seed}", f"--run_dir={run_dir}"]
-        process, task = subprocess.Popen(command, stdout=subprocess.DEVNULL), None
-        while process.poll() is None:
-            time.sleep(0.01)  # how often the bytes are counted
-            task = task or memory.tasks_of(run_dir).get("ps 0")
-            received = task and received_by_loopback(task)
-            if received is not None:
-                counted.append((time.time(), received))
+        with compare.started(command) as process:
+            task = None
+            while process.poll() is None:
+                time.sleep(0.01)  # how often the bytes are counted
+                task = task or memory.tasks_of(run_dir).get("ps 0")
+                received = task and received_by_loopback(task)
+                if received is not None:
+                    counted.append((time.time(), received))
         if process.returncode:
             sys.exit(f"{' '.join(command)} ended with exit status {process.returncode}")
         result = json.loads(Path(run_dir, "result.json").read_text())

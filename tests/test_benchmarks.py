@@ -1,6 +1,8 @@
 """The tables and pictures of the benchmarks; the measurements themselves are no test."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import types
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from runs import SECONDS
 
 ROOT = Path(__file__).parents[1]
 
@@ -109,6 +112,30 @@ def test_median_of_runs_of_which_most_never_get_there_is_none():
     assert time_to_accuracy.summary([never, never, soon], 0.95)["seconds"] is None
     assert time_to_accuracy.summary([never, soon, soon], 0.95)["reached"] == 2
     assert time_to_accuracy.summary([never, soon, soon], 1.0)["samples"] == 300
+
+
+SLEEPS = """
+import signal
+import sys
+import compare
+
+def main():
+    with compare.started(["sleep", "1000"]) as process:
+        print(process.pid, flush=True)
+        signal.pause()
+
+compare.interruptible(main)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_benchmark_ends_what_it_runs(benchmarks, number):
+    with subprocess.Popen([sys.executable, "-c", SLEEPS], cwd=benchmarks, stdout=subprocess.PIPE, text=True) as program:
+        process = int(program.stdout.readline())
+        program.send_signal(number)
+        assert program.wait(SECONDS) == 130
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
 
 
 def test_commands_of_a_readme_write_its_table(monkeypatch):
