@@ -31,12 +31,11 @@ def build():
     layers = [keras.layers.Dense(3100, activation="relu") for _ in range(2)]
     return keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten(), *layers, keras.layers.Dense(10)])
 """
+OF_BIG = ["--model={folder}/big.py:build", "--learning_rate=0.001"]
 RUNS = {
     "the digits, `--window=20`": ["--window=20"],
-    **{
-        f"10 M parameters, `--window={n}`": [f"--window={n}", "--model={folder}/big.py:build", "--learning_rate=0.001"]
-        for n in (20, 1)
-    },
+    "10 M parameters, `--window=20`": ["--window=20", *OF_BIG],
+    "10 M parameters, `--window=1`": ["--window=1", *OF_BIG],
 }
 
 

@@ -8,13 +8,15 @@ their speed and a scheme's is the price of training one model together.
 """
 
 import argparse
+import functools
 import json
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from common import launch
+from common import isolation, launch
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -30,9 +32,12 @@ def main():
     options, flags = parser.parse_known_args()
     script = str(ROOT / options.script)
     environ = launch.environment(options.num_workers)
+    end_with_this = functools.partial(isolation.die_with_parent, os.getpid())
     folders = [options.run_dir / f"process-{i}" for i in range(options.num_workers)]
     processes = [
-        subprocess.Popen([sys.executable, script, f"--run_dir={folder}", f"--seed={i}", *flags], env=environ)
+        subprocess.Popen(
+            [sys.executable, script, f"--run_dir={folder}", f"--seed={i}", *flags], env=environ, preexec_fn=end_with_this
+        )
         for i, folder in enumerate(folders)
     ]
     if any([process.wait() for process in processes]):

@@ -451,9 +451,7 @@ def _run(command, program, names, verbose):
       KeyboardInterrupt: if this process was interrupted; the launcher has saved a checkpoint by then.
     """
     is_notebook = "ipykernel" in sys.modules
-    environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    if os.getpid() != 1:  # with the first process of a container all others end anyway
-        environ["LAUNCHER_PID"] = str(os.getpid())
+    environ = {**os.environ, "LAUNCHER_PID": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     has_terminal = (
         verbose and not is_notebook and sys.stdout is sys.__stdout__ and sys.stdout is not None and sys.stdout.isatty()

@@ -69,10 +69,8 @@ def _stale_launcher():
     """Returns a line if the environment says that a launcher has started this process, and none has."""
     given = [f"{name}={os.environ[name]}" for name in words.VARIABLES if os.environ.get(name)]
     is_of_parent = os.environ.get("LAUNCHER_PID") == str(os.getppid())
-    is_of_fork_server = is_of_parent and len(given) == len(words.VARIABLES)
-    # A user's own program may give its number alone, so that a task ends with it; in a container process 1 may be the parent.
-    is_of_program = is_of_parent and len(given) == 1 and os.getppid() != 1
-    if not given or is_of_fork_server or is_of_program:
+    # A launcher gives its tasks all of them; a program of a user may give its number alone, so that a task ends with it.
+    if not given or is_of_parent and len(given) in (1, len(words.VARIABLES)):
         return None
     return f"{', '.join(given)} in the environment, but no launcher has started this process: unset it"
 

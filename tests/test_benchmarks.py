@@ -131,6 +131,7 @@ compare.interruptible(main)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_benchmark_ends_what_it_runs(benchmarks, number):
     with subprocess.Popen([sys.executable, "-c", SLEEPS], cwd=benchmarks, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout
         process = int(program.stdout.readline())
         program.send_signal(number)
         assert program.wait(SECONDS) == 130
