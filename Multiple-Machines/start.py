@@ -30,7 +30,7 @@ from doors import NOBODY, REFUSED, ROOM, Doors, host_of
 from common import places, signals
 from common.cluster import TaskSpecDef
 from common.flags import FITTING, MOST_PLACES, UserError
-from common.launch import PS_SECONDS, STOP_SECONDS
+from common.supervisor import PS_SECONDS, STOP_SECONDS
 from common.run_dir import lock_folder
 from common.words import STANDS_IN
 

@@ -24,17 +24,23 @@ def _check_system():
         )
 
 
-def private_caches():
+def is_home_writable():
+    """Whether Keras can write into the home folder, or into its own folder there."""
+    home = os.path.expanduser("~")
+    keras = os.path.join(home, ".keras")
+    return os.access(keras if os.path.isdir(keras) else home, os.W_OK)
+
+
+def private_caches(is_writable=None):
     """Gives Keras and Matplotlib a folder that belongs to this process and ends with it, if the home is not writable. Keras
     would take /tmp/.keras, which another user may have made before, with any contents.
 
     To be called before Keras is imported. What this process starts finds the same folder in its environment.
     """
+    is_writable = is_home_writable() if is_writable is None else is_writable
     home = os.path.expanduser("~")
-    keras = os.path.join(home, ".keras")
-    is_writable = os.access(keras if os.path.isdir(keras) else home, os.W_OK)
     if "KERAS_HOME" not in os.environ and is_writable and not os.access(home, os.W_OK):
-        os.environ["KERAS_HOME"] = keras  # Keras looks at the home alone
+        os.environ["KERAS_HOME"] = os.path.join(home, ".keras")  # Keras looks at the home alone
     if "KERAS_HOME" not in os.environ and not is_writable:
         import tempfile
 
@@ -44,14 +50,15 @@ def private_caches():
     if os.environ.get("KERAS_HOME_IS_OF") == str(os.getpid()):  # also one that has begun again, see `common.main`
         import atexit
 
-        atexit.register(_remove, os.environ["KERAS_HOME"], os.getpid())
+        atexit.register(remove_private_caches)
 
 
-def _remove(folder, owner):
+def remove_private_caches():
+    """Removes the folder that `private_caches` has made, if this process did it, not one that forked this one."""
     import shutil
 
-    if os.getpid() == owner:  # not a fork of it
-        shutil.rmtree(folder, ignore_errors=True)
+    if os.environ.get("KERAS_HOME_IS_OF") == str(os.getpid()):
+        shutil.rmtree(os.environ["KERAS_HOME"], ignore_errors=True)
 
 
 _check_system()

@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from common import data, plots, progress, streams
+from common import data, plots, progress, streams, warm
 from common.flags import Settings, TrainingFailed, UserError, sizes
 from common.rows import Rows
 
@@ -453,6 +453,7 @@ def _run(command, program, names, verbose):
     is_notebook = "ipykernel" in sys.modules
     environ = {**os.environ, "LAUNCHER_PID": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environ = warm.kept(environ)
     has_terminal = (
         verbose and not is_notebook and sys.stdout is sys.__stdout__ and sys.stdout is not None and sys.stdout.isatty()
     )

@@ -1,7 +1,7 @@
 """The process that starts the tasks of a run: in a network of their own, as forks of itself, so tensorflow is imported once.
 
-The launcher makes one with `ForkServer`, which runs this file as a program. A launcher imports no tensorflow, so that a wrong
-flag is told at once; while this imports it, the launcher goes on.
+It is itself a fork of a warm process (common/warm.py), which a launcher asks for one with `ForkServer`. A launcher imports no
+tensorflow, so that a wrong flag is told at once.
 
 A task that is started again, after it was killed, is another fork: it is back in a moment. The tasks are this process's
 children, and end with it; it ends with the launcher. Processes that a task has started end with it.
@@ -11,95 +11,102 @@ progress.
 """
 
 import contextlib
-import gc
 import os
 import runpy
 import signal
 import socket
-import subprocess
 import sys
+import tempfile
 import threading
 import time
+import traceback
 from multiprocessing.connection import Connection, Pipe, wait
 
-from common import isolation, private_caches, words
+from common import isolation, warm, words
+from common.flags import TrainingFailed, UserError
+from common.run_dir import open_own
 
 BEAT_SECONDS = 0.5  # from one sign of life, of a task or of the process that starts them, to the next
-START_SECONDS = 120  # for that process to begin, before it imports anything
+START_SECONDS = 120  # for an answer of that process
+DATA = 100  # the number under which all tasks have the file with their data
 EARLY = 256  # how a task of a scheme ended that exited with 0, but did not say `work_is_done`: no program has this exit status
 _DONE = 100  # exit status of one that did
 LEFT = 257  # how a worker ended that has left for good, as it was asked to
 
 
 class ForkServer:
-    """The launcher's side: starts the process, asks it for tasks, and hears of their ends. To be used as a context.
+    """The launcher's side: asks for the process, asks it for tasks, and hears of their ends. To be used as a context.
 
     Args:
       environment: variables of the process, and of all tasks.
-      log: path of a file for the output of the process itself.
+      log: path of a file for the output of the process itself; None for `errors`.
       is_isolated: whether the tasks get a network of their own.
       preloads: whether tasks are scripts that want tensorflow; otherwise each begins as a new program.
       shared: descriptor of a file with their data, see `common.data.share`; None if there is none.
+      process: the `warm.WarmProcess` that it is a fork of; one for it alone by default.
+      errors: descriptor of the file for the errors of tasks that have no log.
 
     Attributes:
       problem: why the tasks are in no network of their own, one line; None if they are, or need not be.
       heard: when the process itself gave the last sign of life, as time.monotonic().
-      is_importing: whether it is busy importing, and gives none.
       log: path of the file.
     """
 
-    def __init__(self, environment, log, is_isolated, preloads=True, shared=None):
+    def __init__(self, environment, log, is_isolated, preloads=True, shared=None, process=None, errors=2):
+        self.log = log
         self._connection, theirs = Pipe()
-        self.log, self.heard, self.is_importing = log, time.monotonic(), False
-        self._words, their_words = os.pipe()
-        os.set_blocking(their_words, False)  # no task waits for a launcher that was stopped
-        numbers = theirs.fileno(), their_words
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, *map(str, (*numbers, int(is_isolated), int(preloads))), str(log)],
-            stdin=subprocess.DEVNULL,
-            env={
-                **{**os.environ, **environment, "LAUNCHER_PID": str(os.getpid())},
-                "LAUNCHER_DATA": "" if shared is None else str(shared),
-            },
-            pass_fds=numbers if shared is None else (*numbers, shared),
-            start_new_session=True,  # so that a terminal's Ctrl-C reaches the launcher alone
-        )
-        theirs.close()
-        os.close(their_words)
-        self.problem = self._ask("problem")
+        self._words, said = os.pipe()
+        os.set_blocking(said, False)  # no task waits for a launcher that was stopped
+        request = {
+            "environment": {**os.environ, **environment},
+            "log": log and os.path.abspath(log),
+            "is_isolated": bool(is_isolated),
+            "preloads": preloads,
+            "folder": os.getcwd(),
+            "mask": _mask(),
+        }
+        descriptors = [theirs.fileno(), said, 1, errors, *([] if shared is None else [shared])]
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._connection.close)
+            self._warm = process or stack.enter_context(warm.WarmProcess(preloads))
+            try:
+                self._pid = self._warm.serve(request, descriptors)
+            finally:
+                theirs.close()
+                os.close(said)
+            self.heard = time.monotonic()
+            self.problem = self._ask("problem")
+            self._stack = stack.pop_all()
 
     def __enter__(self):
         return self
 
     def __exit__(self, *exception):
         """Kills all that is left."""
-        with contextlib.suppress(OSError):
+        with self._stack, contextlib.suppress(OSError):
             self._connection.send(("stop",))
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:  # it may have been stopped by a signal
-            self._process.kill()
-            self._process.wait()
+            if self._warm.status(self._pid) is None:  # it may have been stopped by a signal
+                self.kill()
+                self._warm.status(self._pid)
 
     def _ask(self, *request):
-        from common.flags import TrainingFailed  # not above: the process itself needs none of it
-
         try:
             self._connection.send(request)
             if self._connection.poll(START_SECONDS):
                 return self._connection.recv()
         except (EOFError, OSError):
-            raise TrainingFailed(f"the process that starts the tasks has ended (log: {self.log})") from None
+            where = f" (log: {self.log})" if self.log else ""
+            raise TrainingFailed(f"the process that starts the tasks has ended{where}") from None
         self.kill()
         raise TrainingFailed(f"the process that starts the tasks gave no answer for {START_SECONDS} s and was killed")
 
     def kill(self):
         """Kills the process at once, and with it the tasks."""
-        self._process.kill()
+        self._warm.kill(self._pid)
 
     def status(self):
-        """Waits for the end of the process, and returns its exit status, negative for a signal."""
-        return self._process.wait()
+        """Waits for the end of the process, and returns its exit status, negative for a signal, None if that is unknown."""
+        return self._warm.status(self._pid)
 
     def reserve_ports(self, count):
         """Returns ports in the tasks' network that no other process gets; see `reserved_port`. Before any start."""
@@ -125,7 +132,7 @@ class ForkServer:
                     if key:
                         said(key, text)
                     else:  # of this process itself
-                        self.heard, self.is_importing = time.monotonic(), bool(text)
+                        self.heard = time.monotonic()
 
         for hear in (hear_ends, hear_words):
             threading.Thread(target=hear, daemon=True).start()
@@ -154,13 +161,75 @@ def reserved_port(port=0):
         yield reserved
 
 
-def _serve(connection, pipe, terminal, is_isolated, preloads, launcher):
-    """The life of the process. Returns in each task, with its command; in the process itself when it is to stop."""
+def _mask():
+    mask = os.umask(0o77)
+    os.umask(mask)
+    return mask
+
+
+def serve(parent, descriptors, environment, log, is_isolated, preloads, folder, mask):
+    """The life of this process, a fork of process `parent`, and of each of its tasks. Never returns.
+
+    Args:
+      descriptors: of the launcher's connection, the pipe for words, standard output and error, and data if there are some.
+      environment: all its variables.
+      log, is_isolated, preloads: as `ForkServer` gets them.
+      folder, mask: where it works, and its umask.
+    """
+    status = 1
+    try:
+        connection, pipe, output, terminal, *shared = descriptors
+        isolation.die_with_parent(parent, signal.SIGCONT)  # then it hears of the launcher's end, also if it was stopped
+        os.setsid()
+        _set_environment(environment | {"LAUNCHER_DATA": str(DATA) if shared else ""})
+        os.chdir(folder)
+        os.umask(mask)
+        os.dup2(output, 1)
+        os.dup2(terminal, 2)
+        os.close(output)
+        os.set_inheritable(pipe, True)  # a task may begin as a new program
+        if shared:
+            os.dup2(shared[0], DATA)
+            os.close(shared[0])
+        if log:
+            descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+            os.dup2(descriptor, 2)
+            os.close(descriptor)
+        _set_title(f"{sys.executable} starts tasks {log or ''}")
+        command = _serve(Connection(connection), pipe, terminal, is_isolated, preloads)
+        if command:
+            _run(command, preloads)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)  # to take the interpreter apart would take seconds
+
+
+def _set_environment(environment):
+    """Gives this process other variables than those that it was forked with, but for a folder of caches that came with them."""
+    caches = {name: os.environ[name] for name in ("KERAS_HOME", "MPLCONFIGDIR") if "KERAS_HOME_IS_OF" in os.environ}
+    os.environ.clear()
+    os.environ.update(environment | caches)
+    for name in (warm.VARIABLE, "KERAS_HOME_IS_OF"):
+        os.environ.pop(name, None)
+    time.tzset()
+    tempfile.tempdir = None  # it depends on a variable
+
+
+def _set_title(title):
+    """Sets the command line that `ps` shows."""
+    import setproctitle
+
+    setproctitle.setproctitle(title)
+
+
+def _serve(connection, pipe, terminal, is_isolated, preloads):
+    """Returns in each task, with its command; in the process itself when it is to stop."""
     problem = isolation.why_no_own_network() if is_isolated else None
     if is_isolated and not problem:
         isolation.enter_own_network()
         isolation.give_up_power()
-        private_caches()  # root may have had the power to write into a home that is another user's
     isolation.give_up_new_privileges()
     isolation.adopt_orphans()
     reserved = contextlib.ExitStack()
@@ -171,7 +240,6 @@ def _serve(connection, pipe, terminal, is_isolated, preloads, launcher):
         os.set_blocking(end, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
-    is_first = True
     while True:
         words.write(pipe, "", "")  # a sign of life of this process
         try:
@@ -191,13 +259,6 @@ def _serve(connection, pipe, terminal, is_isolated, preloads, launcher):
             ports = [reserved.enter_context(reserved_port()).getsockname()[1] for _ in range(arguments[0])]
             connection.send(ports)
         elif request == "start":
-            if is_first and preloads:
-                words.write(pipe, "", "importing")
-                _load()
-            if is_first:
-                # From now on it does not die with the launcher, but hears of its end, and first ends what tasks have started.
-                isolation.die_with_parent(launcher, signal.SIGCONT)
-                is_first = False
             key, command, log, environ = arguments
             server = os.getpid()
             pid = os.fork()
@@ -248,10 +309,10 @@ def _reap(connection, running, keys, preloads):
             key, code = keys.pop(pid), os.waitstatus_to_exitcode(status)
             del running[key]
             connection.send((key, {0: EARLY, _DONE: 0, words.LEFT: LEFT}.get(code, code) if preloads else code))
-    _kill_orphans(keys)
+    kill_orphans(keys)
 
 
-def _kill_orphans(keys):
+def kill_orphans(keys):
     """Kills processes that ended tasks have left behind. Tasks adopt the orphans of what they start, see `_become_task`."""
     for path in os.listdir("/proc") if os.path.isdir("/proc/self") else []:
         if path.isdigit() and int(path) not in keys:
@@ -265,26 +326,13 @@ def _end_all(keys):
     for pid in keys:
         _signal(pid, signal.SIGKILL)
     while True:
-        _kill_orphans(keys)
+        kill_orphans(keys)
         try:
             pid, _ = os.waitpid(-1, 0)
         except ChildProcessError:
             return
         _kill_group(pid)
         keys.pop(pid, None)
-
-
-def _load():
-    """Imports what all tasks need, and does nothing with it.
-
-    Threads would not be in a fork; and each fork would go on with the same random numbers, by which a ps tells apart the steps
-    of the workers.
-    """
-    from common import training  # and with it tensorflow and keras
-
-    os.register_at_fork(after_in_child=training.np.random.seed)  # or all tasks would draw the same
-    gc.collect()
-    gc.freeze()  # what all tasks share is not looked through in each of them, which would copy it
 
 
 def _become_task(server, key, pipe, log, terminal, environ):
@@ -304,9 +352,6 @@ def _become_task(server, key, pipe, log, terminal, environ):
 
 def _write_to(log, key, pipe):
     """Sends a task's output to its log; if that is impossible, it goes on where it goes now."""
-    from common.flags import UserError  # not above: the process itself needs none of it
-    from common.run_dir import open_own
-
     try:
         descriptor = open_own(log, os.O_WRONLY | os.O_APPEND)
     except (OSError, UserError) as error:
@@ -322,9 +367,7 @@ def _run(command, preloads):
     if not preloads:
         os.execv(command[0], command)
     words.is_fork = True
-    import setproctitle
-
-    setproctitle.setproctitle(" ".join(command))  # what `ps` shows
+    _set_title(" ".join(command))
     words.doing("starting")
     threading.Thread(target=_beat, daemon=True).start()
     sys.argv = command[1:]
@@ -365,21 +408,3 @@ def _made_again(log):
         _write_to(log, os.environ["LAUNCHER_KEY"], int(os.environ["LAUNCHER_WORDS"]))
         log = log if os.fstat(1).st_nlink else ""
     return log
-
-
-def _main(connection, pipe, is_isolated, preloads, log):
-    sys.path.pop(0)  # this folder, whose names are not for all to import
-    launcher = int(os.environ["LAUNCHER_PID"])
-    isolation.die_with_parent(launcher)
-    terminal = os.dup(2)
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
-    is_isolated, preloads = is_isolated == "1", preloads == "1"
-    command = _serve(Connection(int(connection)), int(pipe), terminal, is_isolated, preloads, launcher)
-    if command:
-        _run(command, preloads)
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])

@@ -1,29 +1,27 @@
-"""One process looks at data and model before any task starts, and is itself watched: a user's function may hang, or die."""
+"""A task looks at data and model before any other starts, and is itself watched: a user's function may hang, or die."""
 
 import contextlib
 import json
-import os
-import select
-import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
 from common import progress, words
-from common.deaths import NOTHING, count_oom_kills, killed_by, last_error, of_memory
+from common.deaths import NOTHING, last_error, of_memory
 from common.flags import FITTING, KNOWN, UserError
+from common.forkserver import EARLY, ForkServer
+from common.supervisor import Run, Task
 
 CHECK_SECONDS = 5  # after which the user is told that the input is being looked at
 
 
-def check_input(script, arguments, settings, shared=None):
-    """Lets one process look at data and model before any task starts. For the built-in ones nothing can be wrong.
+def check_input(script, arguments, settings, process, shared=None):
+    """Lets one task look at data and model before any other starts. For the built-in ones nothing can be wrong.
 
     Args:
       script, arguments, settings: as `common.launch.launch` gets them.
+      process: the `warm.WarmProcess` of the run.
       shared: descriptor of an empty file, in which it leaves large arrays to the tasks, see `common.data.share`.
 
     Returns:
@@ -39,96 +37,74 @@ def check_input(script, arguments, settings, shared=None):
     if is_small and is_known and not has_flags:
         return {}, None
     with contextlib.ExitStack() as stack:
-        heard, said = os.pipe()
-        stack.callback(os.close, heard)
         errors = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
         found = Path(stack.enter_context(tempfile.TemporaryDirectory()), "data.json")
-        oom_kills = count_oom_kills()
-        checking = subprocess.Popen(
-            [sys.executable, str(script), *arguments, "--check"],
-            stderr=errors,
-            stdin=subprocess.DEVNULL,
-            env={
-                **os.environ,
-                "LAUNCHER_PID": str(os.getpid()),  # with which it dies
-                "LAUNCHER_KEY": "check",
-                "LAUNCHER_WORDS": str(said),
-                "LAUNCHER_DATA": "" if shared is None else str(shared),
-                "LAUNCHER_FOUND": str(found),
-            },
-            pass_fds=[said] if shared is None else [said, shared],
-            start_new_session=True,  # so that Ctrl-C reaches this process alone
-        )
-        stack.callback(_kill_session, checking)
-
-        def hear_end():
-            checking.wait()
-            with contextlib.suppress(OSError):  # the listener may have gone
-                os.write(said, b"\n")  # after all that it has said itself
-            os.close(said)
-
-        threading.Thread(target=hear_end, daemon=True).start()
-        what, seconds = _watch_check(heard, settings)
-        if what == words.CHECKED and checking.returncode == 0:
-            return seconds, json.loads(found.read_text()) if found.exists() else None
+        server = ForkServer({}, None, is_isolated=False, shared=shared, process=process, errors=errors.fileno())
+        stack.enter_context(server)  # in the network of this machine: data may come from elsewhere
+        command = [sys.executable, str(script), *arguments, "--check"]
+        task = Task("check", 0, command, "", {"LAUNCHER_FOUND": str(found)}, is_shown=True)
+        check = _Check(task, server, settings)
+        check.run()
+        if check.has_passed():
+            return check.seconds, json.loads(found.read_text()) if found.exists() else None
         errors.seek(0)
-        raise UserError(_why_check_failed(what, checking.returncode, errors.read(), script.name, settings, oom_kills))
+        raise UserError(check.why_failed(errors.read(), script.name))
 
 
-def _kill_session(process):
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+class _Check(Run):
+    """The run of the task that looks at data and model."""
 
+    def __init__(self, task, server, settings):
+        known = {"check_secs": {}, "num_evaluators": 0, "pace": "own", "ends_with_chief": False}
+        super().__init__([task], server, settings.but(**known), progress.say)
+        self._task, self._began, self._is_told = task, time.monotonic(), False
+        self.seconds: dict[str, float] = {}
+        self._doing, self._since = "starting", self._began
 
-def _flag_of(what, settings):
-    """Returns the flag, with its value, whose function is called while a task does this; None for other things."""
-    return {words.LOADING: f"--data={settings.data}", words.BUILDING: f"--model={settings.model}"}.get(what)
+    def run(self):
+        """Waits until it has ended. Ctrl-C raises KeyboardInterrupt here: there is nothing to save."""
+        self._server.listen(lambda *end: self._events.put(end), self._hear)
+        self._task.start(self._server)
+        self._next_end()
 
+    def _hear(self, name, text):
+        super()._hear(name, text)
+        now, progress = time.monotonic(), self._task.progress
+        if progress and progress.what != self._doing:
+            self.seconds[self._doing] = now - self._since
+            self._doing, self._since = progress.what, now
 
-def _watch_check(heard, settings):
-    """Reads what the checking process says until it has ended; returns what it did last, and how long each thing took."""
-    seconds: dict[str, float] = {}
-    what, rest, is_told = "starting", b"", False
-    start = began = time.monotonic()
-    while True:
-        flag = _flag_of(what, settings)
-        # Only the user's function may hang; importing tensorflow, or downloading, may take its time.
-        limit = settings.hang_secs if flag and flag.rpartition(":")[1] else 10 * settings.hang_secs
-        soon = began + limit if is_told else min(began + limit, start + CHECK_SECONDS)
-        if not select.select([heard], [], [], max(0, soon - time.monotonic()))[0]:
-            if not is_told and time.monotonic() >= start + CHECK_SECONDS:
-                is_told = True
-                progress.say(f"checking the data and the model before the tasks start; it is {what}")
-            elif time.monotonic() >= began + limit:
-                raise UserError(
-                    f"{flag or 'the check of data and model'} did not come to an end within {limit:g} s; if it needs more, "
-                    "give a larger --hang_secs"
-                )
-            continue
-        *lines, rest = (rest + os.read(heard, 10000)).split(b"\n")
-        for line in lines:
-            if not line:  # it has ended
-                return what, seconds
-            text = line.decode(errors="replace").partition("\t")[2]
-            if text.startswith(words.PROGRESS):
-                seconds[what] = time.monotonic() - began
-                what, began = words.read_progress(text).what, time.monotonic()
+    def _look(self, last_look):
+        super()._look(last_look)
+        if not self._is_told and time.monotonic() >= self._began + CHECK_SECONDS:
+            self._is_told = True
+            self._say(f"checking the data and the model before the tasks start; it is {self._doing}")
 
+    def _flag(self):
+        """Returns the flag, with its value, whose function is called just now; an empty text for other things."""
+        flags = {words.LOADING: f"--data={self._settings.data}", words.BUILDING: f"--model={self._settings.model}"}
+        return flags.get(self._doing, "")
 
-def _why_check_failed(what, status, text, script_name, settings, oom_kills):
-    """One line on how the process ended that looked at data and model, doing `what`, with `text` on its standard error.
+    def _limit(self, progress):
+        # Only the user's function may hang; downloading may take its time.
+        return self._settings.hang_secs * (1 if ":" in self._flag() else 10)
 
-    `oom_kills` is what `count_oom_kills` returned when it began.
-    """
-    said = last_error(text, script_name)
-    if status == 2 and f"{script_name}: " in text:
+    def has_passed(self):
+        return self._doing == words.CHECKED and self._task.status == 0
+
+    def why_failed(self, printed, script_name):
+        """One line on how it ended, with this on its standard error."""
+        status, said = self._task.status, last_error(printed, script_name)
+        flag = self._flag() or "the check of data and model"
+        if self._task.why_killed:
+            limit = self._limit(self._task.progress)
+            return f"{flag} did not come to an end within {limit:g} s; if it needs more, give a larger --hang_secs"
+        if status == 2 and f"{script_name}: " in printed:
+            return said
+        if (how := of_memory(printed)) or status < 0:
+            return f"{flag}: {how or self._task.how()} while {self._doing}"
+        if status == 130:  # no Ctrl-C reaches it
+            return f"{flag}: it raised KeyboardInterrupt"
+        if status in (0, EARLY) or said == NOTHING:
+            return f"{flag}: it ended the program, with exit status {status % EARLY}, in place of returning"
         return said
-    flag = _flag_of(what, settings) or "the check of data and model"
-    if (how := of_memory(text)) or status < 0:
-        return f"{flag}: {how or killed_by(-status, oom_kills)} while {what}"
-    if status == 130:  # no Ctrl-C reaches it
-        return f"{flag}: it raised KeyboardInterrupt"
-    if status == 0 or said == NOTHING:
-        return f"{flag}: it ended the program, with exit status {status}, in place of returning"
-    return said

@@ -18,7 +18,22 @@ from pathlib import Path
 
 from absl import flags as absl_flags
 
-from common import cluster, devices, ending, flags, isolation, launch, limits, places, progress, run_dir, signals, slurm, words
+from common import (
+    cluster,
+    devices,
+    ending,
+    flags,
+    isolation,
+    launch,
+    limits,
+    places,
+    progress,
+    run_dir,
+    signals,
+    slurm,
+    supervisor,
+    words,
+)
 from common.flags import TrainingFailed, UserError, why_unwritable
 
 
@@ -45,7 +60,7 @@ def main(scheme=None, train=None, pace="own", without=(), check=None, evaluate=N
     if stale:
         print(f"{script.name}: {stale}", file=sys.stderr)
         sys.exit(2)
-    failed = launch.FAILED_FOR_GOOD if os.environ.get("LAUNCHER_KEY") else 1
+    failed = supervisor.FAILED_FOR_GOOD if os.environ.get("LAUNCHER_KEY") else 1
     try:
         status = _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, sys.argv[1:], defaults)
         words.work_is_done()  # this end is ours: a function of the user's may end the process, too, with sys.exit
@@ -108,7 +123,7 @@ def _serve(task):
         if is_asked.is_set() or not task.is_serving():
             os._exit(130)
         if number == signal.SIGHUP:
-            timer = threading.Timer(launch.STOP_SECONDS, os._exit, [130])
+            timer = threading.Timer(supervisor.STOP_SECONDS, os._exit, [130])
             timer.daemon = True
             timer.start()
         is_asked.set()
@@ -218,12 +233,10 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
         from common import data, streams
 
         words.doing(words.LOADING)
-        # Before tensorflow is imported, which takes seconds
         dataset = data.load(settings.data, settings.seed) if train else streams.load(settings)
         workers = settings.num_workers if launches else 1
         some = dataset.first if isinstance(dataset, streams.Stream) else dataset
         data.check_batch(some.x_train, some.y_train, settings.batch_size, settings.window, workers)
-        words.doing("importing tensorflow")
         from common import training
 
         words.doing(words.BUILDING)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from absl import flags as absl_flags
 
-from common import devices, flags, launch, limits, progress, run_dir, signals
+from common import devices, flags, launch, limits, progress, run_dir, signals, supervisor
 from common.flags import TrainingFailed, UserError
 
 PROGRAM = "common.run"
@@ -65,7 +65,7 @@ def _run(arguments):
             environ = {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "3"), "TF_CONFIG": json.dumps(config)}
             is_shown = (job, index) == ("worker", 0)
             command = [sys.executable, str(script), *arguments[own + 1 :]]
-            return launch.Task(
+            return supervisor.Task(
                 job, index, command, str(log_dir), environ | devices.devices_of(job, index, settings.gpus), is_shown
             )
 
@@ -74,7 +74,7 @@ def _run(arguments):
             progress.say(devices.say_gpus(settings))
         if server.problem:
             progress.say(f"the ports of this run can be reached from outside: {server.problem}")
-        return launch.Run(
+        return supervisor.Run(
             [task(job, index) for job in hosts for index in range(len(hosts[job]))], server, settings, progress.say
         ).run()
 

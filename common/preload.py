@@ -1,0 +1,169 @@
+"""The program of a warm process (common/warm.py): imports tensorflow, then forks a process for each run that starts its tasks.
+
+    python common/preload.py OWNER DESCRIPTOR [--preload] [--listen]
+
+It ends with OWNER, the process that started it. DESCRIPTOR is a Unix socket: connected to a launcher, or listening.
+"""
+
+import contextlib
+import gc
+import os
+import signal
+import socket
+import sys
+import time
+from multiprocessing.connection import Connection, wait
+
+import common
+from common import forkserver, isolation, warm
+
+
+def _main(owner, descriptor, *options):
+    sys.path.pop(0)  # this folder, whose names are not for all to import
+    owner = int(owner)
+    signal.signal(signal.SIGTERM, lambda *_: _exit(0))
+    isolation.die_with_parent(owner, signal.SIGTERM)
+    isolation.adopt_orphans()
+    if not _has_writable_home():
+        common.private_caches(is_writable=False)
+    signature = warm.signature(os.environ)  # before the import, of what is imported
+    if "--preload" in options:
+        _load()
+    isolation.die_with_parent(owner, signal.SIGCONT)  # from now on it looks itself, and ends what it has forked first
+    os.chdir("/")  # no folder is in use by a process that waits
+    with socket.socket(fileno=int(descriptor)) as sock:
+        if "--listen" in options:
+            _Forking(owner, signature, sock).run()
+        _Forking(owner, signature, None, Connection(sock.detach())).run()
+
+
+def _has_writable_home():
+    """Whether tasks can write into the home folder. They have no power over other users' files, even those of root."""
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(OSError):
+            isolation.give_up_power()
+        os._exit(not common.is_home_writable())
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def _load():
+    """Imports what all tasks need, and does nothing with it.
+
+    Threads would not be in a fork; and each fork would go on with the same random numbers, by which a ps tells apart the steps
+    of the workers.
+    """
+    import setproctitle
+
+    setproctitle.setproctitle(f"warm process of {os.getppid()}")
+    from common import training  # and with it tensorflow and keras
+
+    os.register_at_fork(after_in_child=training.np.random.seed)  # or all tasks would draw the same
+    gc.collect()
+    gc.freeze()  # what all tasks share is not looked through in each of them, which would copy it
+
+
+def _exit(status):
+    common.remove_private_caches()
+    os._exit(status)  # to take the interpreter apart would take seconds
+
+
+class _Forking:
+    """Forks processes for launchers until its owner has ended, or has sent SIGTERM, or nobody can ask any more."""
+
+    def __init__(self, owner, signature, listening, *connections):
+        self._owner, self._signature, self._listening = owner, signature, listening
+        self._connections = list(connections)
+        self._forked: dict[int, Connection] = {}  # process ids, and for whom they are
+        self._is_ending, self._deadline = False, float("inf")
+        self._woken, self._wakeup = os.pipe()
+        for end in (self._woken, self._wakeup):
+            os.set_blocking(end, False)
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, self._hear)
+        signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+
+    def _hear(self, number, frame):
+        self._is_ending = self._is_ending or number == signal.SIGTERM
+
+    def run(self):
+        """Returns never."""
+        while True:
+            if os.getppid() != self._owner and self._deadline == float("inf"):
+                self._is_ending, self._deadline = True, time.monotonic() + warm.STOP_SECONDS
+                for pid in self._forked:
+                    os.kill(pid, signal.SIGCONT)  # they hear of the end of their launchers themselves
+            if self._is_ending and self._listening:
+                self._listening.close()
+                self._listening = None
+            if not self._forked and (self._is_ending or not self._listening and not self._connections):
+                _exit(0)
+            if time.monotonic() > self._deadline:
+                for pid in self._forked:
+                    os.kill(pid, signal.SIGKILL)
+            listening = [self._listening] if self._listening else []
+            for ready in wait([self._woken, *listening, *self._connections], forkserver.BEAT_SECONDS):
+                if ready is self._woken:
+                    os.read(self._woken, 1000)
+                    self._reap()
+                elif ready is self._listening:
+                    self._accept()
+                elif ready in self._connections:
+                    self._answer(ready)
+
+    def _accept(self):
+        accepted, _ = self._listening.accept()
+        if warm.is_of_the_same(accepted):
+            self._connections.append(Connection(accepted.detach()))
+        else:
+            accepted.close()
+
+    def _answer(self, connection):
+        try:
+            what, value = connection.recv()
+            if what == "hello":
+                connection.send(value == self._signature)
+            elif what == "serve":
+                with socket.socket(fileno=os.dup(connection.fileno())) as same:
+                    _, descriptors, _, _ = socket.recv_fds(same, 1, 8)
+                self._fork(connection, value, descriptors)
+            elif value in self._forked:  # kill
+                os.kill(value, signal.SIGKILL)
+        except (EOFError, OSError):  # that launcher has ended
+            self._connections.remove(connection)
+            connection.close()
+            for pid, launcher in self._forked.items():
+                if launcher is connection:
+                    os.kill(pid, signal.SIGCONT)  # so that it hears of that, too
+
+    def _fork(self, connection, request, descriptors):
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGCHLD, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
+            for end in (self._woken, self._wakeup):
+                os.close(end)
+            for other in [*([self._listening] if self._listening else []), *self._connections]:
+                other.close()
+            forkserver.serve(parent, descriptors, **request)
+        self._forked[pid] = connection
+        for descriptor in descriptors:
+            os.close(descriptor)
+        connection.send(("forked", pid))
+
+    def _reap(self):
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    break
+                if pid in self._forked:
+                    with contextlib.suppress(OSError):  # its launcher has ended
+                        self._forked.pop(pid).send(("ended", pid, os.waitstatus_to_exitcode(status)))
+        forkserver.kill_orphans(self._forked)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

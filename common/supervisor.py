@@ -1,0 +1,452 @@
+"""Watches the tasks of a run: hears what they say, kills those that hang, starts those again that died, stops them all.
+
+Imports no tensorflow: only the tasks do.
+"""
+
+import contextlib
+import math
+import os
+import queue
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common import places, signals, words
+from common.deaths import RAN_OUT, count_oom_kills, killed_by, last_error, of_memory
+from common.flags import TrainingFailed, UserError
+from common.forkserver import EARLY, LEFT
+from common.run_dir import has_checkpoint
+
+STOP_SECONDS = 60  # to save a checkpoint and leave, before a task is killed
+PS_SECONDS = 10  # for a ps to see that all workers are done
+CHIEF_SECONDS = 5  # for a chief to end that has dismissed the others
+FAILED_FOR_GOOD = 3  # exit status of a task for which a new start is of no use
+
+
+@dataclass
+class Task:
+    """A process of the cluster, and its log; one that `is_shown` writes to the terminal instead."""
+
+    job: str
+    index: int
+    command: list
+    run_dir: str
+    environ: dict = field(default_factory=dict)  # of its own
+    is_shown: bool = False
+    restarts: int = 0
+    restarted: list = field(default_factory=list)  # when it was, as time.monotonic()
+    starts_at: float | None = None  # when it will be started, if it waits for that
+    started: float = -math.inf  # when it was last started, as time.monotonic()
+    status: int | None = None  # how it ended, None until it has
+    heard: float = math.inf  # when it gave the last sign of life, as time.monotonic(); it begins with one
+    progress: Any = None  # a `words.Progress`, None for a program that tells none
+    progressed: float = math.inf  # when it last got something done, as far as is known here
+    last_line: str = ""  # what it said that it ended with
+    why_killed: str = ""  # by this process
+    ran_out: bool = False  # whether the kernel killed it because memory ran out
+    is_asked: bool = False  # whether it has said that it was asked to end
+    has_left: bool = False  # whether it is a worker that has left for good, or a place that none has taken yet
+    is_leaving: bool = False  # whether this process has asked it to leave
+    born: float | None = None  # when its process gave the first sign of life, as time.monotonic()
+    seconds: float = 0.0  # for which its processes have lived that have ended
+    log_begins: int = 0  # where in the log that starts what it has printed since it was started
+
+    @property
+    def name(self):
+        return f"{self.job} {self.index}"
+
+    @property
+    def is_running(self):
+        return self.status is None
+
+    @property
+    def log(self):
+        return Path(self.run_dir, "logs", f"{self.job}-{self.index}.log")
+
+    def start(self, server):
+        """Starts the process."""
+        self.status, self.starts_at, self.heard, self.progress, self.progressed = None, None, math.inf, None, math.inf
+        self.why_killed, self.ran_out, self.last_line, self.started = "", False, "", time.monotonic()
+        self.is_asked, self.is_leaving, self.has_left, self.born = False, False, False, None
+        with contextlib.suppress(OSError):
+            self.log_begins = self.log.stat().st_size
+        server.start(self.name, self.command, None if self.is_shown else str(self.log), self.environ)
+
+    def end(self, status):
+        """Notes that the process has ended, and how."""
+        self.has_left = status == LEFT
+        self.status = 0 if self.has_left else status
+        self.seconds, self.born = self.lived(), None
+
+    def lived(self):
+        """Returns for how many seconds its processes have lived up to now."""
+        return self.seconds + (0 if self.born is None else time.monotonic() - self.born)
+
+    def hear(self, text):
+        """Notes a sign of life, and what the task says; returns the part that is for the user."""
+        now = time.monotonic()
+        self.heard = now
+        self.born = self.born or now
+        if text.startswith(words.PROGRESS):
+            known, self.progress = self.progress, words.read_progress(text)
+            if known is None or known.number != self.progress.number:
+                self.progressed = now
+        elif text.startswith(words.LAST):
+            self.last_line = text.removeprefix(words.LAST)
+        else:
+            return text
+        return ""
+
+    def last_words(self):
+        """The line that it ended with, or else the last error in its log."""
+        if self.last_line:
+            return self.last_line.partition(": ")[2]
+        if self.is_shown:
+            return "what it said is above"
+        return last_error(self._printed(), Path(self.command[1]).name)
+
+    def _printed(self):
+        if self.is_shown:
+            return ""
+        with contextlib.suppress(OSError), open(self.log, errors="replace") as file:
+            file.seek(self.log_begins)
+            return file.read()
+        return ""
+
+    def how(self):
+        """How it ended, if it did not end well."""
+        if self.why_killed:
+            return f"{self.why_killed} and was killed"
+        if self.ran_out:
+            return RAN_OUT
+        if self.status == EARLY:
+            return "ended with exit status 0 before its work was done"
+        status = self.status or 0
+        return of_memory(self._printed()) or (killed_by(-status) if status < 0 else f"failed ({status})")
+
+
+HOUR = 3600  # seconds in which restarts count
+MOST_PAUSE = 30  # seconds before a restart
+SERVER_SECS = 10  # without a sign of life from the process that starts the tasks, at least, until that is taken for hanging
+
+
+class Run:
+    """The tasks of a run from start to end.
+
+    A task is killed that gives no sign of life for `hang_secs`, or that makes no progress: that does the same thing for longer
+    than `hang_secs` and ten times what it took before, here or in the check of the input; ten times `hang_secs` for what was
+    never done before. Not one that may be waiting for others, as in a synchronous scheme, as long as one of them goes on. When
+    all workers wait, the run has failed.
+
+    Args:
+      tasks: every `Task`.
+      server: the `ForkServer` that starts them.
+      settings: `max_restarts`, of each task within an hour; `hang_secs`, None for programs that tell nothing; `check_secs`, as
+        `check_input` returns it; `pace`: with "ring" all are started again with one; `ends_with_chief`: whether worker 0 ends
+        the training of all others, and `num_evaluators`: how many of the last workers then still have something to do.
+      say: function that shows a line to the user.
+    """
+
+    def __init__(self, tasks, server, settings, say):
+        self._tasks, self._server, self._settings, self._say = {task.name: task for task in tasks}, server, settings, say
+        self._events: queue.SimpleQueue = queue.SimpleQueue()  # its put may be called by a signal handler
+        self._workers = [task for task in tasks if task.job == "worker"]
+        self._chief = (self._workers or tasks)[0]  # a check has no worker
+        self._evaluators = self._workers[len(self._workers) - settings.num_evaluators :]
+        self._looked, self._oom_kills, self._is_stopping = time.monotonic(), count_oom_kills(), False
+        self._is_interrupted, self._in_ring = False, settings.pace == "ring"
+        self.code: Any = None  # as `places.code_of` returns it, of a run whose workers come and go
+
+    def run(self):
+        """Returns the exit status of the run; whatever task is left then ends with the server."""
+        before = {number: signal.signal(number, self._interrupt) for number in signals.heeded()}
+        self._server.listen(lambda *end: self._events.put(end), self._hear)
+        try:
+            for task in self._tasks.values():
+                if not task.has_left:
+                    task.start(self._server)
+            return self._watch()
+        except KeyboardInterrupt:
+            self._stop_workers()
+            return 130
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _interrupt(self, number, frame):
+        if number == signal.SIGHUP and self._is_interrupted:
+            return  # the shell and the system may both send it: that is no second request
+        self._is_interrupted = True
+        self._events.put(None)  # not an exception, which could strike between the start of a task and the note of it
+
+    def _hear(self, name, text):
+        task = self._tasks[name]
+        if text == words.ASKED:
+            task.is_asked = True
+            self._events.put(task)
+        elif text := task.hear(text):
+            self._events.put(text)  # to be shown by the main thread: a terminal may block the thread that writes to it
+
+    def _next_end(self, deadline=math.inf):
+        """Waits for a task to end, starting and looking after others meanwhile; returns it, or None when it is past `deadline`.
+
+        Raises KeyboardInterrupt on Ctrl-C.
+        """
+        while True:
+            now = time.monotonic()
+            if now - self._looked >= 1:
+                looked, self._looked = self._looked, now
+                self._look(looked)
+            for task in self._starting():
+                if task.starts_at <= now:
+                    task.start(self._server)
+            soon = min([deadline, self._looked + 1, *(task.starts_at for task in self._starting())])
+            try:
+                event = self._events.get(timeout=max(0, soon - now))
+            except queue.Empty:
+                if time.monotonic() >= deadline:
+                    return None
+                continue
+            if event is None:
+                raise KeyboardInterrupt
+            if isinstance(event, str):
+                self._say(event)
+                continue
+            if isinstance(event, Task):
+                self._heed(event)
+                continue
+            if isinstance(event, places.Request):
+                self._answer(event)
+                continue
+            name, status = event
+            if name is None:
+                how = self._how_server_ended()
+                raise TrainingFailed(f"{STARTER} {how}{self._what_to_do()} (log: {self._server.log})")
+            task = self._tasks[name]
+            task.end(status)
+            if status in (-signal.SIGKILL, 128 + signal.SIGKILL):
+                before, self._oom_kills = self._oom_kills, count_oom_kills()
+                task.ran_out = self._oom_kills > before
+            return task
+
+    def _heed(self, task):
+        """Ends the run when the chief was asked to end, which saves a checkpoint. Raises KeyboardInterrupt, as Ctrl-C does."""
+        if self._is_stopping or not self._settings.ends_with_chief or self._has_ended():
+            return
+        if task is self._chief:
+            self._say(f"{task.name} was asked to end (SIGTERM): as it is the one that gives a result, the run stops with it")
+            raise KeyboardInterrupt
+        if self._settings.pace != "own":
+            self._say(
+                f"{task.name} was asked to end (SIGTERM), but the workers of {self._settings.scheme} wait for each other, and "
+                "none can leave: it is started again"
+            )
+
+    def hear_request(self, request):
+        """Lets workers join or leave, as a `common.places.Request` asks. Called from any thread."""
+        self._events.put(request)
+
+    def _answer(self, request):
+        try:
+            line = self._join(request) if request.what == "join" else self._leave(request.count)
+        except UserError as error:
+            request.answer(str(error), is_error=True)
+        else:
+            self._say(line)
+            request.answer(line)
+
+    def _join(self, request):
+        """Starts workers in places that are empty; returns a line that names them. Raises a `UserError` if that cannot be."""
+        if self._is_stopping or self._has_ended():
+            raise UserError(places.ENDING["join"])
+        if request.hosts:
+            raise UserError("the run is on one machine: `bash common/join.sh RUN COUNT` lets workers join")
+        places.check_code(request, self.code)
+        those = places.first(request.count, [task for task in self._workers if task.has_left], len(self._workers))
+        for task in those:
+            task.start(self._server)
+        return places.joining(those)
+
+    def _leave(self, count):
+        """Asks the last workers to leave; returns a line that names them. Raises a `UserError` if that cannot be."""
+        if self._is_stopping or self._has_ended():
+            raise UserError(places.ENDING["leave"])
+        going = places.last(count, [task for task in self._workers[1:] if task.is_running and not task.is_leaving])
+        for task in going:
+            task.is_leaving = True
+            self._server.signal(task.name, signal.SIGTERM)
+        return places.leaving(going)
+
+    def _what_to_do(self):
+        """Says at the end of a line that `--resume` goes on, unless it would find nothing."""
+        return "; --resume goes on" if has_checkpoint(self._chief.run_dir) else ""
+
+    def _starting(self):
+        return [task for task in self._tasks.values() if task.starts_at is not None]
+
+    def _how_server_ended(self):
+        status, printed = self._server.status(), ""
+        if status is None:
+            return "has ended"
+        with contextlib.suppress(OSError):
+            printed = Path(self._server.log).read_text(errors="replace")
+        if status < 0:
+            return killed_by(-status, self._oom_kills)
+        return of_memory(printed) or f"failed ({status}): {last_error(printed, '')}"
+
+    def _look(self, last_look):
+        """Kills tasks that give no sign of life, or make no progress.
+
+        Raises:
+          TrainingFailed: if the process that starts them is the one, or all wait for each other.
+        """
+        now, tasks = time.monotonic(), [task for task in self._tasks.values() if task.is_running]
+        if now - last_look > 2:  # this process itself was stopped, and could not hear
+            self._server.heard = max(now, self._server.heard)
+            for task in tasks:
+                task.heard, task.progressed = max(now, task.heard), max(now, task.progressed)
+            return
+        hang_secs = self._settings.hang_secs
+        patience = max(SERVER_SECS, hang_secs or 60)
+        if now - self._server.heard > patience:
+            self._server.kill()
+            raise TrainingFailed(f"{STARTER} gave no sign of life for {patience:g} s and was killed{self._what_to_do()}")
+        if not hang_secs:
+            return
+        for task in tasks:
+            if now - task.heard > hang_secs:
+                self._kill(task, f"gave no sign of life for {hang_secs:g} s{_while(task.progress)}")
+        if not self._is_stopping:
+            self._look_for_progress(now, [task for task in tasks if task.progress and not task.why_killed])
+
+    def _look_for_progress(self, now, tasks):
+        away = [task for task in self._tasks.values() if task.starts_at is not None or task.why_killed and task.is_running]
+        if away or any(task.job == "ps" and not task.progress.waits for task in tasks):
+            for task in tasks:  # any may have waited for one that is not back yet
+                if task.job != "ps":
+                    task.progressed = now
+        stalled = [task for task in tasks if now - task.progressed > self._limit(task.progress)]
+        for task in stalled:
+            if not task.progress.waits:
+                limit = self._limit(task.progress)
+                self._kill(task, f"made no progress for {limit:.0f} s{_while(task.progress)}")
+        workers = [task for task in self._workers if task.is_running and task not in self._evaluators]
+        if workers and all(task in stalled and task.progress.waits for task in workers):
+            each = ", ".join(f"{task.name} for {now - task.progressed:.0f} s{_while(task.progress)}" for task in workers[:4])
+            raise TrainingFailed(f"no worker makes progress: {each}{', ...' if workers[4:] else ''}{self._what_to_do()}")
+
+    def _limit(self, progress):
+        """Seconds after which a task that is still doing this is taken for hanging."""
+        hang_secs, expected = self._settings.hang_secs, progress.longest
+        if expected is None and progress.what in self._settings.check_secs:
+            # There it was alone; now all tasks share the cores.
+            expected = self._settings.check_secs[progress.what] * max(1, len(self._tasks) / (os.cpu_count() or 1))
+        return 10 * hang_secs if expected is None else max(hang_secs, 10 * expected)
+
+    def _kill(self, task, why):
+        task.why_killed = why
+        task.heard = task.progressed = math.inf  # once is enough
+        self._server.signal(task.name, signal.SIGKILL)
+
+    def _watch(self):
+        needed = [self._chief, *self._evaluators] if self._settings.ends_with_chief else self._workers
+        while any(task.status != 0 for task in needed):
+            task = self._next_end()
+            if task.status != 0 and (task in needed or not self._has_ended()):
+                self._mend(task)
+            elif self._may_be_asked_again(task):
+                task.starts_at = time.monotonic() + CHIEF_SECONDS
+            elif task.has_left and self._settings.max_workers:
+                self._say(f"the place of {task.name} is free")
+        for task in self._starting():
+            task.starts_at = None  # not needed any more
+        deadline = time.monotonic() + PS_SECONDS
+        while any(task.is_running for task in self._tasks.values()):
+            if self._next_end(deadline) is None:
+                break  # a ps that was restarted at the very end may have missed a worker's word
+        return 0
+
+    def _may_be_asked_again(self, task):
+        """Whether this worker has ended well, but the chief was started again meanwhile.
+
+        The chief may have dismissed it before it failed. With the ps it has then lost the report, and waits for another one.
+        """
+        if not self._settings.ends_with_chief or self._in_ring or self._has_ended():
+            return False
+        is_one = task.job == "worker" and task is not self._chief and task not in self._evaluators
+        if not is_one or task.has_left or task.status != 0:
+            return False
+        return not self._chief.is_running or self._chief.started > task.started
+
+    def _has_ended(self):
+        return self._settings.ends_with_chief and self._chief.status == 0
+
+    def _mend(self, task):
+        """Lets a task that has failed start again, the first time at once."""
+        self._must_be_mendable(task)
+        task.restarts += 1
+        task.restarted.append(time.monotonic())
+        count = len(task.restarted)
+        pause = min(2 ** (count - 2), MOST_PAUSE) if count > 1 else 0
+        when = f" in {pause} s" if pause else ""
+        self._say(f"{task.name} {task.how()}; restart {count} of {self._settings.max_restarts}{when}")
+        self._start_again(task, time.monotonic() + pause)
+
+    def _must_be_mendable(self, task):
+        """Raises the error that ends the run, unless a new start of this task may help."""
+        if task.status == 2:  # the user's mistake
+            raise UserError(task.last_words())
+        log = "" if task.is_shown else f" (log: {task.log})"
+        if task.status == FAILED_FOR_GOOD:
+            raise TrainingFailed(f"{task.last_words()}{log}")
+        task.restarted = [moment for moment in task.restarted if time.monotonic() - moment < HOUR]
+        if len(task.restarted) >= self._settings.max_restarts:
+            raise TrainingFailed(f"{task.name} {task.how()} after {len(task.restarted)} restarts: {task.last_words()}{log}")
+
+    def _start_again(self, task, moment):
+        """Lets a task start again at this moment, and with it those that it needs to go on."""
+        others = [other for other in self._tasks.values() if other is not task]
+        if self._in_ring and not self._has_ended():
+            # Workers that reduce among themselves wait for ever for one that is gone, so all of them begin anew.
+            for other in others:
+                other.starts_at = None
+                self._server.signal(other.name, signal.SIGKILL)
+            while any(other.is_running for other in others):
+                self._next_end()
+        task.starts_at = moment
+        if (self._in_ring or self._settings.ends_with_chief) and not self._has_ended():
+            for other in others:
+                is_asked = self._in_ring or other not in self._evaluators and not other.has_left
+                if not other.is_running and other.starts_at is None and is_asked:
+                    other.starts_at = moment  # it had done its part, but the chief asks all for their report
+
+    def _stop_workers(self):
+        """Lets the workers end, the chief with a checkpoint, for which it needs the ps. A second Ctrl-C ends them at once."""
+        self._say("stopping; Ctrl-C again stops at once")
+        self._is_stopping = True
+        for task in self._starting():
+            task.starts_at = None
+        for worker in self._workers:
+            if not worker.is_asked:  # else it knows, and a second signal would end it at once
+                self._server.signal(worker.name, self._signal_to_stop(worker))
+        deadline = time.monotonic() + STOP_SECONDS
+        try:
+            while any(worker.is_running for worker in self._workers):
+                if self._next_end(deadline) is None:
+                    break
+        except (KeyboardInterrupt, TrainingFailed):
+            pass
+
+    def _signal_to_stop(self, worker):
+        """SIGTERM to a worker of a scheme means that it alone is to leave."""
+        is_of_scheme = self._settings.ends_with_chief and worker not in self._evaluators
+        return signal.SIGINT if is_of_scheme else signal.SIGTERM
+
+
+STARTER = "the process that starts the tasks"
+
+
+def _while(progress):
+    return f" while {progress.what}" if progress else ""
