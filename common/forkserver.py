@@ -54,6 +54,7 @@ class ForkServer:
 
     def __init__(self, environment, log, is_isolated, preloads=True, shared=None, process=None, errors=2):
         self.log = log
+        self._hearing: list[threading.Thread] = []
         self._connection, theirs = Pipe()
         self._words, said = os.pipe()
         os.set_blocking(said, False)  # no task waits for a launcher that was stopped
@@ -82,12 +83,15 @@ class ForkServer:
         return self
 
     def __exit__(self, *exception):
-        """Kills all that is left."""
-        with self._stack, contextlib.suppress(OSError):
-            self._connection.send(("stop",))
+        """Kills all that is left. Afterwards all is heard that tasks have said."""
+        with self._stack:
+            with contextlib.suppress(OSError):
+                self._connection.send(("stop",))
             if self._warm.status(self._pid) is None:  # it may have been stopped by a signal
                 self.kill()
                 self._warm.status(self._pid)
+            for thread in self._hearing:
+                thread.join(warm.STOP_SECONDS)
 
     def _ask(self, *request):
         try:
@@ -134,8 +138,9 @@ class ForkServer:
                     else:  # of this process itself
                         self.heard = time.monotonic()
 
-        for hear in (hear_ends, hear_words):
-            threading.Thread(target=hear, daemon=True).start()
+        self._hearing = [threading.Thread(target=hear, daemon=True) for hear in (hear_ends, hear_words)]
+        for thread in self._hearing:
+            thread.start()
 
     def start(self, key, command, log, environ):
         """Starts a task: `command` is an interpreter, a script and its arguments. None for `log` is this terminal."""

@@ -39,12 +39,12 @@ def check_input(script, arguments, settings, process, shared=None):
     with contextlib.ExitStack() as stack:
         errors = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
         found = Path(stack.enter_context(tempfile.TemporaryDirectory()), "data.json")
-        server = ForkServer({}, None, is_isolated=False, shared=shared, process=process, errors=errors.fileno())
-        stack.enter_context(server)  # in the network of this machine: data may come from elsewhere
         command = [sys.executable, str(script), *arguments, "--check"]
         task = Task("check", 0, command, "", {"LAUNCHER_FOUND": str(found)}, is_shown=True)
-        check = _Check(task, server, settings)
-        check.run()
+        # In the network of this machine: data may come from elsewhere
+        with ForkServer({}, None, is_isolated=False, shared=shared, process=process, errors=errors.fileno()) as server:
+            check = _Check(task, server, settings)
+            check.run()
         if check.has_passed():
             return check.seconds, json.loads(found.read_text()) if found.exists() else None
         errors.seek(0)

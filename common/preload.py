@@ -8,6 +8,7 @@ It ends with OWNER, the process that started it. DESCRIPTOR is a Unix socket: co
 import contextlib
 import gc
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -20,8 +21,9 @@ from common import forkserver, isolation, warm
 
 def _main(owner, descriptor, *options):
     sys.path.pop(0)  # this folder, whose names are not for all to import
-    owner = int(owner)
-    signal.signal(signal.SIGTERM, lambda *_: _exit(0))
+    owner, sock = int(owner), socket.socket(fileno=int(descriptor))
+    folder = os.path.dirname(sock.getsockname()) if "--listen" in options else None
+    signal.signal(signal.SIGTERM, lambda *_: _exit(folder))
     isolation.die_with_parent(owner, signal.SIGTERM)
     isolation.adopt_orphans()
     if not _has_writable_home():
@@ -31,10 +33,11 @@ def _main(owner, descriptor, *options):
         _load()
     isolation.die_with_parent(owner, signal.SIGCONT)  # from now on it looks itself, and ends what it has forked first
     os.chdir("/")  # no folder is in use by a process that waits
-    with socket.socket(fileno=int(descriptor)) as sock:
-        if "--listen" in options:
-            _Forking(owner, signature, sock).run()
-        _Forking(owner, signature, None, Connection(sock.detach())).run()
+    if folder:
+        Forking(owner, signature, sock).run()
+    else:
+        Forking(owner, signature, None, Connection(sock.detach())).run()
+    _exit(folder)
 
 
 def _has_writable_home():
@@ -63,12 +66,15 @@ def _load():
     gc.freeze()  # what all tasks share is not looked through in each of them, which would copy it
 
 
-def _exit(status):
+def _exit(folder):
+    """Removes the folders of socket and caches, and ends this process: to take the interpreter apart would take seconds."""
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
     common.remove_private_caches()
-    os._exit(status)  # to take the interpreter apart would take seconds
+    os._exit(0)
 
 
-class _Forking:
+class Forking:
     """Forks processes for launchers until its owner has ended, or has sent SIGTERM, or nobody can ask any more."""
 
     def __init__(self, owner, signature, listening, *connections):
@@ -79,15 +85,15 @@ class _Forking:
         self._woken, self._wakeup = os.pipe()
         for end in (self._woken, self._wakeup):
             os.set_blocking(end, False)
-        for number in (signal.SIGCHLD, signal.SIGTERM):
-            signal.signal(number, self._hear)
-        signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
 
     def _hear(self, number, frame):
         self._is_ending = self._is_ending or number == signal.SIGTERM
 
     def run(self):
-        """Returns never."""
+        """Returns then."""
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, self._hear)
+        signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
         while True:
             if os.getppid() != self._owner and self._deadline == float("inf"):
                 self._is_ending, self._deadline = True, time.monotonic() + warm.STOP_SECONDS
@@ -97,7 +103,7 @@ class _Forking:
                 self._listening.close()
                 self._listening = None
             if not self._forked and (self._is_ending or not self._listening and not self._connections):
-                _exit(0)
+                return
             if time.monotonic() > self._deadline:
                 for pid in self._forked:
                     os.kill(pid, signal.SIGKILL)

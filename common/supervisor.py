@@ -90,9 +90,11 @@ class Task:
         self.heard = now
         self.born = self.born or now
         if text.startswith(words.PROGRESS):
-            known, self.progress = self.progress, words.read_progress(text)
-            if known is None or known.number != self.progress.number:
-                self.progressed = now
+            known, told = self.progress, words.read_progress(text)
+            if known is None or told.number >= known.number:  # two threads of a task tell it, and the older may come later
+                self.progress = told
+                if known is None or told.number > known.number:
+                    self.progressed = now
         elif text.startswith(words.LAST):
             self.last_line = text.removeprefix(words.LAST)
         else:

@@ -192,7 +192,7 @@ class WarmProcess:
         try:
             folder = os.stat(os.path.dirname(path))
             if folder.st_uid != os.geteuid() or stat.S_IMODE(folder.st_mode) != 0o700:
-                progress.say(f"{ignored}other users can write into its folder")
+                progress.say(f"{ignored}other users can enter its folder")
                 return None
             with contextlib.closing(socket.socket(socket.AF_UNIX)) as connected:
                 connected.connect(path)

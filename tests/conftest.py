@@ -16,7 +16,7 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # before the first import of tensorflo
 
 from absl.testing import flagsaver  # noqa: E402
 
-from common import cluster, data, flags, launch, models, signals, tf  # noqa: E402
+from common import cluster, data, flags, launch, models, signals, tf, warm  # noqa: E402
 from common.replay import Replay  # noqa: E402
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -26,6 +26,13 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 for number in signals.INTERRUPTING_SIGNALS:
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, lambda *_: None)
+
+
+def pytest_configure(config):
+    """Keeps a warm process for the runs of all tests, which then import tensorflow once."""
+    is_alone = "PYTEST_XDIST_WORKER" not in os.environ  # workers have the variable from the process that starts them
+    if is_alone and "not cluster" not in config.option.markexpr:
+        os.environ.update(warm.kept(dict(os.environ)))
 
 
 def pytest_collection_modifyitems(items):

@@ -1,4 +1,4 @@
-"""common/forkserver.py and the `Run` of common/launch.py, with small programs as tasks, which import no tensorflow."""
+"""common/forkserver.py and common/supervisor.py, with small programs as tasks, which import no tensorflow."""
 
 import contextlib
 import itertools
@@ -19,7 +19,7 @@ import pytest
 from conftest import CHECKOUT
 from runs import SECONDS, processes, wait_until_gone
 
-from common import deaths, launch, words
+from common import deaths, supervisor, words
 from common.flags import TrainingFailed, UserError
 from common.forkserver import ForkServer
 
@@ -70,7 +70,7 @@ def folder(tmp_path):
 def server(folder):
     """A `ForkServer` in the machine's network."""
     with ForkServer({"ALL": "have this"}, folder / "logs" / "fork-server.log", False, preloads=False) as server:
-        limit = threading.Timer(60, server._process.kill)  # a run that hangs is to fail
+        limit = threading.Timer(60, server.kill)  # a run that hangs is to fail
         limit.start()
         yield server
         limit.cancel()
@@ -228,7 +228,7 @@ def test_server_that_was_killed(listening, command, folder):
     for key in "ab":
         server.start(key, command("show_pid(); signal.pause()"), str(folder / "log"), {})
     pids = [int(words.get(timeout=SECONDS)[1].removeprefix("pid ")) for _ in "ab"]
-    server._process.kill()
+    server.kill()
     assert ends.get(timeout=SECONDS) == (None, None)
     assert wait_until_gone(pids) == []
     server.start("c", command(""), str(folder / "log"), {})
@@ -236,7 +236,8 @@ def test_server_that_was_killed(listening, command, folder):
 
 
 def test_asking_a_server_that_was_killed(server):
-    server._process.kill()
+    server.kill()
+    assert server.status() == -signal.SIGKILL
     with pytest.raises(TrainingFailed, match=r"^the process that starts the tasks has ended \(log: .*\)$"):
         server.reserve_ports(1)
 
@@ -391,12 +392,12 @@ def _with_beats(texts):
 
 @pytest.fixture
 def run(server, folder, command, monkeypatch):
-    """A function that runs programs, {name of a task: code}, as a `launch.Run`.
+    """A function that runs programs, {name of a task: code}, as a `supervisor.Run`.
 
     It returns the exit status or the error, the lines shown, and the tasks. `hear` is called with each line, and with
     the settings, which it may change.
     """
-    monkeypatch.setattr(launch, "PS_SECONDS", 0)  # a ps does not end by itself here
+    monkeypatch.setattr(supervisor, "PS_SECONDS", 0)  # a ps does not end by itself here
 
     def run(programs, hear=lambda line, settings: None, **changes):
         lines: list[str] = []
@@ -408,13 +409,13 @@ def run(server, folder, command, monkeypatch):
         tasks = {}
         for name, code in programs.items():
             job, index = name.split()
-            tasks[name] = launch.Task(job, int(index), command(code), str(folder))
+            tasks[name] = supervisor.Task(job, int(index), command(code), str(folder))
         known: dict = {"max_restarts": 3, "hang_secs": None, "check_secs": {}, "num_evaluators": 0}
         known |= {"pace": "own", "ends_with_chief": False} | changes
         settings = types.SimpleNamespace(**known)
         result = types.SimpleNamespace(tasks=tasks, lines=lines, status=None, error=None)
         try:
-            result.status = launch.Run(list(tasks.values()), server, settings, say).run()
+            result.status = supervisor.Run(list(tasks.values()), server, settings, say).run()
         except (UserError, TrainingFailed) as error:
             result.error = error
         return result
@@ -460,7 +461,7 @@ def test_killed_task_is_restarted(run, folder):
 def test_kill_for_want_of_memory_is_said(run, monkeypatch, dies, how):
     """It is one if the system's count of such kills has grown: of the task, or of what it has started and waited for."""
     counts = iter([7, 8, 8])
-    monkeypatch.setattr(launch, "count_oom_kills", lambda: next(counts))
+    monkeypatch.setattr(supervisor, "count_oom_kills", lambda: next(counts))
     dies = f"life > 1 or {dies}; tell('pipe')"
     result = run({"worker 0": "hear('pipe')", "worker 1": dies})
     assert (result.status, result.lines) == (
@@ -504,7 +505,7 @@ def test_users_mistake_ends_the_run_at_once(run, folder):
 
 
 def test_what_a_new_start_will_not_mend_ends_the_run_at_once(run, folder):
-    program = f"print(f'{{os.path.basename(__file__)}}: the disk is full'); sys.exit({launch.FAILED_FOR_GOOD})"
+    program = f"print(f'{{os.path.basename(__file__)}}: the disk is full'); sys.exit({supervisor.FAILED_FOR_GOOD})"
     result = run({"worker 0": "signal.pause()", "worker 1": program})
     assert failure(result) == f"the disk is full (log: {folder / 'logs' / 'worker-1.log'})"
     assert result.lines == [] and lives(folder, "worker 1") == 1
@@ -547,14 +548,14 @@ class Looking:
         self.now = 0.0
         self.server: Any = types.SimpleNamespace(signal=lambda *arguments: self.killed.append(arguments))
         self.server.kill = lambda: self.killed.append(("the server", signal.SIGKILL))
-        self.server.heard, self.server.is_importing, self.server_lives = 0.0, False, True
-        self.tasks = [launch.Task("worker", i, [], "") for i in range(workers)]
-        self.tasks += [launch.Task("ps", i, [], "") for i in range(ps)]
+        self.server.heard, self.server_lives = 0.0, True
+        self.tasks = [supervisor.Task("worker", i, [], "") for i in range(workers)]
+        self.tasks += [supervisor.Task("ps", i, [], "") for i in range(ps)]
         known = {"pace": "own", "hang_secs": 60, "num_evaluators": 0, "check_secs": {}}
         self.settings = types.SimpleNamespace(**known | settings)
-        self.run = launch.Run(self.tasks, self.server, self.settings, lambda line: None)
-        monkeypatch.setattr(launch, "time", types.SimpleNamespace(monotonic=lambda: self.now, time=time.time))
-        monkeypatch.setattr(launch.os, "cpu_count", lambda: 2)
+        self.run = supervisor.Run(self.tasks, self.server, self.settings, lambda line: None)
+        monkeypatch.setattr(supervisor, "time", types.SimpleNamespace(monotonic=lambda: self.now, time=time.time))
+        monkeypatch.setattr(supervisor.os, "cpu_count", lambda: 2)
         for task in self.tasks:
             self.hear(task.name, 0.0)
 
@@ -739,11 +740,9 @@ def test_server_that_is_stopped(looking):
     for name in "worker 0", "worker 1", "worker 2":
         looking.doing(name, 0.0, "running a call")
     looking.server_lives = False
-    looking.server.is_importing = True
-    assert looking.look(600.0) == []  # that may take long where many do it
-    looking.server.is_importing = False
+    assert looking.look(60.0) == []
     with pytest.raises(TrainingFailed) as info:
-        looking.look(601.0)
+        looking.look(61.0)
     words = "the process that starts the tasks gave no sign of life for 60 s and was killed"
     assert (str(info.value), looking.killed) == (words, [("the server", signal.SIGKILL)])
 
@@ -894,7 +893,7 @@ def test_chief_that_fails_asks_all_again_for_their_report(run, folder):
 
 def test_worker_that_was_dismissed_before_the_chief_failed_is_asked_again(run, folder, monkeypatch):
     """It ends only when the chief is there again, which waits for its report."""
-    monkeypatch.setattr(launch, "CHIEF_SECONDS", 0.1)
+    monkeypatch.setattr(supervisor, "CHIEF_SECONDS", 0.1)
     programs = {
         "worker 0": "signal.alarm(60)\nif life:\n  tell('other pipe')\nhear('pipe'); sys.exit(life == 0)",
         "worker 1": "tell('pipe')\nif life == 0:\n  hear('other pipe')",
@@ -962,7 +961,7 @@ def test_without_lockstep_the_others_live_on(run, folder):
 
 
 def test_fork_server_that_is_killed_for_want_of_memory(run, folder, monkeypatch):
-    monkeypatch.setattr(launch, "count_oom_kills", lambda: 7)
+    monkeypatch.setattr(supervisor, "count_oom_kills", lambda: 7)
     monkeypatch.setattr(deaths, "count_oom_kills", lambda: 8)
     result = run({"worker 0": "os.kill(os.getppid(), signal.SIGKILL); signal.pause()"})
     words = "the process that starts the tasks ran out of memory and was killed by the kernel (log: "
@@ -1032,7 +1031,7 @@ def test_second_interruption_ends_the_patience(run):
     began = time.monotonic()
     result = run({"worker 0": program}, lambda line, _: (first(line), second(line)))
     assert (result.status, result.lines) == (130, ["ready", "stopping; Ctrl-C again stops at once", "not yet"])
-    assert time.monotonic() - began < launch.STOP_SECONDS
+    assert time.monotonic() - began < supervisor.STOP_SECONDS
 
 
 @pytest.mark.parametrize("first", [signal.SIGHUP, signal.SIGINT])

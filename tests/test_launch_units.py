@@ -13,8 +13,9 @@ import types
 import pytest
 from runs import HOGWILD, SECONDS, processes, wait_until_gone
 
-from common import deaths, devices, input_check, launch, tf
+from common import deaths, devices, input_check, launch, supervisor, tf, warm
 from common.cluster import TaskSpecDef
+from common.deaths import RAN_OUT
 from common.flags import Settings, TrainingFailed, UserError
 from common.forkserver import EARLY, ForkServer
 from common.words import PROGRESS
@@ -59,7 +60,7 @@ def start(tmp_path):
         def start(code, environ=None):
             script = tmp_path / "scheme.py"
             script.write_text(code)
-            task = launch.Task("ps", 3, [sys.executable, str(script)], str(tmp_path), environ or {})
+            task = supervisor.Task("ps", 3, [sys.executable, str(script)], str(tmp_path), environ or {})
             task.start(server)
             assert task.is_running
             name, task.status = ends.get(timeout=SECONDS)
@@ -86,7 +87,7 @@ def test_log_of_a_restarted_task_goes_on(start):
 
 
 def test_start_forgets_how_the_task_has_ended_before(tmp_path):
-    task = launch.Task("ps", 3, ["python", "scheme.py"], str(tmp_path), status=-9, why_killed="was silent", heard=-1e9)
+    task = supervisor.Task("ps", 3, ["python", "scheme.py"], str(tmp_path), status=-9, why_killed="was silent", heard=-1e9)
     task.hear(SERVING)
     asked: list = []
     task.start(types.SimpleNamespace(start=lambda *arguments: asked.append(arguments)))
@@ -113,7 +114,8 @@ def test_last_words(start, code, words):
 
 def test_last_words_of_a_task_that_writes_to_the_terminal(tmp_path):
     assert (
-        launch.Task("worker", 0, ["python", "scheme.py"], str(tmp_path), is_shown=True).last_words() == "what it said is above"
+        supervisor.Task("worker", 0, ["python", "scheme.py"], str(tmp_path), is_shown=True).last_words()
+        == "what it said is above"
     )
 
 
@@ -136,7 +138,7 @@ def test_last_words_of_a_task_that_was_killed_within_a_character(start):
     ],
 )
 def test_how_a_task_ended(state, words):
-    assert launch.Task("ps", 3, [], "", **state).how() == words
+    assert supervisor.Task("ps", 3, [], "", **state).how() == words
 
 
 @pytest.mark.parametrize(
@@ -208,9 +210,10 @@ if sys.argv[-1] != "--check":
     def check(code, hang_secs=60):
         (tmp_path / "scheme.py").write_text(begin + code)
         problem = {"data": "d.py:f", "model": "m.py:f", "num_workers": 2, "batch_size": 32, "window": 1}
-        settings = types.SimpleNamespace(hang_secs=hang_secs, loss=None, warmup_steps=0, **problem)
+        settings = Settings(hang_secs=hang_secs, loss=None, warmup_steps=0, **problem)
         try:
-            return input_check.check_input(tmp_path / "scheme.py", [], settings), capsys.readouterr().out
+            with warm.WarmProcess() as process:
+                return input_check.check_input(tmp_path / "scheme.py", [], settings, process), capsys.readouterr().out
         except UserError as error:
             assert "\n" not in str(error)
             return str(error), capsys.readouterr().out
@@ -223,7 +226,7 @@ LOADS, BUILDS = "words.doing(words.LOADING)\n", "words.doing(words.BUILDING)\n"
 
 def test_check_says_how_long_each_part_took(check):
     found = "pathlib.Path(os.environ['LAUNCHER_FOUND']).write_text('[1]')\n"
-    (seconds, known), _ = check(f"{LOADS}time.sleep(0.2)\n{BUILDS}{found}words.doing(words.CHECKED)")
+    (seconds, known), _ = check(f"{LOADS}time.sleep(0.2)\n{BUILDS}{found}words.doing(words.CHECKED)\nwords.work_is_done()")
     assert known == [1]
     # How long exactly is up to when this process hears of it: on a busy machine 0.2 s may look shorter.
     assert seconds["loading the data"] > 0 and seconds["building the model"] >= 0
@@ -235,7 +238,6 @@ def test_check_says_how_long_each_part_took(check):
         (f"{LOADS}ctypes.string_at(0)", "--data=d.py:f: was killed by SIGSEGV while loading the data"),
         (f"{LOADS}{BUILDS}os.abort()", "--model=m.py:f: was killed by SIGABRT while building the model"),
         (f"{LOADS}os.kill(os.getpid(), 9)", "--data=d.py:f: was killed by SIGKILL while loading the data"),
-        (f"{LOADS}raise KeyboardInterrupt", "--data=d.py:f: was killed by SIGINT while loading the data"),
         (f"{LOADS}sys.exit(130)", "--data=d.py:f: it raised KeyboardInterrupt"),
         (f"{LOADS}sys.exit(0)", "--data=d.py:f: it ended the program, with exit status 0, in place of returning"),
         (f"{LOADS}os._exit(5)", "--data=d.py:f: it ended the program, with exit status 5, in place of returning"),
@@ -251,12 +253,10 @@ def test_check_that_fails(check, code, words):
 
 def test_check_that_the_kernel_kills_for_want_of_memory(check, monkeypatch):
     """As a container with too little memory does, when the data are larger than that."""
-    monkeypatch.setattr(input_check, "count_oom_kills", lambda: 7)
-    for count, how in (7, "was killed by SIGKILL"), (8, "ran out of memory and was killed by the kernel"):
-        monkeypatch.setattr(deaths, "count_oom_kills", lambda count=count: count)
-        words = f"--data=d.py:f: {how} while loading the data"
-        assert check(f"{LOADS}os.kill(os.getpid(), 9)")[0] == words
-        assert check(f"{LOADS}os.kill(os.getpid(), 11)")[0] == "--data=d.py:f: was killed by SIGSEGV while loading the data"
+    for after, number, how in (7, 9, "was killed by SIGKILL"), (8, 9, RAN_OUT), (8, 11, "was killed by SIGSEGV"):
+        counts = iter([7, after])
+        monkeypatch.setattr(supervisor, "count_oom_kills", lambda counts=counts: next(counts))
+        assert check(f"{LOADS}os.kill(os.getpid(), {number})")[0] == f"--data=d.py:f: {how} while loading the data"
 
 
 def test_check_that_hangs_is_said_and_ended_with_its_children(check, tmp_path, monkeypatch):
