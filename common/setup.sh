@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Finds the Python that runs this project: the active virtual (or Conda) environment, if it has what requirements.txt lists and
-# imports `common` from this checkout; else `.venv`, made by `uv` if that is installed, else by venv and pip. It is completed when
+# imports `common` from this checkout; else `.venv`, made by `uv` if that is installed, or by venv and pip. It is completed when
 # requirements.txt or pyproject.toml has changed, and made again if its Python or its place has, or if it was left unfinished.
 #
 #     source common/setup.sh      # sets PYTHON, or exits: 1 after one line that says what to do, 130 on Ctrl-C
@@ -66,7 +66,7 @@ step() { # runs a command; if it fails, one line says so
     "$@" >>"$log" 2>&1 </dev/null && return
     # An update that has changed nothing so far, as without a network, leaves .venv as good as it was
     [[ -z $old || -n $(find "$venv/lib/" -newer "$stamp" -print -quit) ]] || printf '%s\n' "$old" >"$stamp"
-    said=$(grep -i error "$log" || cat "$log")
+    said=$(grep -i error: "$log" || cat "$log")
     die "\`$*\` failed: ${said##*$'\n'} (it needs the network and 4 GB of disk; log: $log)"
 }
 
@@ -86,7 +86,7 @@ else
     for python in python3 python3.13 python3.12 python3.11 python3.10 ''; do # pyenv has a shim for each on PATH: try it
         "$python" -I -c 'import sys, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' && break
     done 2>/dev/null
-    [[ -n $uv$python ]] || die "install uv, or Python 3.10 to 3.13 with venv (Debian, Ubuntu: sudo apt-get install python3-venv)"
+    [[ -n $uv$python ]] || die "install uv, or Python 3.10 to 3.13 with venv (on Debian: sudo apt-get install python3-venv)"
     begin "setting up .venv (once; takes a minute or two)"
     find "$venv/" -mindepth 1 ! -name setup-stamp -delete # but not the folder, which may be a link to another disk
     [[ -n $uv ]] || step "$python" -I -m venv "$(realpath "$venv")"
