@@ -66,7 +66,7 @@ step() { # runs a command; if it fails, one line says so
     "$@" >>"$log" 2>&1 </dev/null && return
     # An update that has changed nothing so far, as without a network, leaves .venv as good as it was
     [[ -z $old || -n $(find "$venv/lib/" -newer "$stamp" -print -quit) ]] || printf '%s\n' "$old" >"$stamp"
-    said=$(grep -i error: "$log" || cat "$log")
+    said=$(grep -io 'error: .* .*' "$log" || cat "$log") # in words: not pip's "error: subprocess-exited-with-error"
     die "\`$*\` failed: ${said##*$'\n'} (it needs the network and 4 GB of disk; log: $log)"
 }
 
