@@ -35,6 +35,16 @@ def pytest_configure(config):
         os.environ.update(warm.kept(dict(os.environ)))
 
 
+def pytest_addoption(parser):
+    parser.addoption("--soak", type=int, default=0, metavar="TIMES", help="tests of chance: all cases, each so many times")
+
+
+@pytest.fixture
+def soak(request):
+    """How many times all cases of a test of chance are to run; 0: only the first, once."""
+    return request.config.getoption("--soak")
+
+
 def pytest_collection_modifyitems(items):
     """Marks the cells of notebooks, so that `-m "not notebook"` leaves them out."""
     for item in items:

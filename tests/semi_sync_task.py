@@ -1,4 +1,4 @@
-"""A user's own program with `SemiSyncRunHook`: one task of a cluster, see `test_synchronous_runs`.
+"""A user's own program with `SemiSyncRunHook`: one task of a cluster, see `test_clusters`.
 
     python semi_sync_task.py JOB INDEX PS_HOST WORKER_HOSTS LOG STALENESS STEPS MILLISECONDS
 

@@ -58,14 +58,26 @@ def test_how_much_was_lost(tmp_path, signals, then, losses, problem):
     assert len(found) == bool(problem) and all(line.startswith(problem) for line in found)
 
 
-@pytest.mark.parametrize("number", range(0, 6, 2))
-def test_run_comes_through(run_dir, number):
-    one = chaos.Round(1, number, run_dir).run()
-    assert one.problem == "", one.injected
+WAIT = "Synchronous-SGD", "Semi-Synchronous-SGD", "DiLoCo"
 
 
-@pytest.mark.parametrize(("number", "scheme"), list(enumerate(chaos.COME_AND_GO)))
-def test_scheme_comes_through_while_workers_come_and_go(run_dir, number, scheme):
-    """A short round of each scheme. In all of them somebody joins, in eleven somebody is killed, in eleven somebody leaves."""
-    one = chaos.Round(29, number, run_dir, has_places=True, share=0.3).run()
-    assert (one.scheme, one.problem) == (scheme, ""), one.injected
+def rounds(schemes, scheme, soak, folder, **options):
+    """The round of this scheme or, with --soak, so many of each scheme whose workers wait, or do not wait, as those of this."""
+    folder.mkdir()
+    each = list(schemes)
+    alike = [other for other in each if (other in WAIT) == (scheme in WAIT)] if soak else [scheme]
+    for number in [each.index(other) + i * len(each) for i in range(soak or 1) for other in alike]:
+        yield chaos.Round(number=number, folder=folder / str(number), **options).run()
+
+
+@pytest.mark.parametrize("scheme", ["AEASGD", "DiLoCo"])
+def test_runs_come_through(run_dir, soak, scheme):
+    for one in rounds(chaos.SCHEMES, scheme, soak, run_dir, seed=1):
+        assert one.problem == "", (one.number, one.injected)
+
+
+@pytest.mark.parametrize("scheme", ["AGN", "DiLoCo"])
+def test_runs_come_through_while_workers_come_and_go(run_dir, soak, scheme):
+    """Short rounds. Somebody joins, is killed, and leaves, in most of them."""
+    for one in rounds(chaos.COME_AND_GO, scheme, soak, run_dir, seed=29, has_places=True, share=0.3):
+        assert one.problem == "", (one.number, one.injected)

@@ -9,7 +9,6 @@ import types
 
 import pytest
 from runs import (
-    ENDLESS,
     ROOT,
     SECONDS,
     finish,
@@ -299,16 +298,3 @@ def test_worker_that_has_left_is_not_missed_when_a_ps_forgets_it(run_dir):
     result = result_of(run_dir)
     assert [left["worker"] for left in result["left"]] == [1] and result["restarts"] == 1
     assert result["global_steps"] >= 150 and processes(run_dir) == []
-
-
-@pytest.mark.cluster
-def test_run_stops_with_its_chief(run_dir):
-    """It saves the checkpoints and gives the result: the run stops as by Ctrl-C, and goes on by --resume."""
-    process = start(run_dir, "--launch", *ENDLESS, "--checkpoint_secs=1000")
-    wait_until(process, lambda: updates_of(run_dir, 0))
-    send(run_dir, "worker", 0, signal.SIGTERM)
-    assert "was asked to end (SIGTERM)" in read_until(process, lambda line: line.startswith("worker 0"))
-    assert "stopped; a checkpoint is saved" in finish(process, status=130)
-    newest = tf.train.latest_checkpoint(run_dir / "checkpoints")
-    assert int(newest.rpartition("-")[2]) >= metrics_of(run_dir, 0)[-1]["global_step"] > 0
-    assert processes(run_dir) == []

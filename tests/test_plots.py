@@ -1,4 +1,4 @@
-"""common/plots.py: what several notebooks draw. tests/test_cluster_runs.py has the curves of a run."""
+"""common/plots.py: what several notebooks draw. tests/test_clusters.py has the curves of a run."""
 
 import json
 

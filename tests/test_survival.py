@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import HOGWILD, ROOT, SECONDS, processes, result_of, run, wait_until_gone
+from runs import HOGWILD, ROOT, SECONDS, flip, processes, result_of, run, wait_until_gone
 
 from common import session, tf
 from common.checkpoints import checkpoints_in, newest_good_checkpoint
@@ -62,13 +62,6 @@ class Checkpoints:
 @pytest.fixture
 def checkpoints(tmp_path, graph):
     return Checkpoints(tmp_path / "checkpoints")
-
-
-def flip(path):
-    """Changes one bit amid a file."""
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 4
-    path.write_bytes(content)
 
 
 def cut_short(path):
@@ -290,9 +283,9 @@ def test_a_process_on_its_own_diverges(run_dir, script, what_to_do):
 # Launched runs
 
 
-def good_checkpoints(folder, but=()):
-    """The steps of those that are listed in a folder, the oldest first, without those in `but`. All of them are good."""
-    paths = [path for path in checkpoints_in(str(folder)) if int(path.rpartition("-")[2]) not in but]
+def good_checkpoints(folder):
+    """The steps of those that are listed in a folder, the oldest first. All of them are good."""
+    paths = checkpoints_in(str(folder))
     for path in paths:
         checkpoint = tf.train.load_checkpoint(path)
         assert all(np.isfinite(checkpoint.get_tensor(name)).all() for name in checkpoint.get_variable_to_shape_map()), path
@@ -311,36 +304,23 @@ def last_line_of_a_failed_run(output, run_dir):
 
 @pytest.mark.cluster
 def test_a_run_that_diverges_is_mended_by_a_smaller_learning_rate(run_dir):
-    # Alone, since another worker may train before the chief saves its first checkpoint.
-    output = run(run_dir, *DIVERGES, "--checkpoint_secs=1000", "--num_workers=1", status=1)
-    line = last_line_of_a_failed_run(output, run_dir)
-    said = re.fullmatch(r"hogwild.py: worker 0: the loss is (?:inf|nan) at step [1-9]\d*; (.*) \(log: (.*)\)", line)
-    assert said and said[1].endswith(WHAT_TO_DO) and said[2] == str(run_dir / "logs" / "worker-0.log")
-    assert good_checkpoints(run_dir / "checkpoints") == [0]
+    """It leaves a checkpoint to go on with: other workers may be faster than the chief, but not before it has saved.
 
-    output = run(run_dir, *DIVERGES, "--learning_rate=0.1", "--steps=200", "--resume")
+    There are more ps than parameters.
+    """
+    arguments = ["--data=linear", "--model=linear", "--num_workers=3", "--num_ps=3"]
+    output = run(run_dir, *arguments, "--learning_rate=1000", "--checkpoint_secs=1000", status=1)
+    line = last_line_of_a_failed_run(output, run_dir)
+    said = re.fullmatch(r"hogwild.py: worker ([012]): the loss is (?:inf|nan) at step [1-9]\d*; (.*) \(log: (.*)\)", line)
+    assert said and said[2].endswith(WHAT_TO_DO) and said[3] == str(run_dir / "logs" / f"worker-{said[1]}.log")
+    assert 0 in good_checkpoints(run_dir / "checkpoints")
+
+    output = run(run_dir, *arguments, "--learning_rate=0.1", "--epochs=20", "--resume")
     assert "damaged" not in output
     result = result_of(run_dir)
-    assert result["global_steps"] >= 200 and result["test_loss"] < 1
+    assert "test_accuracy" not in result
+    assert result["test_loss"] == pytest.approx(0.01, rel=0.3)  # the variance of the noise
     assert good_checkpoints(run_dir / "checkpoints")[-1] == result["global_steps"]
-
-
-@pytest.mark.cluster
-def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(run_dir):
-    arguments = ["--data=linear", "--model=linear", "--checkpoint_secs=0.1", "--rounds_per_call=1"]
-    run(run_dir, *arguments, "--steps=300")
-    *_, older, newest = good_checkpoints(run_dir / "checkpoints")
-    flip(run_dir / "checkpoints" / f"model.ckpt-{newest}.data-00000-of-00001")
-    output = run(run_dir, *arguments, f"--steps={newest + 100}", "--resume")
-    (line,) = [line for line in output.splitlines() if "damaged" in line]
-    assert line.startswith(f"the checkpoint {run_dir}/checkpoints/model.ckpt-{newest} is damaged: ")
-    assert line.endswith("; looking for an older one")
-    result = result_of(run_dir)
-    assert result["samples"] == result["global_steps"] * result["batch_size"]
-    assert f'"restored from model.ckpt-{older}"' in (run_dir / "metrics" / "worker-0.jsonl").read_text()
-    steps = good_checkpoints(run_dir / "checkpoints", but=[newest])  # it is removed when five newer ones are there
-    assert steps[-1] == result["global_steps"] >= newest + 100
-    assert older in steps or len(steps) >= 4  # five are kept
 
 
 LARGE_MODEL = """

@@ -1,13 +1,8 @@
 """The lines of common/words.py about a task that waits: for which task, at which address, since when, and when that is over."""
 
-import contextlib
-import os
-import re
-import signal
 import types
 
 import pytest
-from runs import ROOT, finish, is_training, processes, read_until, start
 
 from common import ending, launch, tf, words
 from common.coordination import Clocks, Lock
@@ -176,43 +171,3 @@ def test_end_names_workers(servers, graph):
     assert rendezvous.missing() == ["worker 1", "worker 2"]
     rendezvous._came = {0, 2}
     assert rendezvous.missing() == ["worker 1"]
-
-
-@pytest.mark.cluster
-def test_tasks_by_hand_say_what_they_wait_for(run_dir):
-    """A ps that was not started, then the chief, then, for the chief, a worker that has not come."""
-    with contextlib.ExitStack() as stack:
-        ports = [stack.enter_context(launch.reserved_port()).getsockname()[1] for _ in range(4)]
-        ps, *workers = (f"127.0.0.1:{port}" for port in ports)
-        hosts = [f"--ps_hosts={ps}", f"--worker_hosts={','.join(workers)}", "--steps=2000", "--start_secs=300"]
-        environ = {"TF_GRPC_REUSE_PORT": "true"}  # lets the test hold the ports
-
-        def begin(job, index):
-            return start(run_dir, *hosts, f"--job_name={job}", f"--task_index={index}", environ=environ)
-
-        one = begin("worker", 1)
-        read_until(one, lambda line: re.match(rf"worker 1 has waited \d+ s, since [\d:]+, for ps 0 at {ps} \(Connection", line))
-        tasks = [begin("ps", 0)]
-        read_until(one, lambda line: re.match(rf"worker 1 has waited .* for worker 0 at {workers[0]}$", line))
-        chief = begin("worker", 0)
-        read_until(chief, lambda line: re.match(rf"worker 0 has waited .* for worker 2 at {workers[2]}$", line))
-        tasks += [begin("worker", 2)]
-        assert f"worker 0 waits no longer for worker 2 at {workers[2]}: it took " in finish(chief)
-        assert f"worker 1 waits no longer for worker 0 at {workers[0]}: it took " in finish(one)
-        for task in tasks:
-            finish(task)
-
-
-@pytest.mark.cluster
-def test_worker_that_others_wait_for(run_dir):
-    """One that is stopped, in a synchronous scheme: the launcher shows it, and the log has it."""
-    script = ROOT / "Synchronous-SGD" / "synchronous_sgd.py"
-    run = start(run_dir, "--launch", "--seconds=15", script=script)
-    read_until(run, is_training)
-    (victim,) = processes(run_dir, "--job_name=worker", "--task_index=1")
-    os.kill(victim, signal.SIGSTOP)
-    read_until(run, lambda line: re.match(r"worker 0 has waited \d+ s, since [\d:]+, for worker 1 at 127.0.0.1:", line))
-    os.kill(victim, signal.SIGCONT)
-    read_until(run, lambda line: line.startswith("worker 0 waits no longer for worker 1 at 127.0.0.1:"))
-    finish(run)
-    assert (run_dir / "logs" / "worker-0.log").read_text().count("worker 0 waits no longer for worker 1") == 1
