@@ -401,9 +401,9 @@ class Row:
 ALL_REDUCE = "Synchronous-SGD/all_reduce.py"
 CNN = "--model={files}/cnn.py:cnn --data={files}/cnn.py:load "
 MOMENTUM = "--local_optimizer=momentum --local_learning_rate=0.01 "
-OWN = "DOWNPOUR-Easy", "DOWNPOUR", "AGN", "Dynamic-SGD", "DC-ASGD", "AEASGD", "AEAMSGD", "Asynchronous-DiLoCo"
-TOGETHER = "Synchronous-SGD", "Synchronous-SGD-different-learning-rates", "SAGN", "Local-SGD", "DiLoCo", "Streaming-DiLoCo"
-TOGETHER += "SparseLoCo", "Write-Your-Own-Scheme"
+OWN = "DOWNPOUR-Easy DOWNPOUR AGN Dynamic-SGD DC-ASGD AEASGD AEAMSGD Asynchronous-DiLoCo".split()
+TOGETHER = "Synchronous-SGD Synchronous-SGD-different-learning-rates SAGN Local-SGD DiLoCo Streaming-DiLoCo".split()
+TOGETHER += ["SparseLoCo", "Write-Your-Own-Scheme"]
 
 RUNS = [
     # Each scheme without a fault and, unless its row has flags, as its run.sh trains
