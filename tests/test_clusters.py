@@ -103,6 +103,7 @@ main(hogwild, epochs=60, batch_size=32, learning_rate=0.1)
 }
 DIGITS = 1438  # samples for training
 SLOW = "--num_workers=3 --delays=0,2,5 "  # three workers of different speed
+# With delays a worker leaves the processors to those that come back.
 LONG = " ".join(ENDLESS) + " --checkpoint_secs=1000 "
 
 
@@ -452,7 +453,7 @@ RUNS = [
     # Faults
     Row(
         "mine.py",
-        LONG + "--checkpoint_secs=1 --data={files}/late.py:after_a_wait",
+        LONG + "--delays=5,5 --checkpoint_secs=1 --data={files}/late.py:after_a_wait",
         (began_together, resumed, learned, saved_a_model, counted_all_runs, ended_later),
         (killed("worker", 0), killed("ps", 0), interrupted),
         "--num_ps=2 --num_workers=3 --steps={later}",
@@ -467,21 +468,21 @@ RUNS = [
     Row(
         # With the default, ten times as much, a worker that begins when the other has nearly ended does harm: see README.md
         "DOWNPOUR",
-        LONG + "--n_push=4 --n_fetch=6 --learning_rate=0.01",
+        LONG + "--delays=5,5 --n_push=4 --n_fetch=6 --learning_rate=0.01",
         (resumed, learned, kept_adagrad, counted_all_runs),
         (chief_asked_to_end,),
         "--num_ps=2 --num_workers=3 --n_push=4 --n_fetch=6 --learning_rate=0.01 --steps={later}",
     ),
     Row(
         "Dynamic-SGD",
-        LONG + "--checkpoint_secs=1 --num_ps=2 --num_workers=3 --max_restarts=1 " + MOMENTUM,
+        LONG + "--delays=5,5,5 --checkpoint_secs=1 --num_ps=2 --num_workers=3 --max_restarts=1 " + MOMENTUM,
         (resumed, learned, counted_all_runs),
         (killed("worker", 1), killed_for_good(1)),
         MOMENTUM + "--steps={later}",
     ),
     Row(
         "AEASGD",
-        LONG + "--checkpoint_secs=0.5 --num_ps=2 --num_workers=4 " + CNN,
+        LONG + "--delays=5,5,5,5 --checkpoint_secs=0.5 --num_ps=2 --num_workers=4 " + CNN,
         (resumed, learned_most, saved_a_model, counted_all_runs),
         (killed("worker", 1), interrupted, damaged),
         CNN + "--num_workers=3 --steps={later}",
