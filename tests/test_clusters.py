@@ -219,11 +219,13 @@ def damaged(run):
 def paused(run):
     """SIGSTOP of worker 1, for which the others wait, and SIGCONT: the launcher shows both, and the log has it."""
     run.until(is_training)
+    log, over = run.folder / "logs" / "worker-0.log", "worker 0 waits no longer for worker 1"
+    before = log.read_text().count(over)  # of its start
     send(run.folder, "worker", 1, signal.SIGSTOP)
     run.until(lambda line: re.match(r"worker 0 has waited \d+ s, since [\d:]+, for worker 1 at 127.0.0.1:", line))
     send(run.folder, "worker", 1, signal.SIGCONT)
-    run.until(lambda line: line.startswith("worker 0 waits no longer for worker 1 at 127.0.0.1:"))
-    assert (run.folder / "logs" / "worker-0.log").read_text().count("worker 0 waits no longer for worker 1") == 1
+    run.until(lambda line: line.startswith(f"{over} at 127.0.0.1:"))
+    assert log.read_text().count(over) == before + 1
 
 
 # --- Promises ---------------------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ def test_a_chief_that_was_away(run_dir):
 
     It is stopped again until the others have reached the last step, and then killed: the result is theirs. Logs are deleted.
     """
-    process = start(run_dir, "--launch", "--epochs=400", "--num_ps=2", "--hang_secs=200", *BACKUP)
+    process = start(run_dir, "--launch", "--epochs=150", "--num_ps=2", "--hang_secs=200", "--delays=5,5,5", *BACKUP)
     read_until(process, is_training)
     delete(run_dir / "logs")
     send(run_dir, "worker", 0, signal.SIGSTOP)
@@ -51,7 +51,7 @@ def test_a_chief_that_was_away(run_dir):
 
     read_until(process, is_training)
     send(run_dir, "worker", 0, signal.SIGSTOP)
-    reached = step_in(read_until(process, lambda line: is_training(line) and step_in(line) >= 400 * 1438 // 32))
+    reached = step_in(read_until(process, lambda line: is_training(line) and step_in(line) >= 150 * 1438 // 32))
     send(run_dir, "worker", 0, signal.SIGKILL)
     finish(process)
     new, (restored, step), (found, last) = begins_of(run_dir)
