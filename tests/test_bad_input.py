@@ -1,28 +1,54 @@
 """Bad input, from the command line to the exit: one clear line on standard error, exit status 2, nothing started.
 
-Which line, say the tables in the README of this folder. Each of their rows is a test.
+Which line, say the tables in the README of this folder. Each of their rows is a test. Most call the program's main function
+in this process; `END_TO_END` are the commands that a shell runs.
 """
 
 import concurrent.futures
 import os
 import re
+import runpy
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from absl.testing import flagsaver
 
-from common import limits
-
-pytestmark = pytest.mark.slow
+import common.main  # noqa: F401, for `in_process`
+from common import flags, limits, signals
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 SECTION = (CHECKOUT / "tests" / "README.md").read_text().split("\n## Bad input\n")[1].split("\n## ")[0]
 
 # What says that a process is a task of a cluster
 CLUSTER_VARIABLES = {"TF_CONFIG", "JOB_NAME", "TASK_INDEX", "PS_HOSTS", "WORKER_HOSTS", "MASTER_HOST"}
+HIDDEN = CLUSTER_VARIABLES | {"TF_CPP_MIN_LOG_LEVEL"}  # a user has not set it; conftest.py has
+
+# Rows of each kind of program and of each kind of mistake, and those whose function would end or stop the process of the tests.
+END_TO_END = {
+    "bash HogWild/run.sh --windw=3",
+    ".venv/bin/python HogWild/hogwild.py --windw=3",
+    "bash HogWild/run_threads.sh --warm_start_steps=5",
+    ".venv/bin/python -m common.run",
+    "bash common/join.sh runs/none 3",
+    "bash Simulation/run.sh HogWildd",
+    "bash Distributed-Session/run.sh --num_workers=0",
+    "SSH=true bash Multiple-Machines/start.sh hosts HogWild",
+    "bash Multiple-Machines/kubernetes/manifest.sh HogWild --image=a/b --num_workers=1000000000",
+    "KERAS_BACKEND=torch bash HogWild/run.sh",
+    "TF_CONFIG='{cluster: ps}' bash HogWild/run.sh",
+    "bash HogWild/run.sh --run_dir=runs/link",
+    ".venv/bin/python HogWild/hogwild.py --resume --run_dir=nothing",
+    "bash HogWild/run.sh --data=d.py:with_nan",
+    "bash HogWild/run.sh --model=m.py:softmax",
+    "CUDA_VISIBLE_DEVICES=-1 bash HogWild/run.sh --gpus=0",
+    *(f"bash HogWild/run.sh --data=d.py:{how}" for how in ("segfaults", "aborts", "interrupts", "exits", "takes_all_memory")),
+    "bash HogWild/run.sh --hang_secs=8 --data=d.py:sleeps",
+}
 
 
 def rows():
@@ -46,10 +72,64 @@ def fenced(language):
     return re.findall(rf"^```{language}\n(.*?)^```$", SECTION, re.M | re.S)
 
 
+class Program(NamedTuple):
+    """A Python program that a command runs."""
+
+    path: str
+    arguments: list
+    environ: dict
+
+
+# All that a run.sh does which only starts a Python program
+ONLY_STARTS = re.compile(
+    r"""here=\$\(cd "\$\(dirname "\$\{BASH_SOURCE\[0\]\}"\)" && pwd\)
+source "\$here/(?:\.\./)*(?:common/)?setup\.sh"
+exec "\$PYTHON" (.*) "\$@"(.*)
+"""
+)
+
+
+def program_of(command):
+    """The `Program` that a command of the README starts, or None if a shell has more to do than that."""
+    if re.search(r"[$;]", command):
+        return None
+    words = shlex.split(command)
+    environ = {}
+    while found := re.match(r"(\w+)=", words[0]):
+        environ[found[1]] = words.pop(0)[found.end() :]
+    if words[0] == "bash":
+        script = CHECKOUT / words[1]
+        only = ONLY_STARTS.fullmatch(re.sub(r"^#.*\n", "", script.read_text(), flags=re.M))
+        if only is None:
+            return None
+        before, after = (shlex.split(text.replace("$here", str(script.parent))) for text in only.groups())
+        words = ["", *before, *words[2:], *after]
+    _, path, *arguments = words
+    if path == "-m":
+        path = arguments.pop(0).replace(".", "/") + ".py"
+    return Program(str(CHECKOUT / path), arguments, environ)
+
+
+PROGRAMS = {command: program for command, _ in ROWS if command not in END_TO_END and (program := program_of(command))}
+
+
+def write_files(folder):
+    """Writes the README's files."""
+    for text in fenced("python"):
+        (folder / file_name(text)).write_text(text)
+    for text in fenced("bash"):
+        subprocess.run(["bash", "-c", text], cwd=folder, check=True)
+
+
+def file_name(text):
+    """The name in the first line of a file."""
+    return text.splitlines()[0].removeprefix("# ")
+
+
 class Ended(NamedTuple):
     """How a command ended."""
 
-    status: int
+    status: int | str | None
     out: str
     err: str
     files: set  # what it left in its folder
@@ -60,17 +140,12 @@ def run(command, folder):
 
     The command is written for the root of the checkout. Here its scripts are looked up there, but all else in `folder`.
     """
-    for text in fenced("python"):
-        name = text.splitlines()[0].removeprefix("# ")
-        (folder / name).write_text(text)
-    for text in fenced("bash"):
-        subprocess.run(["bash", "-c", text], cwd=folder, check=True)
+    write_files(folder)
     before = files_in(folder)
     script = r"(?<= )([A-Z][\w-]*|common)/(\w+/)?\w+\.(sh|py)\b"
     command = re.sub(script, lambda found: shlex.quote(f"{CHECKOUT / found[0]}"), command)
     command = command.replace(".venv/bin/python", shlex.quote(sys.executable))
-    hidden = CLUSTER_VARIABLES | {"TF_CPP_MIN_LOG_LEVEL"}  # a user has not set it; conftest.py has
-    environ = {name: value for name, value in os.environ.items() if name not in hidden}
+    environ = {name: value for name, value in os.environ.items() if name not in HIDDEN}
     if sys.prefix != sys.base_prefix:
         environ["VIRTUAL_ENV"] = sys.prefix  # the environment of this test, for run.sh
     ended = subprocess.run(
@@ -93,6 +168,67 @@ def works_in(pid, folder):
         return Path(os.readlink(f"/proc/{pid}/cwd")) == folder
     except OSError:  # it has ended, or is not ours
         return False
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the README's files, for all commands that run in this process: each has to leave it as it was."""
+    folder = tmp_path_factory.mktemp("bad_input")
+    write_files(folder)
+    return folder
+
+
+class LooksAtInput(Exception):
+    """The launcher would start the process that looks at data and model."""
+
+
+def start_no_process(command, pass_fds=(), **_):
+    """In place of `subprocess.Popen`."""
+    if command[-1] != "--check":
+        pytest.fail(f"it starts {command}")
+    os.close(pass_fds[0])
+    raise LooksAtInput
+
+
+@pytest.fixture
+def in_process(folder, monkeypatch, capfd):
+    """A function that runs a `Program` in this process and returns how it ended. It starts no process. One that would start
+    the process that looks at data and model does with `--check` the same itself."""
+
+    def run(program):
+        monkeypatch.setattr(sys, "argv", [program.path, *program.arguments])
+        monkeypatch.setattr(sys, "path", [*sys.path, str(Path(program.path).parent)])
+        with flagsaver.flagsaver():  # absl's flags are global, and cannot be defined twice
+            try:
+                runpy.run_path(program.path, run_name="__main__")
+            except flags.UserError:
+                sys.excepthook(*sys.exc_info())  # as Python does
+
+    def in_process(program):
+        for name in HIDDEN:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in program.environ.items():
+            monkeypatch.setenv(name, value)
+        before = files_in(folder)
+        with pytest.raises(SystemExit) as ended:
+            try:
+                run(program)
+            except LooksAtInput:
+                run(program._replace(arguments=[*program.arguments, "--check"]))
+        printed = capfd.readouterr()
+        return Ended(ended.value.code, printed.out, printed.err, files_in(folder) - before)
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(subprocess, "Popen", start_no_process)
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("it forks"))
+    monkeypatch.setattr(sys.modules["common.main"], "_log_to", lambda path: pytest.fail("it trains"))
+    handlers = {number: signal.getsignal(number) for number in signals.INTERRUPTING_SIGNALS}
+    capfd.readouterr()
+    yield in_process
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    for text in fenced("python"):
+        sys.modules.pop(Path(file_name(text)).stem, None)
 
 
 @pytest.fixture(scope="module")
@@ -130,8 +266,22 @@ def test_cells_of_a_table():
     assert code(r"`<a\|b>`") == "<a|b>"
 
 
-@pytest.mark.parametrize("command, line", ROWS, ids=[command for command, _ in ROWS])
-def test_row_of_the_tables(ended, line):
+def test_rows_of_each_kind_are_run_by_a_shell():
+    assert len(END_TO_END) >= 20 and END_TO_END <= dict(ROWS).keys()
+    assert len(ROWS) - len(PROGRAMS) - len(END_TO_END) < 15, "a shell does more for these than to start a program"
+
+
+@pytest.mark.parametrize("command, line", [row for row in ROWS if row[0] in PROGRAMS], ids=PROGRAMS)
+def test_row_of_the_tables(in_process, command, line):
+    refuses(in_process(PROGRAMS[command]), line)
+
+
+IN_A_SHELL = [row for row in ROWS if row[0] not in PROGRAMS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command, line", IN_A_SHELL, ids=[command for command, _ in IN_A_SHELL])
+def test_row_that_a_shell_runs(ended, line):
     refuses(ended, line)
 
 
@@ -149,31 +299,27 @@ TOO_LARGE = {
 
 
 @pytest.mark.parametrize("command, line", TOO_LARGE.items(), ids=TOO_LARGE)
-def test_what_memory_cannot_hold(ended, line, command):
-    program = "agn.py" if "AGN" in command else "hogwild.py"
-    refuses(ended, f"{program}: {line}")
+def test_what_memory_cannot_hold(in_process, line, command):
+    program = program_of(command)
+    refuses(in_process(program), f"{Path(program.path).name}: {line}")
 
 
 @pytest.mark.parametrize("more", [{"LAUNCHER_KEY": "ps 0"}, {"LAUNCHER_WORDS": "1"}])
-def test_a_parent_that_is_no_launcher(tmp_path, more):
+def test_a_parent_that_is_no_launcher(in_process, more):
     """It may give its number, as a notebook does whose task is to end with it; but only a launcher gives the rest."""
-    environ = {name: value for name, value in os.environ.items() if name not in CLUSTER_VARIABLES}
-    environ |= {"LAUNCHER_PID": str(os.getpid()), **more}
-    command = [sys.executable, str(CHECKOUT / "HogWild" / "hogwild.py")]
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (2, "", [])
-    given = ", ".join(f"{name}={environ[name]}" for name in ("LAUNCHER_PID", *more))
-    assert done.stderr == (f"hogwild.py: {given} in the environment, but no launcher has started this process: unset it\n")
+    environ = {"LAUNCHER_PID": str(os.getppid()), **more}
+    given = ", ".join(f"{name}={value}" for name, value in environ.items())
+    line = f"hogwild.py: {given} in the environment, but no launcher has started this process: unset it"
+    refuses(in_process(Program(str(CHECKOUT / "HogWild" / "hogwild.py"), [], environ)), line)
 
 
-LONG = "x" * 300
+def test_name_that_is_too_long(in_process):
+    name = "x" * 300
+    program = program_of(f"bash HogWild/run.sh --run_dir={name}")
+    refuses(in_process(program), f"hogwild.py: --run_dir={name} cannot be written: File name too long")
 
 
-@pytest.mark.parametrize("command", [f"bash HogWild/run.sh --run_dir={LONG}"], ids=["name"])
-def test_name_that_is_too_long(ended):
-    refuses(ended, f"hogwild.py: --run_dir={LONG} cannot be written: File name too long")
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [".venv/bin/python HogWild/hogwild.py --run_dir=run --data=d.py:with_nan"])
 def test_process_on_its_own_looks_at_its_data(ended):
     """When the folder of the run is there already: its log needs a place."""
@@ -185,6 +331,7 @@ CONFIG = '{"cluster": {"ps": ["localhost:2220"], "worker": ["localhost:2221"]}, 
 FLAGS = "--check --model=m.py:build --data=d.py:two_samples --delays=50 --run_dir=runs/new"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [f"TF_CONFIG='{CONFIG}' bash HogWild/run.sh {FLAGS}"], ids=["run.sh"])
 def test_no_mistake(ended):
     """The tests above then see only the mistake. (TensorFlow may complain that there is no GPU.)"""
