@@ -30,8 +30,8 @@ from doors import NOBODY, REFUSED, ROOM, Doors, host_of
 from common import places, signals
 from common.cluster import TaskSpecDef
 from common.flags import FITTING, MOST_PLACES, UserError
-from common.supervisor import PS_SECONDS, STOP_SECONDS
 from common.run_dir import lock_folder
+from common.supervisor import PS_SECONDS, STOP_SECONDS
 from common.words import STANDS_IN
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,5 +1,5 @@
-"""Measures the time between `bash HogWild/run.sh --steps=1` and its first step: `bash benchmarks/startup.sh`. With `--second` it
-measures the time between `train(...)` and the first update, the first and the second time in a program.
+"""Measures the time between `bash HogWild/run.sh --steps=1` and its first step: `bash benchmarks/startup.sh`. With `--second`
+it measures the time between `train(...)` and the first update, the first and the second time in a program.
 
 It watches the folder of the run, in which each part of the start leaves a file behind, and touches nothing. The parts are
 medians over the rounds, beside a bare `import tensorflow` in turn. Writes `startup.json` beside this file.
@@ -84,7 +84,7 @@ import keras
 from common import data, train
 
 x, y, x_test, y_test, *_ = data.load("digits", 0)
-model = keras.Sequential([keras.Input([8, 8, 1]), keras.layers.Flatten(), keras.layers.Dense(64, "relu"), keras.layers.Dense(10)])
+model = keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(64, "relu"), keras.layers.Dense(10)])
 
 def seconds():
     with tempfile.TemporaryDirectory() as folder:

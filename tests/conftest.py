@@ -36,7 +36,8 @@ def pytest_configure(config):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--soak", type=int, default=0, metavar="TIMES", help="tests of chance: all cases, each so many times")
+    help = "tests of chance: all cases, each so many times (20 by default)"
+    parser.addoption("--soak", type=int, default=0, nargs="?", const=20, metavar="TIMES", help=help)
 
 
 @pytest.fixture

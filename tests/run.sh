@@ -36,7 +36,7 @@ if [[ ${1:-} == --fast ]]; then
 fi
 for argument in "$@"; do
     [[ ! -e ${argument%%::*} ]] || what=() parallel=() # the caller says which
-    if [[ $argument == --soak ]]; then times=times-soak; else times=times-part; fi
+    if [[ $argument == --soak* ]]; then times=times-soak; else times=times-part; fi
 done
 mkdir -p runs/tests
 export TESTS_TIMES=$PWD/runs/tests/$times.jsonl

@@ -22,7 +22,7 @@ from runs import (
     wait_until,
 )
 
-from common import ending, launch, signals, tf, training, words
+from common import ending, launch, signals, supervisor, tf, training, words
 from common import run_dir as folders
 from common.cluster import TaskSpecDef
 from common.forkserver import EARLY, LEFT
@@ -110,7 +110,7 @@ def test_status_of_leaving_is_0_for_those_who_are_told_no_more(monkeypatch):
 
 @pytest.mark.parametrize("status, ended", [(LEFT, (True, 0)), (0, (False, 0)), (EARLY, (False, EARLY)), (130, (False, 130))])
 def test_launcher_knows_who_has_left(status, ended):
-    task = launch.Task("worker", 1, [], "")
+    task = supervisor.Task("worker", 1, [], "")
     task.end(status)
     assert (task.has_left, task.status) == ended
 
@@ -120,10 +120,10 @@ def launcher(tmp_path):
     """A function that makes the `Run` of two workers of a scheme with this pace, what it has said, and its workers."""
 
     def launcher(pace):
-        tasks = [launch.Task(job, i, [], str(tmp_path)) for job, i in (("ps", 0), ("worker", 0), ("worker", 1))]
+        tasks = [supervisor.Task(job, i, [], str(tmp_path)) for job, i in (("ps", 0), ("worker", 0), ("worker", 1))]
         settings = types.SimpleNamespace(pace=pace, ends_with_chief=True, num_evaluators=0, scheme="Synchronous-SGD")
         said: list = []
-        return launch.Run(tasks, None, settings, said.append), said, tasks[1:]
+        return supervisor.Run(tasks, None, settings, said.append), said, tasks[1:]
 
     return launcher
 

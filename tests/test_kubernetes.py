@@ -27,7 +27,7 @@ from conftest import CHECKOUT
 from kubeflow.training import ApiClient
 from runs import ENDLESS, SECONDS, finish, is_training, read_until, result_of, updates_of, wait_until
 
-from common import launch
+from common import launch, supervisor
 
 pytestmark = pytest.mark.slow
 
@@ -351,7 +351,7 @@ def test_pods_have_no_rights_that_they_do_not_need(kind):
         assert pod.spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert pod.spec["automountServiceAccountToken"] is False
         assert pod.container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-        assert pod.spec["terminationGracePeriodSeconds"] >= launch.STOP_SECONDS
+        assert pod.spec["terminationGracePeriodSeconds"] >= supervisor.STOP_SECONDS
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,7 +9,7 @@ import time
 import pytest
 from runs import ROOT, delete, finish, is_training, metrics_of, read_until, result_of, send, start, wait_until
 
-from common import launch
+from common import launch, supervisor
 from common.checkpoints import checkpoints_in
 
 pytestmark = pytest.mark.cluster
@@ -99,7 +99,7 @@ def test_runs_that_go_on_with_another_count_together(run_dir, tmp_path, parse, m
     """
     told = {}
 
-    class Task(launch.Task):
+    class Task(supervisor.Task):
         def hear(self, text):
             more = super().hear(text)
             if self.job == "worker" and self.progress:
