@@ -324,7 +324,8 @@ def _last_operation(keras_model, x, outputs):
     from common import objectives
 
     with _as_user_error("the model cannot be a part of a graph"), _scope(keras_model):
-        graph = tensorflow.function(lambda x: keras_model(x, **_training(keras_model, False))).get_concrete_function(x)
+        call = tensorflow.function(lambda x: keras_model(x, **_training(keras_model, False)), autograph=False)  # as in a run
+        graph = call.get_concrete_function(x)
     given = [np.asarray(output, np.float32) for output in tf.nest.flatten(outputs)]
     if all(y.shape[-1:] > (1,) and (y >= 0).all() and np.allclose(y.sum(axis=-1), 1, atol=1e-2) for y in given):
         return "Softmax"
