@@ -79,17 +79,23 @@ def test_many_steps_a_call_equal_one_step_a_call(engine, load_scheme, model, reg
     """In any order of steps: x̃, the x of all workers, losses, and the global steps of reads and updates.
 
     `Replay` runs the same functions, so what they compute is tested against NumPy, below and in test_schemes.py.
+
+    What uses a variable has an order, in the graph as TensorFlow's optimizer leaves it: else a run would differ from another,
+    rarely, on a busy machine. With a schedule: where a ps computes a factor that its optimizer makes no use of, the optimizer
+    of graphs takes more away.
     """
-    scheme = SCHEMES[name]
+    scheme, schedule = SCHEMES[name], Schedule("cosine", 2)
+    schedule.ask = lambda: 100
     rule, hp = load_scheme(scheme.folder, scheme.name), hyperparameters(scheme)
 
     def make_batches(i):
         return batches_of(regression, i, WORKERS, i)
 
-    replay = Replay(rule, hp, model, make_batches, WORKERS, num_ps)
+    replay = Replay(rule, hp, model, make_batches, WORKERS, num_ps, schedule)
     taken = orders(replay, 150)
-    ours = engine(rule, hp, model, num_ps=num_ps)
-    outcomes = ours.run(*np.array(taken).T)
+    ours = engine(rule, hp, model, num_ps=num_ps, schedule=schedule)
+    outcomes, graph = with_graph(lambda: ours.run(*np.array(taken).T), ours.session)
+    assert races(graph) == []
     assert np.abs(replay.center - model.initial_parameters).max() > 0.02
     tight: dict[str, Any] = {"rtol": 2e-6, "atol": 2e-6}  # the graph optimizer may exchange factors
     np.testing.assert_allclose(ours.center, replay.center, **tight)
@@ -123,38 +129,24 @@ def test_an_engine_begins_anew_with_other_samples_and_parameters(engine, load_sc
             used.restart(shards_of(regression, num_workers, batch, seed=0))
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-def test_what_uses_a_variable_has_an_order(engine, load_scheme, model, name):
-    """In the graph as TensorFlow's optimizer leaves it: else a run would differ from another, rarely, on a busy machine.
-
-    With a schedule: where a ps computes a factor that its optimizer makes no use of, the optimizer of graphs takes more away.
-    """
-    scheme, schedule = SCHEMES[name], Schedule("cosine", 2)
-    schedule.ask = lambda: 100
-    rule, hp = load_scheme(scheme.folder, scheme.name), hyperparameters(scheme)
-    ours = engine(rule, hp, model, schedule=schedule)
-    found = races(graph_that_runs(lambda: ours.run([0], [0]), ours.session))
-    assert found == []
-
-
 @pytest.mark.parametrize("name", ["AEASGD", "AEAMSGD"])
 def test_what_is_not_sent_and_what_is_given_are_added_in_order(engine, load_scheme, model, name):
     """Both to x, in one step."""
     scheme = SCHEMES[name]
     rule, hp = load_scheme(scheme.folder, scheme.name), hyperparameters(scheme)
     ours = engine(rule, hp, model, compression=Compression("int8"))
-    found = races(graph_that_runs(lambda: ours.run([0], [0]), ours.session))
+    found = races(with_graph(lambda: ours.run([0], [0]), ours.session)[1])
     assert found == []
 
 
-def graph_that_runs(run, session):
-    """Returns the `GraphDef` that TensorFlow makes of what `run()` runs in a session, in one call of it."""
+def with_graph(run, session):
+    """Returns run(), and the `GraphDef` that TensorFlow makes of what it runs in a session, in one call of it."""
     metadata, call = tf.RunMetadata(), session.run
     session.run = functools.partial(call, options=tf.RunOptions(output_partition_graphs=True), run_metadata=metadata)
-    run()
+    result = run()
     session.run = call
     (graph,) = metadata.partition_graphs
-    return graph
+    return result, graph
 
 
 @pytest.mark.parametrize("is_read_first", [True, False, None])
@@ -177,7 +169,7 @@ def test_a_race_is_found(graph, is_read_first):
     total = tf.while_loop(lambda i, _: i < 4, body, (0, 0.0), parallel_iterations=1)
     with tf.Session(graph=graph) as session:
         session.run(variable.initializer)
-        found = races(graph_that_runs(lambda: session.run(total), session))
+        found = races(with_graph(lambda: session.run(total), session)[1])
     assert len(found) == (is_read_first is None)
 
 
@@ -194,9 +186,11 @@ def test_they_are_equal_to_the_last_bit(engine, hogwild, model, regression):
     replay.close()
 
 
-@pytest.mark.parametrize("name", test_schemes.SCHEMES)
+@pytest.mark.parametrize("name", ["DC-ASGD, adaptive", "AEASGD", "Asynchronous-DiLoCo"])
 def test_equals_numpy(engine, load_scheme, model, regression, name):
-    """Two workers, whose pushes are stale, against the scheme written again from its formula."""
+    """Two workers, whose pushes are stale, against the scheme written again from its formula: slots on the ps, x̃ and x changed
+    together, an optimizer of the worker's own. Other schemes: `Replay` equals NumPy, and is equalled, see above.
+    """
     scheme, window = SCHEMES[name], 2
     steps = test_schemes.shuffled(scheme.steps)
     shards = shards_of(regression, 2, BATCH, seed=0)
@@ -599,7 +593,7 @@ def program():
 
 
 def test_all_schemes_and_equal_seeds(program):
-    """In one process, as a notebook does; to the byte."""
+    """In one process, as a notebook does. Equal seeds, to the byte, of a few schemes: no graph has a race, see above."""
     flags_before = set(absl_flags.FLAGS)
     few = {"num_workers": 4, "steps": 12, "step_cv": 0.5, "latency_ms": 2, "learning_rate": 0.05}
     for folder in sorted({scheme.folder for scheme in SCHEMES.values()}):
@@ -607,10 +601,12 @@ def test_all_schemes_and_equal_seeds(program):
         if folder == "Synchronous-SGD-different-learning-rates":
             flags |= {"learning_rates": [0.01, 0.02, 0.03, 0.04]}
             del flags["learning_rate"]
-        one, again = (program.simulate(folder, **flags) for _ in range(2))
+        one = program.simulate(folder, **flags)
         assert one.result["global_steps"] == 12, folder
-        assert one.final[0].tobytes() == again.final[0].tobytes(), folder
-        assert one.lines == again.lines, folder
+        if folder in ("HogWild", "AEASGD", "Streaming-DiLoCo"):
+            again = program.simulate(folder, **flags)
+            assert one.final[0].tobytes() == again.final[0].tobytes(), folder
+            assert one.lines == again.lines, folder
         if folder == "HogWild":
             other = program.simulate(folder, **flags, seed=1)
             assert other.final[0].tobytes() != one.final[0].tobytes()
