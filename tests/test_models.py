@@ -469,14 +469,18 @@ def evaluate(model, state, x, y, **settings):
     )
 
 
-@pytest.mark.parametrize("batch_size", [1, 5, 10, 23, 50, 500])
-def test_evaluation_is_that_of_keras(images, batch_size):
+def test_evaluation_is_that_of_keras(images):
     """Also when the last batch is a smaller one: the test set has 23 samples."""
     model = models.build("cnn", images, seed=1)
     expected = model.keras_model.evaluate(images.x_test, images.y_test, verbose=0, batch_size=10)
-    ours = evaluate(model, model.initial_state, images.x_test, images.y_test, batch_size=batch_size)
-    np.testing.assert_allclose([ours["loss"], ours["accuracy"]], expected, rtol=1e-5)
-    assert 0 < ours["accuracy"] < 1
+
+    def in_batches(*values):
+        return {size: model.evaluate(*values, batch_size=size) for size in (1, 5, 10, 23, 50, 500)}
+
+    found = in_graph(in_batches, model.initial_parameters, model.initial_state, images.x_test, images.y_test)
+    for size, ours in found.items():
+        np.testing.assert_allclose([ours["loss"], ours["accuracy"]], expected, rtol=1e-5, err_msg=f"batches of {size}")
+    assert 0 < expected[1] < 1
 
 
 def test_evaluation_of_a_regression_has_no_accuracy(regression):

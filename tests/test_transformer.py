@@ -1,5 +1,6 @@
 """--model=transformer, and --model=linear of sequences: what they are, what they refuse, and that a scheme trains them."""
 
+import functools
 import json
 import zipfile
 
@@ -13,6 +14,8 @@ from common import data, flags, models, tf, training
 from common.fit import Run
 
 SIZES = {"layers": 2, "width": 8, "heads": 2}
+
+load = functools.cache(data.load)  # mnist1d takes seconds to generate
 
 
 def sequences(n=9, length=5, tokens=7, dtype=np.uint8):
@@ -82,7 +85,7 @@ def test_size_before_it_is_built(monkeypatch, sizes):
 
 
 def test_default_sizes():
-    assert models.build("transformer", data.load("text")).size == 66_592
+    assert models.build("transformer", load("text")).size == 66_592
 
 
 @pytest.mark.parametrize("spec", ["transformer", "linear"])
@@ -160,7 +163,7 @@ def test_data_that_do_not_fit(user_error, spec, x, y, text):
 
 def test_digits_are_no_sequences(user_error):
     with user_error("--model=transformer needs sequences of whole numbers", "float32 of shape [8, 8, 1], its label int32 of"):
-        models.build("transformer", data.load("digits"))
+        models.build("transformer", load("digits"))
 
 
 def test_larger_than_memory(user_error):
@@ -176,7 +179,7 @@ def test_a_number_in_a_column_is_no_sequence():
 
 @pytest.mark.parametrize("name, spec", [(name, spec) for name in flags.FITTING for spec in flags.FITTING[name]])
 def test_what_is_not_checked_before_a_run_fits(name, spec):
-    models.build(spec, data.load(name))
+    models.build(spec, load(name))
 
 
 # --- Runs --------------------------------------------------------------------------------------------------------------
@@ -196,7 +199,7 @@ def test_unit_of_the_loss(name, loss, unit):
 
 def test_a_sequence_makes_a_round_long():
     """So a call need not have many rounds, and its graph is soon prepared."""
-    text, digits = data.load("text"), data.load("digits")
+    text, digits = load("text"), load("digits")
     rounds = [
         training.rounds_worth_a_call(model, 1, 1)
         for model in (models.build("transformer", text), models.build("linear", text), models.build("mlp", digits))
@@ -211,7 +214,7 @@ def test_it_is_trained(tmp_path):
     given = [f"--{name}={value}" for name, value in sizes.items()]
     output = run(tmp_path, "--data=text", "--model=transformer", *given, "--steps=100", "--learning_rate=0.3")
     assert "minimizes sparse categorical crossentropy of logits in nats per character, by SGD on the ps" in output
-    result, text = result_of(tmp_path), data.load("text")
+    result, text = result_of(tmp_path), load("text")
     assert f"test loss {result['test_loss']:.4f} nats per character; staleness" in output
     assert result["unit"] == "nats per character" and 2 < result["test_loss"] < 4 and result["test_accuracy"] > 0.2
     for model in keras.models.load_model(tmp_path / "model.keras"), Run(tmp_path, "transformer", "text", sizes).model:
