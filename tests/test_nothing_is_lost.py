@@ -106,9 +106,8 @@ def test_runs_that_go_on_with_another_count_together(run_dir, tmp_path, parse, m
                 told[self.progress.what] = self.progress.number
             return more
 
-    alike = ["--data=linear", "--model=linear"]
     is_scheme, devices = script.startswith("HogWild"), 2 if script.startswith("Multiple") else 1
-    alike += ["--num_workers=1", "--rounds_per_call=1"] if is_scheme else []
+    alike = ["--data=linear", "--model=linear", *["--num_workers=1"] * launched, *["--rounds_per_call=1"] * is_scheme]
 
     def train(*flags, status=0):
         output = finish(start(run_dir, *["--launch"] * launched, *alike, *flags, script=ROOT / script), status)
