@@ -2,21 +2,18 @@
 
 import contextlib
 import math
-import os
 import queue
 import signal
 import socket
-import subprocess
 import sys
 import types
 
 import pytest
-from runs import HOGWILD, SECONDS, processes, wait_until_gone
+from runs import SECONDS
 
-from common import deaths, devices, input_check, launch, supervisor, tf, warm
+from common import deaths, devices, launch, supervisor, tf
 from common.cluster import TaskSpecDef
-from common.deaths import RAN_OUT
-from common.flags import Settings, TrainingFailed, UserError
+from common.flags import Settings, TrainingFailed
 from common.forkserver import EARLY, ForkServer
 from common.words import PROGRESS
 
@@ -72,6 +69,7 @@ def start(tmp_path):
     assert ends.get(timeout=SECONDS) == (None, None)  # no other end was told
 
 
+@pytest.mark.cluster
 def test_task_has_an_environment_and_logs(start, tmp_path):
     """Its own variables go before those of all tasks."""
     program = "import os, sys; print(os.environ['MINE'], os.environ['OTHER']); print('oops', file=sys.stderr)"
@@ -81,6 +79,7 @@ def test_task_has_an_environment_and_logs(start, tmp_path):
     assert sorted(task.log.read_text().splitlines()) == ["oops", "yes kept"]
 
 
+@pytest.mark.cluster
 def test_log_of_a_restarted_task_goes_on(start):
     assert start("print('one')").log == start("print('two')").log
     assert start("print('three')").log.read_text() == "one\ntwo\nthree\n"
@@ -96,6 +95,8 @@ def test_start_forgets_how_the_task_has_ended_before(tmp_path):
     assert task.heard == task.progressed == math.inf  # not yet
 
 
+@pytest.mark.cluster
+@pytest.mark.cluster
 @pytest.mark.parametrize(
     "code, words",
     [
@@ -141,6 +142,7 @@ def test_how_a_task_ended(state, words):
     assert supervisor.Task("ps", 3, [], "", **state).how() == words
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize(
     "code, words",
     [
@@ -195,91 +197,6 @@ def test_chief_that_ends_without_a_result_has_failed(launched, tmp_path, is_ther
     with pytest.raises(TrainingFailed, match=f"^worker 0 has ended, but written no {result}$"):
         launched(lambda: 0)
     assert launched(lambda: launch.write_json(result, {"steps": 1}) or 0) == 0
-
-
-@pytest.fixture
-def check(tmp_path, monkeypatch, user_error, capsys):
-    """A function that lets a script, this code, look at the input. Returns what was noted, or the error, and what was shown."""
-    begin = """
-import ctypes, os, pathlib, signal, sys, time
-from common import words
-if sys.argv[-1] != "--check":
-    sys.exit("not a check")
-"""
-
-    def check(code, hang_secs=60):
-        (tmp_path / "scheme.py").write_text(begin + code)
-        problem = {"data": "d.py:f", "model": "m.py:f", "num_workers": 2, "batch_size": 32, "window": 1}
-        settings = Settings(hang_secs=hang_secs, loss=None, warmup_steps=0, **problem)
-        try:
-            with warm.WarmProcess() as process:
-                return input_check.check_input(tmp_path / "scheme.py", [], settings, process), capsys.readouterr().out
-        except UserError as error:
-            assert "\n" not in str(error)
-            return str(error), capsys.readouterr().out
-
-    return check
-
-
-LOADS, BUILDS = "words.doing(words.LOADING)\n", "words.doing(words.BUILDING)\n"
-
-
-def test_check_says_how_long_each_part_took(check):
-    found = "pathlib.Path(os.environ['LAUNCHER_FOUND']).write_text('[1]')\n"
-    (seconds, known), _ = check(f"{LOADS}time.sleep(0.2)\n{BUILDS}{found}words.doing(words.CHECKED)\nwords.work_is_done()")
-    assert known == [1]
-    # How long exactly is up to when this process hears of it: on a busy machine 0.2 s may look shorter.
-    assert seconds["loading the data"] > 0 and seconds["building the model"] >= 0
-
-
-@pytest.mark.parametrize(
-    "code, words",
-    [
-        (f"{LOADS}ctypes.string_at(0)", "--data=d.py:f: was killed by SIGSEGV while loading the data"),
-        (f"{LOADS}{BUILDS}os.abort()", "--model=m.py:f: was killed by SIGABRT while building the model"),
-        (f"{LOADS}os.kill(os.getpid(), 9)", "--data=d.py:f: was killed by SIGKILL while loading the data"),
-        (f"{LOADS}sys.exit(130)", "--data=d.py:f: it raised KeyboardInterrupt"),
-        (f"{LOADS}sys.exit(0)", "--data=d.py:f: it ended the program, with exit status 0, in place of returning"),
-        (f"{LOADS}os._exit(5)", "--data=d.py:f: it ended the program, with exit status 5, in place of returning"),
-        (f"{LOADS}raise MemoryError", "--data=d.py:f: ran out of memory (MemoryError) while loading the data"),
-        (f"{LOADS}print('scheme.py: no', file=sys.stderr); sys.exit(2)", "no"),
-        ("raise ImportError('libthis.so')", "ImportError: libthis.so"),
-        ("sys.exit(0)", "the check of data and model: it ended the program, with exit status 0, in place of returning"),
-    ],
-)
-def test_check_that_fails(check, code, words):
-    assert check(code)[0] == words
-
-
-def test_check_that_the_kernel_kills_for_want_of_memory(check, monkeypatch):
-    """As a container with too little memory does, when the data are larger than that."""
-    for after, number, how in (7, 9, "was killed by SIGKILL"), (8, 9, RAN_OUT), (8, 11, "was killed by SIGSEGV"):
-        counts = iter([7, after])
-        monkeypatch.setattr(supervisor, "count_oom_kills", lambda counts=counts: next(counts))
-        assert check(f"{LOADS}os.kill(os.getpid(), {number})")[0] == f"--data=d.py:f: {how} while loading the data"
-
-
-def test_check_that_hangs_is_said_and_ended_with_its_children(check, tmp_path, monkeypatch):
-    monkeypatch.setattr(input_check, "CHECK_SECONDS", 0.1)
-    hangs = f"pid = os.fork()\nif pid: open({str(tmp_path / 'pid')!r}, 'w').write(str(pid))\n{LOADS}signal.pause()"
-    error, out = check(hangs, hang_secs=3)
-    assert error == "--data=d.py:f did not come to an end within 3 s; if it needs more, give a larger --hang_secs"
-    assert out.startswith("checking the data and the model before the tasks start; it is ") and out.count("\n") == 1
-    assert wait_until_gone([int((tmp_path / "pid").read_text())]) == []
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_check_ends_with_its_launcher(run_dir, tmp_path, number):
-    """The same with Ctrl-C, which reaches the launcher alone."""
-    (tmp_path / "d.py").write_text(f"import time\n\n\ndef load():\n    open('{tmp_path}/begun', 'w')\n    time.sleep(1e6)\n")
-    os.mkfifo(tmp_path / "begun")
-    command = [sys.executable, str(HOGWILD), "--launch", f"--data={tmp_path}/d.py:load", f"--run_dir={run_dir}"]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    (tmp_path / "begun").read_bytes()
-    checking = processes(run_dir, "--check")
-    process.send_signal(number)
-    process.wait(SECONDS)
-    assert len(checking) == 1 and wait_until_gone(checking) == []
 
 
 @pytest.fixture
