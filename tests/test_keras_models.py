@@ -1,4 +1,4 @@
-"""Keras models of many kinds, each under two of five schemes: what came of each, and the table in README.md."""
+"""Keras models of many kinds, each under one of five schemes: what came of each, and the table in README.md."""
 
 import math
 
@@ -6,6 +6,9 @@ import keras_models
 import pytest
 
 from common import data
+
+LARGE = ["resnet50", "efficientnet"]  # each takes a minute; all kinds of their layers are in other rows
+TESTED = [name for name in keras_models.MODELS if name not in LARGE]
 
 
 def rows():
@@ -33,19 +36,18 @@ def test_samples_are_taken(name):
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """The results of all models, in two processes."""
-    return keras_models.outcomes(most=2)
+    """The results of these models, in two processes."""
+    return keras_models.outcomes(TESTED, most=1)
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("name", keras_models.MODELS)
+@pytest.mark.parametrize("name", TESTED)
 def test_model(name, outcomes):
-    """Its schemes train it, and `model.keras` gives the metrics that were reported; or it is refused as the table says."""
+    """A scheme trains it, and `model.keras` gives the metrics that were reported; or it is refused as the table says."""
     row, outcome = keras_models.MODELS[name], outcomes[name]
     if row.refused:
         assert outcome == {"refused": rows()[name][-1].strip("`")}
         return
-    assert len(outcome["schemes"]) == min(2, len(row.schemes))
-    for scheme, loss in outcome["schemes"].items():
-        assert math.isfinite(loss["after"]) and loss["after"] != loss["before"], scheme
+    ((scheme, loss),) = outcome["schemes"].items()
+    assert math.isfinite(loss["after"]) and loss["after"] != loss["before"], scheme
     assert outcome["loaded"] == pytest.approx(outcome["reported"], rel=1e-3, abs=1e-5)
