@@ -1,6 +1,6 @@
 """Fragments of x̃ that are exchanged in turn, `send` and `receive` of `center.together`: what they cost, and who waits for what.
 
-That Streaming-DiLoCo computes what its formula says is tested in `test_synchronous_schemes.py`.
+That Streaming-DiLoCo computes what its formula says is tested in `test_schemes.py`.
 """
 
 import types
@@ -82,7 +82,7 @@ def test_the_ps_wait_and_read_while_the_worker_trains(place, pull):
         assert any("Dequeue" in op.type for op in ancestors(reads))  # not before the update is made
 
 
-@pytest.mark.parametrize("fragments", [1, 2, 5])
+@pytest.mark.parametrize("fragments", [1, 5])
 def test_an_exchange_moves_one_fragment(load_scheme, fragments):
     """Bytes of each send and each receive; there are a few more, of steps and of numbers."""
     digits, names = data.load("digits"), {"momentum": 0.9, "weight_decay": 0.1, "local_learning_rate": 0.1}
@@ -135,7 +135,7 @@ def test_a_chief_that_comes_back_does_not_disturb_the_turns(place, initialized):
         session.run(each.enter)
     clocks = waits[0]._clocks.read()
     at, updates = [0, 0], 0
-    for turn in range(60):
+    for turn in range(45):
         if turn in (7, 22):
             newest = max(session.run(clocks))
             session.run(waits[0].enter)

@@ -1,302 +1,325 @@
-"""Every scheme against NumPy, written again from its formula: two workers, step by step, in orders that make pushes stale.
+"""Every scheme against its oracle in NumPy: one table, scheme × order of workers × number of ps × option.
 
-A new scheme belongs into `SCHEMES`.
+A new scheme belongs, with its oracle, into `SCHEMES` or `TOGETHER` of oracle.py. That updates are right in orders that workers
+choose, and in calls of several rounds, is tested here; what is special to one scheme stands behind that.
 """
 
 import random
 import types
-from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from oracle import RATE, Adam, Problem, messages, messages_in_a_row
+from oracle import (
+    ALL,
+    MORE,
+    OF_FOLDERS,
+    RATE,
+    ROUNDS,
+    SCHEMES,
+    TOGETHER,
+    Problem,
+    at_once,
+    close,
+    in_turn,
+    inverse,
+    messages,
+    messages_in_a_row,
+    overtaken,
+    shuffled,
+    written_again,
+)
+from order import races
 
 from common import ending, tf
-from common.center import GlobalParameters
+from common.center import GlobalParameters, fragments_of
 from common.local import LocalParameters
-from common.replay import Replay
 from common.schedules import hyperparameters
 from common.steps import build_rounds, build_steps, repeat_rounds, timed_rounds
 
-ROUNDS = 20
-
-# Each is the life of a worker i of problem p; at a yield another worker may do its steps.
-
-
-def hogwild(p, i):
-    while True:
-        x, pulled = p.pull(i)
-        yield
-        gradients = p.descend(i, x)
-        yield
-        p.update(i, pulled, -RATE * p.factor() * sum(gradients))
-        yield
-
-
-def adagrad(x, slots, g, factor):
-    """Returns what Adagrad makes of x and its slots."""
-    slots = slots + g**2
-    return x - RATE * factor * g / np.sqrt(slots), slots
-
-
-def downpour_easy(p, i):
-    while True:
-        x, pulled = p.pull(i)
-        yield
-        a = sum(p.descend(i, x))
-        yield
-        new, p.slots = adagrad(p.center, p.slots, a, p.factor())
-        p.update(i, pulled, new - p.center)
-        yield
+# Whose calls loop and are timed, too: one of each way to pull, to push and to wait.
+LONG_RUNS = (
+    "HogWild",
+    "DOWNPOUR",
+    "AEASGD",
+    "Dynamic-SGD",
+    "Synchronous-SGD",
+    "Streaming-DiLoCo",
+    "SparseLoCo",
+    "Semi-Synchronous-SGD",
+)
+# Whose graphs are those of a neighbour but for a constant.
+LIKE_A_NEIGHBOUR = (
+    "R = 2",
+    "R = ∞",
+    "Asynchronous-DiLoCo, c > 0",
+    "SlowMo",
+    "one backup worker",
+    "no bound",
+    "in step",
+    "issync",
+)
 
 
-def downpour(p, i):
-    n_push, n_fetch = p.hp.window, p.hp.n_fetch or p.hp.window
-    a, slots, step = np.zeros(4), np.full(4, 0.1), 0
-    while True:
-        if step % n_fetch == 0:
-            x, pulled = p.pull(i)
-            yield
-        g = p.gradient(i, x)
-        a = a + g
-        x, slots = adagrad(x, slots, g, p.factor(i))
-        step += 1
-        if step % n_push == 0 or step % n_fetch == 0:
-            yield
-        if step % n_push == 0:
-            new, p.slots = adagrad(p.center, p.slots, a, p.factor())
-            p.update(i, pulled, new - p.center)
-            a = np.zeros(4)
-            yield
+def unequal(scheme, batches):
+    """The batches; of a scheme whose workers weigh as much as their samples, one has three, the other seven."""
+    return [[part[0][:3], part[1]] for part in batches] if scheme.hp.get("weigh_by_samples") else batches
 
 
-def agn(p, i):
-    while True:
-        x, pulled = p.pull(i)
-        yield
-        gradients = p.descend(i, x)
-        yield
-        p.update(i, pulled, -RATE * p.factor() * np.mean(gradients, axis=0))
-        yield
-
-
-def dynamic_sgd(p, i):
-    while True:
-        x, pulled = p.pull(i)
-        yield
-        g = sum(p.descend(i, x))
-        yield
-        tau = p.version - pulled
-        p.update(i, pulled, -RATE * p.factor() * g / (tau + 1))
-        yield
-
-
-def ringmaster_asgd(p, i):
-    while True:
-        x, pulled = p.pull(i)
-        yield
-        g = sum(p.descend(i, x))
-        yield
-        if p.version - pulled < p.hp.staleness_threshold:
-            p.update(i, pulled, -RATE * p.factor() * g)
-        else:
-            p.dropped.append((i, p.version))
-        yield
-
-
-def dc_asgd(p, i):
-    while True:
-        x, pulled = p.pull(i)
-        yield
-        g = sum(p.descend(i, x))
-        yield
-        strength = p.hp.lambda0
-        if p.hp.adaptive:
-            p.mean_square = 0.95 * p.mean_square + 0.05 * g**2
-            strength = strength / np.sqrt(p.mean_square + 1e-7)
-        p.update(i, pulled, -RATE * p.factor() * (g + strength * g * g * (p.center - x)))
-        yield
-
-
-def aeasgd(p, i):
-    x = p.start
-    while True:
-        for _ in range(p.hp.window):
-            x = x - RATE * p.factor(i) * p.gradient(i, x) - p.decayed(x, p.factor(i), "worker")
-        yield
-        center, read = p.pull(i)
-        e = p.hp.beta / p.present * (x - center)
-        yield
-        x = x - e
-        p.update(i, read, e)
-        yield
-
-
-def aeamsgd(p, i):
-    x, v = p.start, np.zeros(4)
-    while True:
-        for _ in range(p.hp.window):
-            v = p.hp.momentum * v - RATE * p.factor(i) * p.gradient(i, x + p.hp.momentum * v)
-            x = x + v - p.decayed(x, p.factor(i), "worker")
-        yield
-        center, read = p.pull(i)
-        e = p.hp.beta / p.present * (x - center)
-        yield
-        x = x - e
-        p.update(i, read, e)
-        yield
-
-
-def asynchronous_diloco(p, i):
-    hp, adam = p.hp, Adam()
-    n, c, beta = hp.buffer_size or 2, hp.momentum_activation, hp.momentum
-    while True:
-        x, pulled = p.pull(i)
-        yield
-        start = x
-        yield
-        for _ in range(hp.window):
-            g, rate = p.gradient(i, x), p.factor(i) * hp.local_learning_rate
-            x = x - p.decayed(x, p.factor(i), "worker", hp.local_learning_rate)
-            x = x - rate * hp.weight_decay * x + adam(g, rate)
-        yield
-        delta, a = start - x, c
-        p.sum = p.sum + delta
-        if (p.version + 1) % n == 0:
-            p.momentum, p.sum, a = beta * p.momentum + p.sum / n, np.zeros(4), 1 - c * n + c
-        p.update(i, pulled, -RATE * (delta / n + a * beta * p.momentum))
-        yield
-
-
-class Scheme(NamedTuple):
-    """A folder, its function, the same in NumPy, how many steps a round has, and hyperparameters."""
-
-    folder: str
-    name: str
-    life: object
-    steps: int = 3
-    hp: dict = {}
-
-    def hyperparameters(self, window):
-        """All that any of the schemes asks for."""
-        others = {"window": window, "learning_rate": RATE, "num_workers": 2, "local_optimizer": "sgd"}
-        return types.SimpleNamespace(**{**others, "local_learning_rate": None, **self.hp})
-
-
-DELAYED = {
-    "buffer_size": None,
-    "momentum_activation": 0.0,
-    "dynamic_steps": False,
-    "momentum": 0.9,
-    "weight_decay": 0.3,
-    "local_learning_rate": 0.3,
-    "optimizer_on": "worker",
-}
-SCHEMES = {
-    "HogWild": Scheme("HogWild", "hogwild", hogwild),
-    "HogWild, overlap": Scheme("HogWild", "hogwild", hogwild, hp={"overlap": True}),
-    "DOWNPOUR-Easy": Scheme("DOWNPOUR-Easy", "downpour_easy", downpour_easy),
-    "DOWNPOUR": Scheme("DOWNPOUR", "downpour", downpour, hp={"n_fetch": None}),
-    "DOWNPOUR, overlap": Scheme("DOWNPOUR", "downpour", downpour, hp={"n_fetch": None, "overlap": True}),
-    "AGN": Scheme("AGN", "agn", agn),
-    "Dynamic-SGD": Scheme("Dynamic-SGD", "dynamic_sgd", dynamic_sgd),
-    "Ringmaster-ASGD": Scheme("Ringmaster-ASGD", "ringmaster_asgd", ringmaster_asgd, hp={"staleness_threshold": 1.0}),
-    "DC-ASGD": Scheme("DC-ASGD", "dc_asgd", dc_asgd, hp={"adaptive": False, "lambda0": 0.1}),
-    "DC-ASGD, adaptive": Scheme(
-        "DC-ASGD", "dc_asgd", dc_asgd, hp={"adaptive": True, "lambda0": 0.5, "mean_square_decay": 0.95}
-    ),
-    "AEASGD": Scheme("AEASGD", "aeasgd", aeasgd, hp={"beta": 0.9, "optimizer_on": "worker"}),
-    "AEAMSGD": Scheme("AEAMSGD", "aeamsgd", aeamsgd, hp={"beta": 0.9, "momentum": 0.5, "optimizer_on": "worker"}),
-    "Asynchronous-DiLoCo": Scheme("Asynchronous-DiLoCo", "asynchronous_diloco", asynchronous_diloco, 4, DELAYED),
-    "Asynchronous-DiLoCo, c > 0": Scheme(
-        *("Asynchronous-DiLoCo", "asynchronous_diloco", asynchronous_diloco, 4),
-        {**DELAYED, "buffer_size": 3, "momentum_activation": 0.2},
-    ),
-}
-# DOWNPOUR whose intervals differ has rounds of several pulls or pushes.
-INTERVALS = {
-    "fetches seldom": (2, Scheme("DOWNPOUR", "downpour", downpour, steps=5, hp={"n_fetch": 4})),
-    "pushes seldom": (4, Scheme("DOWNPOUR", "downpour", downpour, steps=5, hp={"n_fetch": 2})),
-    "neither divides the other": (2, Scheme("DOWNPOUR", "downpour", downpour, steps=9, hp={"n_fetch": 3})),
-    "pushes seldom, overlap": (4, Scheme("DOWNPOUR", "downpour", downpour, steps=5, hp={"n_fetch": 2, "overlap": True})),
-    "neither, overlap": (2, Scheme("DOWNPOUR", "downpour", downpour, steps=9, hp={"n_fetch": 3, "overlap": True})),
-}
-
-
-def in_turn(steps):
-    """The workers whose steps come one after the other: whole rounds in turn."""
-    return ([0] * steps + [1] * steps) * (ROUNDS // 2)
-
-
-def at_once(steps):
-    """Both do each step of a round before either does the next: both pull, then both push."""
-    return [0, 1] * steps * (ROUNDS // 2)
-
-
-def overtaken(steps):
-    """One begins its round, the other does two, and only then the first goes on; then the other way round."""
-    order = []
-    for holder in [0, 1] * 3:
-        order += [holder, *[1 - holder] * 2 * steps, *[holder] * (steps - 1)]
-    return order + [0] * steps + [1] * steps
-
-
-def shuffled(steps):
-    """Ten rounds of each, interleaved at random."""
-    order = [0, 1] * steps * (ROUNDS // 2)
-    random.Random(0).shuffle(order)
-    return order
-
-
-ORDERS = [in_turn, at_once, overtaken, shuffled]
-
-
-class Walk(NamedTuple):
-    """The result of twenty rounds: x̃; of each update worker, staleness and the global step after it; what was dropped."""
-
-    center: np.ndarray
-    log: list
-    dropped: list = []
+def alone(scheme, num_ps):
+    """The hyperparameters of its only worker."""
+    hp = scheme.hyperparameters(2, num_ps)
+    hp.num_workers, hp.learning_rates = 1, [RATE]
+    return hp
 
 
 @pytest.fixture
-def walk(replays):
-    """A function that takes the steps of a scheme in this order of workers."""
+def on_three_ps(replays, batches):
+    """A function that gives the `Replay` of a scheme on three ps, with a schedule and weight decay."""
 
-    def walk(scheme, order, window=3, num_ps=1, schedule=None):
-        replay = replays(scheme, scheme.hyperparameters(window), num_ps, schedule)
-        assert replay.take(order) == order
-        return Walk(replay.center, [(u.worker, u.staleness, u.updated) for u in replay.updates], replay.dropped)
+    def on_three_ps(scheme):
+        scheme = scheme.decaying()
+        return replays(scheme, scheme.hyperparameters(3, 3), 3, inverse, unequal(scheme, batches))
+
+    return on_three_ps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALL)
+def test_exact(model, on_three_ps, batches, name):
+    """x̃; which worker made which update, and how stale; what was dropped; which worker had to wait when."""
+    scheme, batches, replay = ALL[name].decaying(), unequal(ALL[name], batches), on_three_ps(ALL[name])
+    for order, steps in scheme.orders().items():
+        replay.restart()
+        taken = replay.take(steps)
+        expected = written_again(scheme, steps, model.initial_parameters, batches, 3, 3, schedule=inverse)
+        close(replay.center, expected.center, model.initial_parameters, 0.1 if order != "uneven" else 0.05)
+        assert len(expected.log) + len(expected.dropped) >= ROUNDS
+        log = [(update.worker, update.staleness, update.updated) for update in replay.updates]
+        assert (log, replay.dropped, taken) == (expected.log, expected.dropped, expected.taken), order
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in ALL if name not in LIKE_A_NEIGHBOUR])
+def test_rounds_in_one_call(model, graph, load_scheme, initialized, known_batches, batches, servers, name):
+    """As a worker runs them, here the only one, on three ps: rounds, timed ones, a loop. No operations race."""
+    scheme, (task, server) = ALL[name].decaying(), servers(3)
+    values = alone(scheme, 3)
+    center = GlobalParameters(model.initial_parameters, 3, task.device_fn(), inverse, fragments=fragments_of(values))
+    with tf.device(task.device):
+        local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
+        rule, hp = load_scheme(scheme.folder, scheme.name), hyperparameters(values, center, local)
+        calls = [build_rounds(rule, center, local, hp, 2 if center.fragments == 1 else 1)]
+        fetched = [each.name.partition(":")[0] for each in tf.nest.flatten(list(calls[0]))]
+        assert races(tf.graph_util.extract_sub_graph(graph.as_graph_def(), fetched)) == []
+        if name in LONG_RUNS:
+            calls += [repeat_rounds(rule, center, local, hp, 1, 3), timed_rounds(rule, center, local, hp, 2)]
+    session = initialized(center, local, target=server.target)
+    if scheme.waits:
+        session.run(center.waits(local).enter)
+    steps = np.concatenate([session.run(rounds).steps for rounds in calls]).tolist()
+    problem = Problem(model.initial_parameters, batches, values, inverse, present=1, apart=True)
+    life = scheme.life(problem, 0)
+    while problem.version < len(steps):
+        next(life)
+    assert steps == [[i, i + 1] for i in range(len(steps))] and len(steps) >= 2
+    close(session.run(center.read()[0]), problem.center, model.initial_parameters, 0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*OF_FOLDERS, "HogWild, overlap", "DOWNPOUR, overlap"])
+def test_messages_of_a_round(model, graph, load_scheme, initialized, known_batches, batches, servers, name):
+    """On one ps, without a schedule: one each way, none between rounds, and the steps of all rounds together.
+
+    An elastic exchange asks for x̃ first. With overlap a call begins with the step that is known, and ends with the one at which
+    x̃ was read for the next call. To wait costs no message; schemes of updates together say once a call whether it is over.
+
+    A loop costs up to three each time around (each is listed once, however often it goes around), and the ps waits at the end
+    for an answer. x̃ is then what NumPy gives.
+    """
+    scheme, rounds, (task, server) = ALL[name], 2, servers(1)
+    values = alone(scheme, 1)
+    center = GlobalParameters(model.initial_parameters, 1, task.device_fn(), fragments=fragments_of(values))
+    with tf.device(task.device):
+        local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
+        rule, hp = load_scheme(scheme.folder, scheme.name), hyperparameters(values, center, local)
+        calls = {False: build_rounds(rule, center, local, hp, rounds)}
+        if name in ("HogWild", "HogWild, overlap", "AEASGD", "Dynamic-SGD"):
+            calls[True] = repeat_rounds(rule, center, local, hp, rounds, times=3)
+    session = initialized(center, local, target=server.target)
+    if scheme.waits:
+        session.run(center.waits(local).enter)
+    problem = Problem(model.initial_parameters, batches, values, present=1)
+    life, ahead = scheme.life(problem, 0), int(scheme.hp.get("overlap", False))
+    for in_a_loop, built in calls.items():
+        sent, exchanges = messages(session, built), rounds * center.fragments
+        asks, least, most = name.startswith("AE"), *((1, 4) if in_a_loop else (0, 0))
+        at_the_end = 2 if scheme.waits and name != "Semi-Synchronous-SGD" else 1
+        assert sent.count(("/job:ps", "/job:worker")) == exchanges + at_the_end + ahead
+        to_ps = sent.count(("/job:worker", "/job:ps"))
+        assert least <= to_ps - ahead - exchanges * (2 if asks else 1) <= most
+        assert len(sent) == exchanges + at_the_end + ahead + to_ps
+    while problem.version < session.run(center.step):
+        next(life)
+    close(session.run(center.read()[0]), problem.center, model.initial_parameters, 0.01)
+
+
+# --- What follows from the formulas, of the oracles alone: `test_exact` says that the schemes do the same ---
+
+
+@pytest.fixture
+def walk(model, batches):
+    """A function that takes the steps of a scheme in this order of workers, by NumPy."""
+
+    def walk(scheme, order, window=3, num_ps=1, **hp):
+        scheme = scheme._replace(hp={**scheme.hp, **hp})
+        return written_again(scheme, order, model.initial_parameters, unequal(scheme, batches), window, num_ps)
 
     return walk
 
 
-def written_again(scheme, order, start, batches, window=3, **more):
-    """The same by NumPy."""
-    problem = Problem(start, batches, scheme.hyperparameters(window), **more)
-    workers = [scheme.life(problem, i) for i in range(2)]
-    for worker in order:
-        next(workers[worker])
-    return Walk(problem.center, problem.log, problem.dropped)
+def test_staleness_of_the_orders(walk):
+    """How many updates of others came between pull and push; a worker that pushes twice since its pull is not stale itself."""
+
+    def staleness(scheme, order):
+        return [tau for _, tau, _ in walk(scheme, order).log]
+
+    assert staleness(SCHEMES["HogWild"], in_turn(3)) == [0] * 20
+    assert staleness(SCHEMES["HogWild"], at_once(3)) == [0, 1] * 10
+    assert staleness(SCHEMES["HogWild"], overtaken(3)) == [0, 0, 2] * 6 + [0, 0]
+    assert max(staleness(SCHEMES["HogWild"], shuffled(3))) > 1
+    assert staleness(MORE["fetches seldom"], in_turn(5)) == [0] * 40
+    assert staleness(MORE["fetches seldom"], at_once(5)) == [0, 1, 1, 2] * 10
 
 
-def close(ours, expected, start):
-    """That x̃ is what NumPy gives, and went somewhere."""
-    assert np.abs(expected.center - start).max() > 0.1
-    assert np.abs(ours.center - expected.center).max() < 1e-5 * np.abs(expected.center).max()
+def test_each_scheme_is_another(walk):
+    """None is a copy of a neighbour under another name, and staleness matters to each in which nobody waits."""
+    centers = {name: walk(scheme, at_once(scheme.steps)).center for name, scheme in SCHEMES.items()}
+    for name, scheme in SCHEMES.items():
+        assert np.abs(walk(scheme, in_turn(scheme.steps)).center - centers[name]).max() > 1e-3
+    centers |= {name: walk(scheme, scheme.orders()["long_shuffled"]).center for name, scheme in TOGETHER.items()}
+    names = list(centers)
+    for i, one in enumerate(names):
+        for other in names[:i]:
+            assert np.abs(centers[one] - centers[other]).max() > 1e-4, f"{one} and {other} do the same"
 
 
-@pytest.mark.parametrize(("window", "num_ps"), [(1, 1), (3, 2)])
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
-def test_exact(model, walk, batches, scheme, order, window, num_ps):
-    """x̃ after twenty rounds, and the staleness of each update."""
-    steps = order(scheme.steps)
-    ours = walk(scheme, steps, window, num_ps)
-    expected = written_again(scheme, steps, model.initial_parameters, batches, window)
-    assert len(expected.log) + len(expected.dropped) == ROUNDS
-    close(ours, expected, model.initial_parameters)
-    assert (ours.log, ours.dropped) == (expected.log, expected.dropped)
+def test_where_schemes_agree(walk):
+    """Schemes that are the same by their formulas are the same."""
+
+    def same(one, other, order=in_turn, window=3, num_updates=20, **hp):
+        walks = [walk(ALL[name], order(ALL[name].steps), window, **more) for name, more in ((one, hp), (other, {}))]
+        np.testing.assert_allclose(walks[0].center, walks[1].center, rtol=1e-9)
+        assert walks[0].log == walks[1].log and len(walks[0].log) == num_updates
+
+    same("AGN", "HogWild", window=1)
+    same("Dynamic-SGD", "HogWild")  # nothing is stale in turn
+    same("DC-ASGD", "HogWild")
+    same("DC-ASGD", "HogWild", at_once, lambda0=0.0)
+    same("AEAMSGD", "AEASGD", at_once, momentum=0.0)
+    same("DOWNPOUR", "DOWNPOUR-Easy", at_once, window=1)
+
+    def together(name, other, steps=5, other_steps=5, window=3, more=(), **hp):
+        ours, theirs = (
+            walk(TOGETHER[name], [0, 1] * steps * 20, window, **hp),
+            walk(TOGETHER[other], [0, 1] * other_steps * 20, window, **dict(more)),
+        )
+        np.testing.assert_allclose(ours.center, theirs.center, rtol=1e-9)
+        assert ours.log == theirs.log and len(ours.log) >= 38
+
+    together("Synchronous-SGD-different-learning-rates", "Synchronous-SGD", 4, 4, 1, learning_rates=[RATE / 2, RATE / 2])
+    together("Local-SGD", "Synchronous-SGD", 5, 4, 1)
+    slow = {"slow_momentum": 0.5, "slow_learning_rate": 0.8}
+    together("Local-SGD", "SlowMo", more=slow, **slow)
+    together("Streaming-DiLoCo", "DiLoCo", 4, 5, fragments=1, overlap_steps=0, mixing=0.0)
+    everything = {"chunk_size": 3, "top": 3, "value_bits": 32, "error_decay": 1.0}  # so that nothing is kept
+    together("SparseLoCo", "DiLoCo", 6, 5, more={"momentum": 0.0}, learning_rate=RATE, **everything)
+
+
+def test_ringmaster_throws_away_what_is_too_stale(walk, on_three_ps):
+    """Nothing with R = ∞, which is HogWild to the last bit; with R = 2 what is stale by 2."""
+    all, hogwild = on_three_ps(MORE["R = ∞"]), on_three_ps(SCHEMES["HogWild"])
+    for order in overtaken, shuffled:
+        for replay in all, hogwild:
+            replay.restart()
+            replay.take(order(3))
+        assert all.center.tobytes() == hogwild.center.tobytes()
+        assert (all.updates, all.dropped) == (hogwild.updates, [])
+    assert [worker for worker, _ in walk(MORE["R = 2"], overtaken(3)).dropped] == [0, 1] * 3  # the one that was overtaken
+
+
+def test_asynchronous_diloco_of_one_worker_is_diloco(model, batches):
+    """With N = 1, whatever c is. With another N it is not."""
+
+    def alone(name, **hp):
+        scheme = ALL[name]
+        scheme = scheme._replace(hp={**scheme.hp, "local_learning_rate": 0.1, **hp})
+        problem = Problem(model.initial_parameters, batches, scheme.hyperparameters(3), present=1)
+        life = scheme.life(problem, 0)
+        while problem.version < ROUNDS:
+            next(life)
+        return problem.center
+
+    diloco = alone("DiLoCo", momentum=0.9)
+    np.testing.assert_allclose(alone("Asynchronous-DiLoCo", buffer_size=1), diloco, rtol=1e-9)
+    np.testing.assert_allclose(alone("Asynchronous-DiLoCo", buffer_size=1, momentum_activation=1.0), diloco, rtol=1e-9)
+    assert np.abs(alone("Asynchronous-DiLoCo", buffer_size=2) - diloco).max() > 1e-3
+
+
+def test_overlap_is_one_round_staler(walk, model, batches):
+    """It counts others' updates since the pull of the round before. The first two rounds begin with the same x̃."""
+    scheme, without = SCHEMES["HogWild, overlap"], SCHEMES["HogWild"]
+    # Rounds in turn: one update of the other in each round since.
+    assert [tau for _, tau, _ in walk(scheme, in_turn(3)).log] == [0, *[1] * 19]
+    # Both pull, then both push: the other's of the round before, and for the second one that of this round.
+    assert [tau for _, tau, _ in walk(scheme, at_once(3)).log] == [0, 1, *[1, 2] * 9]
+    for order in in_turn, at_once:
+        assert np.abs(walk(scheme, order(3)).center - walk(without, order(3)).center).max() > 1e-3
+    alone = walk(scheme, [0] * 3 * 4, window=1)
+    assert alone.log == [(0, 0, 1), (0, 0, 2), (0, 0, 3), (0, 0, 4)]
+    problem = Problem(model.initial_parameters, batches, without.hyperparameters(1))
+    xs = [problem.start]
+    for k in range(4):
+        xs.append(xs[-1] - RATE * problem.gradient(0, xs[max(0, k - 1)]))
+    np.testing.assert_allclose(alone.center, xs[-1], rtol=1e-9)
+
+
+def test_of_two_updates_together_each_has_a_gradient_of_both(walk):
+    log = walk(TOGETHER["Synchronous-SGD"], TOGETHER["Synchronous-SGD"].orders()["long_shuffled"]).log
+    updates = {update for _, _, update in log if log.count((0, 0, update)) == log.count((1, 0, update)) == 1}
+    assert len(log) == 2 * len(updates) or len(log) == 2 * len(updates) + 1  # one may be on its way to the next
+    assert max(updates) == len(updates) > 30
+
+
+def test_a_backup_worker_is_not_waited_for(walk):
+    """The one that comes second is dropped, and never applied late."""
+    ours = walk(TOGETHER["one backup worker"], [0, 1] * 200)
+    assert ours.taken == [0, 1] * 200  # nobody waits
+    assert len(ours.dropped) > 30 and {worker for worker, _ in ours.dropped} == {1}
+    assert [update for _, _, update in ours.log] == list(range(1, len(ours.log) + 1))
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_the_bound_is_never_broken(walk, staleness):
+    """The clock of one that begins a step is at most s ahead of the slowest. And reaches that."""
+    scheme = TOGETHER["Semi-Synchronous-SGD"]
+    clocks, position, leads = [0, 0], [0, 0], []
+    for worker in walk(scheme, scheme.orders()["uneven"], staleness=staleness).taken:
+        position[worker] += 1
+        if position[worker] % 5 == 1:  # it has come through the wait
+            leads.append(clocks[worker] - min(clocks))
+        clocks[worker] += position[worker] % 5 == 0
+    assert max(leads) == staleness and len(leads) > 10
+
+
+def test_workers_weigh_as_much_as_their_samples(walk, model, batches):
+    """One has three batches, the other seven; weighed alike they lead elsewhere."""
+    scheme = TOGETHER["slow momentum"]
+    order, alike = scheme.orders()["long_shuffled"], scheme._replace(hp={**scheme.hp, "weigh_by_samples": False})
+    weighed = walk(scheme, order).center
+    assert np.abs(weighed - written_again(alike, order, model.initial_parameters, unequal(scheme, batches)).center).max() > 1e-3
+
+
+# --- Of single schemes ---
 
 
 def come_and_go(rng, here, places):
@@ -312,11 +335,9 @@ def come_and_go(rng, here, places):
 
 
 @pytest.mark.parametrize("name", ["AEASGD", "AEAMSGD"])
-@pytest.mark.parametrize("seed", range(3))
-def test_elastic_force_is_that_of_the_workers_who_are_there(graph, model, batches, known_batches, load_scheme, name, seed):
+def test_elastic_force_is_that_of_the_workers_who_are_there(graph, model, batches, known_batches, load_scheme, name):
     """α = β/n with the n of the moment at which x̃ is read. Two of them train, others come, leave and die between any steps."""
-    scheme: Any = SCHEMES[name]
-    places, rng = 5, random.Random(seed)
+    scheme, places, rng = SCHEMES[name], 5, random.Random(0)
     hp = types.SimpleNamespace(**vars(scheme.hyperparameters(3)), max_workers=places)
     center = GlobalParameters(model.initial_parameters)
     center.present = present = ending.Present("")
@@ -344,11 +365,11 @@ def test_elastic_force_is_that_of_the_workers_who_are_there(graph, model, batche
             session.run(steps[worker][at[worker]].fetches())
             next(lives[worker])
             at[worker] = (at[worker] + 1) % scheme.steps
-        ours = Walk(session.run(center.read()[0]), [])
+        ours = session.run(center.read()[0])
     assert counts == {2, 3, 4, 5}
-    close(ours, Walk(problem.center, []), model.initial_parameters)
+    close(ours, problem.center, model.initial_parameters)
     problem_of_two = written_again(scheme, shuffled(scheme.steps) * 2, model.initial_parameters, batches)
-    assert np.abs(ours.center - problem_of_two.center).max() > 1e-3  # n matters
+    assert np.abs(ours - problem_of_two.center).max() > 1e-3  # n matters
 
 
 def test_elastic_force_in_a_loop_of_the_graph(graph, model, batches, known_batches, load_scheme):
@@ -362,7 +383,7 @@ def test_elastic_force_in_a_loop_of_the_graph(graph, model, batches, known_batch
     build_rounds(rule, center, local, hp)
     loop = repeat_rounds(rule, center, local, hp, 2, times)
     problem = Problem(model.initial_parameters, batches, scheme.hyperparameters(3))
-    life = aeasgd(problem, 0)
+    life = scheme.life(problem, 0)
     with tf.Session() as session:
         session.run(tf.global_variables_initializer(), center.init_feed_dict)
         session.run(tf.local_variables_initializer(), local.init_feed_dict)
@@ -372,228 +393,44 @@ def test_elastic_force_in_a_loop_of_the_graph(graph, model, batches, known_batch
             problem.present = 1 + i
             for _ in range(2 * i * scheme.steps):
                 next(life)
-        ours = Walk(session.run(center.read()[0]), [])
-    close(ours, Walk(problem.center, []), model.initial_parameters)
-
-
-@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
-@pytest.mark.parametrize("decay", [0, 0.5])
-def test_schedule_and_weight_decay(model, walk, batches, scheme, decay):
-    """A learning rate that falls with the global step: on the ps of its update, on a worker of its last pull."""
-    steps, schedule = shuffled(scheme.steps), lambda step: 1 / (1 + 0.3 * step)
-    scheme = scheme._replace(hp={**scheme.hp, "decay": decay})
-    ours = walk(scheme, steps, schedule=lambda step: schedule(tf.cast(step, tf.float32)))
-    close(ours, written_again(scheme, steps, model.initial_parameters, batches, schedule=schedule), model.initial_parameters)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(("window", "scheme"), INTERVALS.values(), ids=INTERVALS)
-def test_downpour_with_two_intervals(model, walk, batches, scheme, order, window):
-    steps = order(scheme.steps)
-    ours = walk(scheme, steps, window)
-    expected = written_again(scheme, steps, model.initial_parameters, batches, window)
-    close(ours, expected, model.initial_parameters)
-    assert ours.log == expected.log
+        close(session.run(center.read()[0]), problem.center, model.initial_parameters)
 
 
 def test_intervals_that_hardly_ever_meet(load_scheme, user_error):
     """Their round would take minutes to build."""
-    scheme = INTERVALS["fetches seldom"][1]._replace(hp={"n_fetch": 1009})
+    hp = types.SimpleNamespace(window=997, n_fetch=1009)
     with user_error("--n_push=997 and --n_fetch=1009 make rounds of 1005973 steps; choose one to divide the other"):
-        build_steps(load_scheme("DOWNPOUR", "downpour"), None, None, scheme.hyperparameters(997))
-
-
-def test_staleness_of_the_orders(model, batches):
-    """The orders differ in what they are named after: how many updates of others came between pull and push."""
-    staleness = {}
-    for order in ORDERS:
-        log = written_again(SCHEMES["HogWild"], order(3), model.initial_parameters, batches).log
-        staleness[order] = [tau for _, tau, _ in log]
-    assert staleness[in_turn] == [0] * 20
-    assert staleness[at_once] == [0, 1] * 10
-    assert staleness[overtaken] == [0, 0, 2] * 6 + [0, 0]
-    assert max(staleness[shuffled]) > 1
-
-
-def test_own_updates_are_not_staleness(model, walk):
-    """A worker that pushes twice since its pull is not made stale by itself."""
-    window, scheme = INTERVALS["fetches seldom"]
-    assert [tau for _, tau, _ in walk(scheme, in_turn(5), window).log] == [0] * 40
-    assert [tau for _, tau, _ in walk(scheme, at_once(5), window).log] == [0, 1, 1, 2] * 10
-
-
-@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
-def test_stale_updates_lead_elsewhere(walk, scheme):
-    """The same batches and the same start: staleness is all that differs, and nothing prevents it, as a lock would."""
-    fresh, stale = (walk(scheme, order(scheme.steps)).center for order in (in_turn, at_once))
-    assert np.abs(fresh - stale).max() > 1e-3
-
-
-def test_each_scheme_is_another(walk):
-    """None is a copy of a neighbour under another name."""
-    centers = {name: walk(scheme, at_once(scheme.steps)).center for name, scheme in SCHEMES.items()}
-    names = list(centers)
-    for i, one in enumerate(names):
-        for other in names[:i]:
-            assert np.abs(centers[one] - centers[other]).max() > 1e-3, f"{one} and {other} do the same"
-
-
-def test_where_schemes_agree(walk):
-    """Schemes that are the same by their formulas are the same."""
-
-    def center(name, order=in_turn, window=3, **hp):
-        scheme = SCHEMES[name]
-        return walk(scheme._replace(hp={**scheme.hp, **hp}), order(scheme.steps), window).center
-
-    def same(one, other):
-        np.testing.assert_allclose(one, other, rtol=1e-5)
-
-    same(center("AGN", window=1), center("HogWild", window=1))
-    same(center("Dynamic-SGD"), center("HogWild"))  # nothing is stale in turn
-    same(center("DC-ASGD"), center("HogWild"))
-    same(center("DC-ASGD", at_once, lambda0=0.0), center("HogWild", at_once))
-    same(center("AEAMSGD", at_once, momentum=0.0), center("AEASGD", at_once))
-    same(center("DOWNPOUR", at_once, window=1), center("DOWNPOUR-Easy", at_once, window=1))
-
-
-def test_ringmaster_throws_away_what_is_too_stale(model, walk, batches):
-    """Nothing with R = ∞, which is HogWild to the last bit; with R = 2 what is stale by 2."""
-    hogwild, ringmaster = SCHEMES["HogWild"], SCHEMES["Ringmaster-ASGD"]
-    for order in overtaken, shuffled:
-        ours = walk(ringmaster._replace(hp={"staleness_threshold": float("inf")}), order(3), num_ps=2)
-        all = walk(hogwild, order(3), num_ps=2)
-        assert ours.center.tobytes() == all.center.tobytes()
-        assert (ours.log, ours.dropped) == (all.log, [])
-    two = ringmaster._replace(hp={"staleness_threshold": 2.0})
-    ours = walk(two, overtaken(3), num_ps=2)
-    expected = written_again(two, overtaken(3), model.initial_parameters, batches)
-    close(ours, expected, model.initial_parameters)
-    assert (ours.log, ours.dropped) == (expected.log, expected.dropped)
-    assert [worker for worker, _ in ours.dropped] == [0, 1] * 3  # the one that was overtaken
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ps", [1, 2])
-def test_asynchronous_diloco_of_one_worker_is_diloco(walk, model, known_batches, batches, load_scheme, num_ps):
-    """With N = 1, whatever c is. With another N it is not."""
-    scheme, steps = SCHEMES["Asynchronous-DiLoCo"], [0] * 4 * ROUNDS
-    centers = []
-    for more in {"buffer_size": 1}, {"buffer_size": 1, "momentum_activation": 1.0}, {"buffer_size": 2}:
-        centers.append(walk(scheme._replace(hp={**scheme.hp, **more}), steps, num_ps=num_ps).center)
-    hp, rule = scheme.hyperparameters(3), load_scheme("DiLoCo", "diloco")
-    replay = Replay(rule, hp, model, lambda i: known_batches(*(b[i] for b in batches), f"batches_{i}"), 1, num_ps)
-    replay.run(ROUNDS)
-    np.testing.assert_allclose(centers[0], replay.center, rtol=1e-5)
-    np.testing.assert_allclose(centers[1], replay.center, rtol=1e-5)
-    assert np.abs(centers[2] - replay.center).max() > 1e-3
-    replay.close()
+        build_steps(load_scheme("DOWNPOUR", "downpour"), None, None, hp)
 
 
 @pytest.mark.parametrize("name", ["AEASGD", "AEAMSGD"])
-def test_replicas_stay_apart(model, known_batches, batches, load_scheme, name):
+def test_replicas_stay_apart(on_three_ps, name):
     """They are not made equal to the center, and an exchange moves both sides by as much."""
-    scheme = SCHEMES[name]
-    make = load_scheme(scheme.folder, scheme.name)
-    replay = Replay(make, scheme.hyperparameters(3), model, lambda i: known_batches(*(b[i] for b in batches), f"batches_{i}"))
-    for worker in [0, 1] * 3 * 5:
-        replay.step(worker)
+    replay = on_three_ps(SCHEMES[name])
+    replay.restart()
+    replay.take([0, 1] * 3 * 5)
     replicas, center = replay.replicas, replay.center
     assert np.abs(replicas[0] - replicas[1]).max() > 1e-3
     assert np.abs(replicas - center).max(axis=1).min() > 1e-3
-    for worker in [0, 1]:
-        replay.step(worker)  # the local steps
+    replay.take([0, 1])  # the local steps
     before = replay.replicas.sum(axis=0) + replay.center
-    for worker in [0, 1, 1, 0]:
-        replay.step(worker)  # the exchange
+    replay.take([0, 1, 1, 0])  # the exchange
     assert np.abs(replay.replicas - replicas).max() > 1e-3
     np.testing.assert_allclose(replay.replicas.sum(axis=0) + replay.center, before, rtol=1e-5, atol=1e-5)
-    replay.close()
-
-
-def test_overlap_is_one_round_staler(model, walk, batches):
-    """It counts others' updates since the pull of the round before. The first two rounds begin with the same x̃."""
-    scheme = SCHEMES["HogWild, overlap"]
-    # Rounds in turn: one update of the other in each round since.
-    assert [tau for _, tau, _ in walk(scheme, in_turn(3)).log] == [0, *[1] * 19]
-    # Both pull, then both push: the other's of the round before, and for the second one that of this round.
-    assert [tau for _, tau, _ in walk(scheme, at_once(3)).log] == [0, 1, *[1, 2] * 9]
-    without = SCHEMES["HogWild"]
-    for order in in_turn, at_once:
-        assert np.abs(walk(scheme, order(3)).center - walk(without, order(3)).center).max() > 1e-3
-    alone = walk(scheme, [0] * 3 * 4)  # the second round trains at the x of the first
-    assert alone.log == [(0, 0, 1), (0, 0, 2), (0, 0, 3), (0, 0, 4)]
-    problem = Problem(model.initial_parameters, batches, without.hyperparameters(1))
-    xs = [problem.start]
-    for k in range(4):
-        xs.append(xs[-1] - RATE * problem.gradient(0, xs[max(0, k - 1)]))
-    np.testing.assert_allclose(walk(scheme, [0] * 3 * 4, window=1).center, xs[-1], rtol=1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ps", [1, 2])
-@pytest.mark.parametrize("name", ["HogWild", "DOWNPOUR", "pushes seldom"])
-def test_overlap_waits_for_half_as_many_messages(model, graph, load_scheme, known_batches, batches, servers, name, num_ps):
-    """Of ten rounds in a call: without it each waits for a pull and a push, with it two rounds do."""
-    task, _ = servers(num_ps)
-    center = GlobalParameters(model.initial_parameters, num_ps, task.device_fn())
+@pytest.mark.parametrize("name", ["HogWild", "pushes seldom"])
+def test_overlap_waits_for_half_as_many_messages(model, graph, load_scheme, known_batches, batches, servers, name):
+    """Of four rounds in a call: without it each waits for a pull and a push, with it two rounds do."""
+    task, _ = servers(1)
+    center = GlobalParameters(model.initial_parameters, 1, task.device_fn())
     with tf.device(task.device):
         local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
         rows = {}
         for kind in "", ", overlap":
-            window, scheme = INTERVALS.get(name + kind) or (1, SCHEMES[name + kind])
-            rule, hp = load_scheme(scheme.folder, scheme.name), hyperparameters(scheme.hyperparameters(window), center, local)
-            rows[kind] = messages_in_a_row(build_rounds(rule, center, local, hp, 10))
+            scheme = ALL[name + kind]
+            rule, hp = load_scheme(scheme.folder, scheme.name), hyperparameters(scheme.hyperparameters(1), center, local)
+            rows[kind] = messages_in_a_row(build_rounds(rule, center, local, hp, 4))
     a_round = 4 if name == "pushes seldom" else 2  # two pulls, one of them after a training
-    assert rows == {"": a_round * 10, ", overlap": a_round * 5}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ps", [0, 1, 2])
-@pytest.mark.parametrize(
-    ("window", "scheme"),
-    [*[(2, scheme) for scheme in SCHEMES.values()], *INTERVALS.values()],
-    ids=[*SCHEMES, *INTERVALS],
-)
-def test_rounds_in_one_call(model, graph, load_scheme, initialized, known_batches, batches, servers, scheme, window, num_ps):
-    """As a worker runs them: ten rounds in three calls, one of them timed, on ps tasks or (0) alone."""
-    task, server = servers(num_ps) if num_ps else (None, None)
-    center = GlobalParameters(model.initial_parameters, max(1, num_ps), task and task.device_fn())
-    with tf.device(task and task.device):
-        local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
-        hp = hyperparameters(scheme.hyperparameters(window), center, local)
-        rule = load_scheme(scheme.folder, scheme.name)
-        timed = timed_rounds(rule, center, local, hp, 2)
-        built = [build_rounds(rule, center, local, hp, 2), timed, repeat_rounds(rule, center, local, hp, 2, 3)]
-    session = initialized(center, local, target=server.target if server else "")
-    steps = np.concatenate([session.run(rounds).steps for rounds in built])
-    expected = written_again(scheme, [0] * scheme.steps * 10, model.initial_parameters, batches, window)
-    close(Walk(session.run(center.read()[0]), []), expected, model.initial_parameters)
-    assert [(0, after - before - 1, after) for before, after in steps.tolist()] == expected.log
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("in_a_loop", [False, True])
-@pytest.mark.parametrize("name", SCHEMES)
-def test_messages_of_a_round(model, graph, load_scheme, initialized, known_batches, batches, servers, name, in_a_loop):
-    """One each way, none between rounds; and the steps of all rounds together. An elastic exchange asks for x̃ first.
-
-    With overlap a call begins with the step that is known, and ends with the one at which x̃ was read for the next call.
-
-    A loop costs up to three each time around (each is listed once, however often it goes around), and the ps waits at the end
-    for an answer."""
-    scheme, rounds = SCHEMES[name], 4
-    task, server = servers(1)
-    center = GlobalParameters(model.initial_parameters, 1, task.device_fn())
-    with tf.device(task.device):
-        local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
-        rule, hp = load_scheme(scheme.folder, scheme.name), hyperparameters(scheme.hyperparameters(2), center, local)
-        built = build_rounds(rule, center, local, hp, rounds)
-        if in_a_loop:
-            built = repeat_rounds(rule, center, local, hp, rounds, times=3)
-    sent = messages(initialized(center, local, target=server.target), built)
-    ahead = int(scheme.hp.get("overlap", False))
-    asks, least, most = name.startswith("AE"), *((1, 4) if in_a_loop else (0, 0))
-    assert sent.count(("/job:ps", "/job:worker")) == rounds + 1 + ahead
-    to_ps = sent.count(("/job:worker", "/job:ps"))
-    assert least <= to_ps - ahead - rounds * (2 if asks else 1) <= most
-    assert len(sent) == rounds + 1 + ahead + to_ps
+    assert rows == {"": a_round * 4, ", overlap": a_round * 2}
