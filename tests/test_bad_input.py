@@ -19,7 +19,7 @@ import pytest
 from absl.testing import flagsaver
 
 import common.main  # noqa: F401, for `in_process`
-from common import flags, limits, signals
+from common import flags, limits, signals, warm
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 SECTION = (CHECKOUT / "tests" / "README.md").read_text().split("\n## Bad input\n")[1].split("\n## ")[0]
@@ -182,11 +182,10 @@ class LooksAtInput(Exception):
     """The launcher would start the process that looks at data and model."""
 
 
-def start_no_process(command, pass_fds=(), **_):
-    """In place of `subprocess.Popen`."""
-    if command[-1] != "--check":
-        pytest.fail(f"it starts {command}")
-    os.close(pass_fds[0])
+def serve_nobody(self, request, descriptors):
+    """In place of `warm.WarmProcess.serve`. The process of the check has no log."""
+    if request["log"]:
+        pytest.fail(f"it starts tasks, with the log {request['log']}")
     raise LooksAtInput
 
 
@@ -219,7 +218,8 @@ def in_process(folder, monkeypatch, capfd):
         return Ended(ended.value.code, printed.out, printed.err, files_in(folder) - before)
 
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(subprocess, "Popen", start_no_process)
+    monkeypatch.setattr(warm.WarmProcess, "serve", serve_nobody)
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: pytest.fail(f"it starts {command}"))
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("it forks"))
     monkeypatch.setattr(sys.modules["common.main"], "_log_to", lambda path: pytest.fail("it trains"))
     handlers = {number: signal.getsignal(number) for number in signals.INTERRUPTING_SIGNALS}
