@@ -459,7 +459,7 @@ class Scheme(NamedTuple):
 
     def orders(self):
         """Orders of the workers' steps, {name: list}; one that has to wait is passed over."""
-        return {order.__name__: order(self.steps) for order in (LONG if self.waits else ORDERS)}
+        return {order.__name__: order(self.steps) for order in (LONG if self.waits else STALE)}
 
 
 WAITING = synchronous, different_rates, sagn, diloco, streaming, sparseloco, slowmo, semi_synchronous
@@ -515,7 +515,7 @@ TOGETHER = {
     "slow momentum": LOCAL_SGD._replace(hp={**MEAN, "slow_momentum": 0.7, "weigh_by_samples": True}),
     "DiLoCo": Scheme("DiLoCo", "diloco", diloco, ADAMW),
     "Streaming-DiLoCo": STREAMING,
-    "four fragments": STREAMING._replace(hp={**STREAMING.hp, "fragments": 4, "overlap_steps": 0, "mixing": 0.0}),
+    "one fragment": STREAMING._replace(hp={**STREAMING.hp, "fragments": 1, "overlap_steps": 0, "mixing": 0.0}),
     "SparseLoCo": Scheme("SparseLoCo", "sparseloco", sparseloco, {**SPARSE, **ADAMW}),
     "SlowMo": Scheme("Write-Your-Own-Scheme", "slowmo", slowmo, {"slow_momentum": 0.5, "slow_learning_rate": 0.8}),
     "Semi-Synchronous-SGD": SSP,
@@ -572,17 +572,13 @@ def long_shuffled(steps):
     return random.Random(0).sample([0, 1], 400, counts=[200, 200])
 
 
-def long_at_once(steps):
-    return [0, 1] * 200
-
-
 def uneven(steps):
     """One is eight times as fast as the other."""
     return random.Random(1).choices([0, 1], [8, 1], k=600)
 
 
-ORDERS = [in_turn, at_once, overtaken, shuffled]
-LONG = [long_turns, long_at_once, long_shuffled, uneven]
+STALE = [at_once, overtaken, shuffled]
+LONG = [long_turns, long_shuffled, uneven]
 
 
 class Walk(NamedTuple):

@@ -135,7 +135,7 @@ def test_a_chief_that_comes_back_does_not_disturb_the_turns(place, initialized):
         session.run(each.enter)
     clocks = waits[0]._clocks.read()
     at, updates = [0, 0], 0
-    for turn in range(45):
+    for turn in range(60):
         if turn in (7, 22):
             newest = max(session.run(clocks))
             session.run(waits[0].enter)

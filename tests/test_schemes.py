@@ -87,9 +87,9 @@ def on_three_ps(replays, batches):
 @pytest.mark.parametrize("name", ALL)
 def test_exact(model, on_three_ps, batches, name):
     """x̃; which worker made which update, and how stale; what was dropped; which worker had to wait when."""
-    scheme, batches, replay = ALL[name].decaying(), unequal(ALL[name], batches), on_three_ps(ALL[name])
+    scheme, batches = ALL[name].decaying(), unequal(ALL[name], batches)
     for order, steps in scheme.orders().items():
-        replay.restart()
+        replay = on_three_ps(scheme)  # anew
         taken = replay.take(steps)
         expected = written_again(scheme, steps, model.initial_parameters, batches, 3, 3, schedule=inverse)
         close(replay.center, expected.center, model.initial_parameters, 0.1 if order != "uneven" else 0.05)
@@ -237,10 +237,9 @@ def test_where_schemes_agree(walk):
 
 def test_ringmaster_throws_away_what_is_too_stale(walk, on_three_ps):
     """Nothing with R = ∞, which is HogWild to the last bit; with R = 2 what is stale by 2."""
-    all, hogwild = on_three_ps(MORE["R = ∞"]), on_three_ps(SCHEMES["HogWild"])
     for order in overtaken, shuffled:
+        all, hogwild = on_three_ps(MORE["R = ∞"]), on_three_ps(SCHEMES["HogWild"])
         for replay in all, hogwild:
-            replay.restart()
             replay.take(order(3))
         assert all.center.tobytes() == hogwild.center.tobytes()
         assert (all.updates, all.dropped) == (hogwild.updates, [])
@@ -407,7 +406,6 @@ def test_intervals_that_hardly_ever_meet(load_scheme, user_error):
 def test_replicas_stay_apart(on_three_ps, name):
     """They are not made equal to the center, and an exchange moves both sides by as much."""
     replay = on_three_ps(SCHEMES[name])
-    replay.restart()
     replay.take([0, 1] * 3 * 5)
     replicas, center = replay.replicas, replay.center
     assert np.abs(replicas[0] - replicas[1]).max() > 1e-3
