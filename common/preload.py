@@ -1,12 +1,14 @@
 """The program of a warm process (common/warm.py): imports tensorflow, then forks a process for each run that starts its tasks.
 
-    python common/preload.py OWNER DESCRIPTOR [--preload] [--listen]
+    python common/preload.py OWNER DESCRIPTOR [--preload] [--listen] [MODULE ...]
 
-It ends with OWNER, the process that started it. DESCRIPTOR is a Unix socket: connected to a launcher, or listening.
+It ends with OWNER, the process that started it. DESCRIPTOR is a Unix socket: connected to a launcher, or listening. Each
+MODULE is imported after tensorflow.
 """
 
 import contextlib
 import gc
+import importlib
 import os
 import shutil
 import signal
@@ -30,7 +32,7 @@ def _main(owner, descriptor, *options):
         common.private_caches(is_writable=False)
     signature = warm.signature(os.environ)  # before the import, of what is imported
     if "--preload" in options:
-        _load()
+        _load([option for option in options if not option.startswith("--")])
     isolation.die_with_parent(owner, signal.SIGCONT)  # from now on it looks itself, and ends what it has forked first
     os.chdir("/")  # no folder is in use by a process that waits
     if folder:
@@ -50,8 +52,8 @@ def _has_writable_home():
     return os.waitpid(pid, 0)[1] == 0
 
 
-def _load():
-    """Imports what all tasks need, and does nothing with it.
+def _load(modules):
+    """Imports what all tasks need, and these modules, and does nothing with it.
 
     Threads would not be in a fork; and each fork would go on with the same random numbers, by which a ps tells apart the steps
     of the workers.
@@ -61,6 +63,8 @@ def _load():
     setproctitle.setproctitle(f"warm process of {os.getppid()}")
     from common import training  # and with it tensorflow and keras
 
+    for module in modules:
+        importlib.import_module(module)
     os.register_at_fork(after_in_child=training.np.random.seed)  # or all tasks would draw the same
     gc.collect()
     gc.freeze()  # what all tasks share is not looked through in each of them, which would copy it

@@ -47,6 +47,7 @@ _MALLOC = {
 # How the names of variables begin that Python, C libraries, numpy, tensorflow and keras read when they are loaded,
 _READ_AT_IMPORT = (
     *("PYTHON", "LD_", "LC_", "LANG", "GLIBC_", "MALLOC_", "HOME", "TF", "KERAS_", "XLA_", "GRPC_", "CUDA_", "NVIDIA_"),
+    *("MATPLOTLIBRC", "MPLCONFIGDIR"),
     *("NCCL_", "OMP_", "OPENBLAS_", "MKL_", "BLIS_", "GOTO_", "NVPL_", "NPY_", "NUMPY_", "ONEDNN_", "DNNL_", "ROCM_", "HIP_"),
 )
 # apart from these, which are read later, in tasks, or which tensorflow sets itself.
@@ -241,14 +242,14 @@ def end(process):
 class _Kept:
     """A warm process that this process keeps for its launchers, with a socket in a folder that no other user can enter."""
 
-    def __init__(self, environ):
+    def __init__(self, environ, modules):
         self.owner, self.signature = os.getpid(), signature(environ)
         self._folder = tempfile.mkdtemp(prefix="warm-")  # of mode 700
         self.path = os.path.join(self._folder, "socket")
         with socket.socket(socket.AF_UNIX) as listening, open(os.devnull, "wb") as nowhere:
             listening.bind(self.path)
             listening.listen()
-            self.process = start(["--preload", "--listen"], listening, nowhere, environ)
+            self.process = start(["--preload", "--listen", *modules], listening, nowhere, environ)
 
     def serves(self, environ):
         """Whether it lives, and is the one that this process would start for such a launcher now."""
@@ -265,10 +266,14 @@ _kept: _Kept | None = None
 _lock = threading.Lock()
 
 
-def kept(environ):
+def kept(environ, *modules):
     """Returns these variables of a launcher, and that of a warm process which this process keeps for its launchers.
 
     It ends with this process, also if that is killed. If it was killed itself, or would be another one now, there is a new one.
+
+    Args:
+      environ: the variables.
+      *modules: names of modules that a new one imports, too.
     """
     global _kept
     if VARIABLE in environ:
@@ -278,7 +283,7 @@ def kept(environ):
         if now is None or not now.serves(environ):
             if now:
                 now.end()
-            _kept = now = _Kept(environ)
+            _kept = now = _Kept(environ, modules)
         return {**environ, VARIABLE: now.path}
 
 

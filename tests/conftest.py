@@ -32,7 +32,7 @@ def pytest_configure(config):
     """Keeps a warm process for the runs of all tests, which then import tensorflow once."""
     is_alone = "PYTEST_XDIST_WORKER" not in os.environ  # workers have the variable from the process that starts them
     if is_alone and "not cluster" not in config.option.markexpr:
-        os.environ.update(warm.kept(dict(os.environ)))
+        os.environ.update(warm.kept(dict(os.environ), "matplotlib.figure", "matplotlib.backends.backend_agg"))  # for curve.png
 
 
 def pytest_addoption(parser):
