@@ -220,6 +220,14 @@ def test_nothing_is_left_after_the_context(folder, command):
     assert not os.path.exists(f"/proc/{pid}")
 
 
+def test_server_that_was_stopped_is_killed_at_the_end(folder, monkeypatch):
+    with ForkServer({}, folder / "server.log", False, preloads=False) as server:
+        status = server._warm.status
+        monkeypatch.setattr(server._warm, "status", lambda pid: status(pid, 0.2))
+        os.kill(server._pid, signal.SIGSTOP)
+    assert wait_until_gone([server._pid]) == []
+
+
 def test_server_that_was_killed(listening, command, folder):
     """Its tasks end with it, the listener hears of it, and nothing that is asked then is an error."""
     server, ends, words = listening
