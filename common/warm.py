@@ -92,10 +92,15 @@ def _namespace(pid, name):
     return os.readlink(f"/proc/{pid}/ns/{name}")
 
 
+def _peer(connected):
+    """Returns the process at the other end of a Unix socket, and its user."""
+    return struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[:2]
+
+
 def is_of_the_same(connected):
     """Whether the process at the other end of a Unix socket is of this user, and in this user namespace: not a task, which may
     have given up power that this process has."""
-    pid, user, _ = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    pid, user = _peer(connected)
     try:
         return user == os.geteuid() and _namespace(pid, "user") == _namespace("self", "user")
     except OSError:  # it has ended
@@ -198,7 +203,8 @@ class WarmProcess:
             with contextlib.closing(socket.socket(socket.AF_UNIX)) as connected:
                 connected.connect(path)
                 if not is_of_the_same(connected):
-                    progress.say(f"{ignored}it belongs to another user")
+                    if _peer(connected)[1] != os.geteuid():
+                        progress.say(f"{ignored}it belongs to another user")
                     return None
                 connection = Connection(connected.detach())
             connection.send(("hello", signature(os.environ)))

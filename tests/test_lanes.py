@@ -1,5 +1,6 @@
 """What tests/run.sh runs in which lane, in which order, and what is noted of it."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -53,3 +54,16 @@ def test_tables_sum_and_sort():
         "| `b.py::z` | cluster | 9.0 | 20.0 |",
     ]
     assert "| together | all | 3 | 12 | 31 |" in lines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failing, line", [("", "x = 1"), ("ruff", "import os"), ("mypy", "x: int = 'one'")])
+def test_ruff_and_mypy_fail_the_run(tmp_path, failing, line):
+    """They run beside pytest, whose verdict is the last line."""
+    (tmp_path / "pyproject.toml").write_text('[tool.mypy]\nfiles = ["*.py"]\n')
+    (tmp_path / "test_it.py").write_text(f"{line}\n\n\ndef test():\n    pass\n")
+    command = [sys.executable, "-m", "pytest", "-p", "tests.checks", "-p", "no:nbval", "-p", "no:cacheprovider"]
+    run = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(CHECKOUT)}, capture_output=True, text=True)
+    assert run.returncode == bool(failing), run.stdout + run.stderr
+    assert [name for name in ("ruff", "mypy") if f"{name}: failed" in run.stdout] == [failing] * bool(failing)
+    assert "1 passed" in run.stdout.splitlines()[-1]
