@@ -1,5 +1,6 @@
 """The names that a user's script imports from `common`: DistributedSession, its hooks, and the boilerplate that uses them."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -569,6 +570,27 @@ def test_a_worker_that_failed_may_come_back(story):
 @pytest.mark.cluster
 def test_a_script_that_never_asks_whether_it_is_a_ps(story):
     assert story.printed == ["", "trained True True\n", "trained True True\n"]
+
+
+@pytest.mark.cluster
+def test_a_master_that_comes_back_goes_on_with_parameters_that_live(tmp_path):
+    """The checkpoint, which is of step 0, is not restored over them."""
+    local = LocalCluster(ps=1, worker=1)
+    try:
+        ps, task_spec = local.start("ps", 0), local.task("worker", 0)
+        for begins_at in 0, 5:
+            with tf.Graph().as_default(), tf.device(task_spec.device_fn()):
+                counting = Counting()
+                with contextlib.suppress(InterruptedError), DistributedSession(task_spec, str(tmp_path)) as session:
+                    assert plain(session, [counting.step, counting.value]) == [begins_at, begins_at]
+                    for _ in range(5):
+                        session.run(counting.train)
+                    if begins_at == 0:
+                        assert steps_in(tmp_path) == [0]
+                        raise InterruptedError  # so that it saves nothing at its end
+        assert steps_in(tmp_path)[-1] == 10 and ps.wait(timeout=runs.SECONDS) == 0
+    finally:
+        local.close()
 
 
 @pytest.mark.cluster

@@ -187,6 +187,20 @@ def test_folder_that_may_not_be_entered(prepare, user_error, monkeypatch):
         prepare("/home/other/run")
 
 
+def test_whole_run_that_comes_in_between(prepare, user_error, monkeypatch, tmp_path):
+    """It begins and ends after this one has looked, and before this one has the lock."""
+    makes = of_runs.make_private_folder
+
+    def make(path):
+        makes(path)
+        (path / "checkpoints").mkdir()
+        (path / "checkpoints" / "model.ckpt-100.index").touch()
+
+    monkeypatch.setattr(of_runs, "make_private_folder", make)
+    with user_error("holds a run already: --resume goes on with it"):
+        prepare(tmp_path / "run")
+
+
 def test_json_is_written_whole_or_not_at_all(tmp_path):
     path = tmp_path / "result.json"
     write_json(path, {"steps": 1})

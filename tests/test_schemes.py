@@ -39,6 +39,7 @@ from common.steps import build_rounds, build_steps, repeat_rounds, timed_rounds
 # Whose calls loop and are timed, too: one of each way to pull, to push and to wait.
 LONG_RUNS = (
     "HogWild",
+    "HogWild, overlap",
     "DOWNPOUR",
     "AEASGD",
     "Dynamic-SGD",

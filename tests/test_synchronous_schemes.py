@@ -164,6 +164,29 @@ def test_updates_of_workers_that_come_and_go(graph, model, batches, known_batche
     assert set(crowd.numbers) >= {2, 3, 4} and len(crowd.numbers) > 30
 
 
+def test_who_is_killed_after_its_push_gives_once(model, graph, load_scheme, initialized, known_batches, batches):
+    """Its next process pushes before it waits, and the update is not made yet."""
+    scheme, center = TOGETHER["Synchronous-SGD"], GlobalParameters(model.initial_parameters)
+    hp, rule, locals_, steps = scheme.hyperparameters(1), load_scheme(*scheme[:2]), [], []
+    for i in range(2):
+        local = LocalParameters(center, model, known_batches(*(b[i] for b in batches), f"b{i}"), f"w{i}", i, 2)
+        locals_.append(local)
+        steps.append(build_steps(rule, center, local, hyperparameters(hp, center, local)))
+    session = initialized(center, *locals_)
+    session.run(center.waits(locals_[0]).enter)
+    for i in 1, 1, 0:
+        if i == 1:
+            session.run(center.waits(locals_[1]).enter)
+        for step in steps[i][:3]:
+            session.run(step.fetches())
+    problem = Problem(model.initial_parameters, batches, hp)
+    mean = sum(problem.gradient(i, problem.center) for i in range(2)) / 2
+    np.testing.assert_allclose(session.run(center.read()[0]), problem.center - RATE * mean, rtol=1e-5)
+    for i in range(2):
+        session.run(steps[i][3].fetches())
+    assert session.run(center.step) == 1
+
+
 def test_who_comes_after_the_end_is_told(graph, model, batches, known_batches, load_scheme):
     scheme, center = TOGETHER["Synchronous-SGD"], GlobalParameters(model.initial_parameters)
     values = vars(scheme.hyperparameters(1)) | {"max_workers": 2, "num_workers": 1}
