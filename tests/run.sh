@@ -2,7 +2,7 @@
 # Every test: ruff, mypy, then pytest over tests/ and over every cell of every notebook.
 #
 #     bash tests/run.sh                        # everything
-#     bash tests/run.sh --fast                 # no clusters, no notebooks, nothing slow: 2 minutes on two cores
+#     bash tests/run.sh --fast                 # no clusters, no notebooks, nothing slow; the aim: 2 minutes on two cores
 #     bash tests/run.sh --soak                 # everything, and what finds rare faults many times over: rounds of chaos, say
 #     bash tests/run.sh -k setup               # arguments go to pytest
 #     bash tests/run.sh HogWild/HogWild.ipynb  # so do paths, instead of everything
