@@ -1,6 +1,6 @@
 """The process that starts the tasks of a run: in a network of their own, as forks of itself, so tensorflow is imported once.
 
-It is itself a fork of a warm process (common/warm.py), which a launcher asks for one with `ForkServer`. A launcher imports no
+It is itself a fork of a warm process (common/warm.py): a launcher asks for it with `ForkServer`. A launcher imports no
 tensorflow, so that a wrong flag is told at once.
 
 A task that is started again, after it was killed, is another fork: it is back in a moment. The tasks are this process's
@@ -193,6 +193,8 @@ def serve(parent, descriptors, environment, log, is_isolated, preloads, folder, 
         os.dup2(terminal, 2)
         os.close(output)
         os.set_inheritable(pipe, True)  # a task may begin as a new program
+        if DATA in descriptors:
+            raise RuntimeError(f"descriptor {DATA} is in use: too many runs share the warm process")
         if shared:
             os.dup2(shared[0], DATA)
             os.close(shared[0])

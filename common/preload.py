@@ -30,7 +30,7 @@ def _main(owner, descriptor, *options):
     isolation.adopt_orphans()
     if not _has_writable_home():
         common.private_caches(is_writable=False)
-    signature = warm.signature(os.environ)  # before the import, of what is imported
+    signature = warm.signature(os.environ)  # of the code as it is before the import
     if "--preload" in options:
         _load([option for option in options if not option.startswith("--")])
     isolation.die_with_parent(owner, signal.SIGCONT)  # from now on it looks itself, and ends what it has forked first
@@ -67,7 +67,7 @@ def _load(modules):
         importlib.import_module(module)
     os.register_at_fork(after_in_child=training.np.random.seed)  # or all tasks would draw the same
     gc.collect()
-    gc.freeze()  # what all tasks share is not looked through in each of them, which would copy it
+    gc.freeze()  # garbage collection in a task would copy the objects that all tasks share
 
 
 def _exit(folder):
@@ -94,7 +94,7 @@ class Forking:
         self._is_ending = self._is_ending or number == signal.SIGTERM
 
     def run(self):
-        """Returns then."""
+        """Serves launchers until then."""
         for number in (signal.SIGCHLD, signal.SIGTERM):
             signal.signal(number, self._hear)
         signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)

@@ -78,7 +78,7 @@ begin() { # from here on .venv is unfinished
 if [[ $old == "$(basis)"$'\n'* ]]; then
     [[ -n $why ]] || { ingredients >"$stamp" && use "$venv"; } # a setting has changed
     begin "updating .venv, which $why"
-elif [[ -n $(ls -A "$venv" 2>/dev/null) ]] && # the user's, which a former version had "found"; or a link to another clone's
+elif [[ -n $(ls -A "$venv" 2>/dev/null) ]] && # the user's own (an older stamp says "found"), or a link to another clone's
     [[ ! -f $stamp || $old == found* || (-L $venv && $(sed -n 2p "$stamp") != "$PWD") ]]; then
     [[ -n $why ]] || use "$venv"
     die "$venv was not made by this script for this folder, and $why: remove it, or install requirements.txt into it"
@@ -88,7 +88,7 @@ else
     done 2>/dev/null
     [[ -n $uv$python ]] || die "install uv, or Python 3.10 to 3.13 with venv (on Debian: sudo apt-get install python3-venv)"
     begin "setting up .venv (once; takes a minute or two)"
-    find "$venv/" -mindepth 1 ! -name setup-stamp -delete # but not the folder, which may be a link to another disk
+    find "$venv/" -mindepth 1 ! -name setup-stamp -delete # but not the folder: it may be a link to another disk
     [[ -n $uv ]] || step "$python" -I -m venv "$(realpath "$venv")"
     [[ -z $uv ]] || step uv venv --seed --allow-existing --python '>=3.10,<3.14' "$(realpath "$venv")"
 fi

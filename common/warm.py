@@ -44,13 +44,13 @@ _MALLOC = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(2**40),
 }
-# How the names of variables begin that Python, C libraries, numpy, tensorflow and keras read when they are loaded,
+# Prefixes of the variables that Python, C libraries, numpy, tensorflow and keras read when they are loaded,
 _READ_AT_IMPORT = (
     *("PYTHON", "LD_", "LC_", "LANG", "GLIBC_", "MALLOC_", "HOME", "TF", "KERAS_", "XLA_", "GRPC_", "CUDA_", "NVIDIA_"),
     *("MATPLOTLIBRC", "MPLCONFIGDIR"),
     *("NCCL_", "OMP_", "OPENBLAS_", "MKL_", "BLIS_", "GOTO_", "NVPL_", "NPY_", "NUMPY_", "ONEDNN_", "DNNL_", "ROCM_", "HIP_"),
 )
-# apart from these, which are read later, in tasks, or which tensorflow sets itself.
+# but for these: tasks read them later, or tensorflow sets them itself.
 _READ_LATER = {
     *("CUDA_VISIBLE_DEVICES", "TF_CONFIG", "TF_FORCE_GPU_ALLOW_GROWTH", "TF_GRPC_REUSE_PORT", "TF2_BEHAVIOR"),
     *("TF_NUM_INTEROP_THREADS", "TF_NUM_INTRAOP_THREADS", "KERAS_HOME_IS_OF"),
@@ -227,7 +227,7 @@ def start(arguments, sock, errors, environ):
     return subprocess.Popen(
         [sys.executable, str(PROGRAM), str(os.getpid()), str(sock.fileno()), *arguments],
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,  # or who reads that of this process would wait for the end of both
+        stdout=subprocess.DEVNULL,  # a reader of this process's output waits for all that have it open
         stderr=errors,
         env=environment(environ),
         pass_fds=[sock.fileno()],

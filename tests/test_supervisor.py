@@ -1,4 +1,4 @@
-"""common/supervisor.py without processes: who is killed for silence or want of progress; and what tasks say (words.py)."""
+"""common/supervisor.py without processes: tasks that are silent or make no progress are killed; and the words of tasks."""
 
 import contextlib
 import json
