@@ -92,6 +92,7 @@ def test_it_is_the_simulation(simulate, scheme, monkeypatch):
     assert 32 * ours.steps_per_second == pytest.approx(run.result["samples_per_second"], rel=0.05)
 
 
+@pytest.mark.slow
 def test_predictions():
     """With the costs that were calibrated by real runs it says what benchmarks/predictions.py has predicted, and measured."""
     report = json.loads((ROOT / "benchmarks" / "predictions.json").read_text())["schemes"]
@@ -181,6 +182,7 @@ def test_what_it_says():
     assert command.endswith("--num_workers=8 --window=10 --batch_size=8 --compress=topk --compress_pull=int8 --topk=0.1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags, names, expected",
     [

@@ -88,6 +88,7 @@ def newest(folder):
     return max(saved(folder), default=None)
 
 
+@pytest.mark.slow
 def test_name_and_pieces_are_of_one_moment_while_others_push(chief):
     opened, ended = chief.begin(), threading.Event()
 
@@ -110,6 +111,7 @@ def test_name_and_pieces_are_of_one_moment_while_others_push(chief):
         assert name == step and parameters == [step] * SIZE
 
 
+@pytest.mark.slow
 def test_an_update_under_the_lock_is_saved_as_a_whole(chief):
     """It stops when one ps of two has it, and goes on when the checkpoint is there, or waits for it."""
     opened = chief.begin()
@@ -233,6 +235,7 @@ def test_samples_and_seconds_are_those_of_all_runs(chief, servers, tmp_path):
     assert trained > seconds
 
 
+@pytest.mark.slow
 def test_another_worker_saves_if_the_chief_does_not(chief, tmp_path, monkeypatch):
     opened = chief.begin()
     other = Worker(chief.place, chief.folder, 1, every_secs=0.1)

@@ -554,12 +554,14 @@ def test_through_the_ps_and_by_all_reduce_come_to_the_same(run_dir):
     assert np.abs(weights[0] - weights[1]).max() < 1e-5 * np.abs(weights[0]).max()
 
 
-@pytest.mark.parametrize("flags", [[], ["--locked", "--num_threads=3"]])
-def test_threads_that_share_memory_learn_the_digits(run_dir, flags):
+@pytest.mark.parametrize(
+    ("flags", "accuracy", "steps"), [([], 0.95, 2697), (["--locked", "--num_threads=3", "--steps=300"], 0.8, 300)]
+)
+def test_threads_that_share_memory_learn_the_digits(run_dir, flags, accuracy, steps):
     finish(start(run_dir, *flags, script=HOGWILD.with_name("hogwild_threads.py")))
     result = result_of(run_dir)
-    assert result["test_accuracy"] >= 0.95
-    assert updates_in_metrics(run_dir) == result["samples"] / 32 >= 2697
+    assert result["test_accuracy"] >= accuracy
+    assert updates_in_metrics(run_dir) == result["samples"] / 32 >= steps
     assert (run_dir / "model.keras").stat().st_size > 0
 
 
@@ -584,7 +586,7 @@ def test_tasks_that_are_started_by_hand(run_dir):
 
         def begin(*flags, **variables):
             environ = {"TF_GRPC_REUSE_PORT": "true"} | variables  # lets the test hold the ports
-            return start(run_dir, "--start_secs=300", *flags, environ=environ)
+            return start(run_dir, "--start_secs=300", "--epochs=20", *flags, environ=environ)
 
         one = begin(TF_CONFIG=json.dumps(cluster))
         read_until(one, lambda line: re.match(rf"worker 1 has waited \d+ s, since [\d:]+, for ps 0 at {ps} \(Connection", line))
@@ -598,7 +600,7 @@ def test_tasks_that_are_started_by_hand(run_dir):
         assert f"worker 1 waits no longer for worker 0 at {workers[0]}: it took " in finish(one)
         for task in tasks:
             finish(task)
-    assert result_of(run_dir)["test_accuracy"] >= 0.95
+    assert result_of(run_dir)["test_accuracy"] >= 0.9
     assert str(run_dir / "model.keras") in output
 
 

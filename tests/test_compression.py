@@ -101,6 +101,7 @@ def test_as_by_numpy(kind):
     assert not unpacked(kind, np.zeros(300)).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "levels"), [("int8", 127), ("int4", 7)])
 def test_stochastic_rounding_is_unbiased(kind, levels):
     """The mean of 4,000 is within five standard errors of each value: a step s has a variance of s²/4 at most."""
@@ -270,6 +271,7 @@ def replay(model, batches, known_batches, load_scheme):
         each.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("folder", "num_ps"), [("HogWild", 3), ("AEASGD", 1)])
 def test_exact(model, batches, replay, folder, kind, num_ps):
@@ -314,6 +316,7 @@ def test_error_feedback_loses_nothing(replay, model, kind, num_ps):
     np.testing.assert_allclose(sent + kept.sum(axis=0), sum(gradients), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("value_bits", "num_ps"), [(2, 1), (32, 3)])
 def test_sparseloco_loses_nothing(replay, model, value_bits, num_ps):
     """With β = 1 what was sent and what is kept is the sum of what the workers have walked, Σ (x̃ − x)."""
@@ -349,6 +352,7 @@ def test_pull_is_near_the_parameters(replay, folder, kind, step):
         np.testing.assert_array_equal(ours._engine.rows(pulled), ours.replicas)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "topk"])
 def test_rounds_unrolled_or_in_a_loop(model, graph, initialized, known_batches, batches, load_scheme, servers, kind):
     """All rounds of a worker share its E and its random numbers, on a ps of another server; packed tensors travel."""
@@ -369,6 +373,7 @@ def test_rounds_unrolled_or_in_a_loop(model, graph, initialized, known_batches, 
     assert np.abs(session.run(center.read()[0]) - problem.center).max() < 1e-5 * np.abs(problem.center).max()
 
 
+@pytest.mark.slow
 def test_what_is_pulled_ahead_is_packed(graph, model, initialized, known_batches, batches, load_scheme, servers, replay):
     """In calls of several rounds as step by step."""
     compression = Compression(pull="int8")
@@ -443,6 +448,7 @@ def test_bytes_of_tensors_on_the_wire(bytes_of_round, folder, kind):
 OF_SPARSELOCO = {"weight_decay": 0.1, "local_learning_rate": 0.1, "chunk_size": 4096, "top": 64, "error_decay": 0.95}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("value_bits", "pull"), [(2, "none"), (32, "int8")])
 def test_bytes_of_sparseloco_on_the_wire(bytes_of_round, value_bits, pull):
     """Of ten chunks: 64 values each, of 12 bits more for their places."""

@@ -283,6 +283,7 @@ def cnn(tmp_path, images):
     return models.build(f"{tmp_path}/m.py:cnn", images)
 
 
+@pytest.mark.slow
 def test_values_of_a_checkpoint_are_those_of_the_chief(script, tmp_path, cnn, graph, images, initialized, hogwild):
     """Moving means are restored, too."""
     center = GlobalParameters(cnn.initial_parameters, 1)
@@ -364,6 +365,7 @@ def settings(tmp_path):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_training_that_gets_worse(script, settings, tmp_path, pass_time, capsys):
     """From the first checkpoint to the end: the training is told to stop in time, and the best checkpoint is left."""
     evaluator = cluster.TaskSpecDef("evaluator")
@@ -401,6 +403,7 @@ def test_a_training_that_gets_worse(script, settings, tmp_path, pass_time, capsy
     assert said[4] == "no improvement in 2 evaluations: training may stop"
 
 
+@pytest.mark.slow
 def test_a_training_that_diverges_leaves_no_best(script, settings, tmp_path, pass_time):
     save(tmp_path / "checkpoints", 100, [math.nan, 0])
     (tmp_path / "training-has-ended").touch()

@@ -47,6 +47,7 @@ def ended(thread):
     return not thread.is_alive()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("staleness", "quorum"), [(0, None), (2, None), (math.inf, None), (0, 2), (1, 1)])
 def test_clocks_are_those_of_the_definition(graph, staleness, quorum):
     """Three workers that tick, leave and come back at random: which of them may go on, and what the clocks say."""
@@ -71,6 +72,7 @@ def test_clocks_are_those_of_the_definition(graph, staleness, quorum):
         assert all(n <= 1 for n, c in zip(run.tokens(), clocks, strict=True) if c < FINISHED)
 
 
+@pytest.mark.slow
 def test_places_that_nobody_has_are_not_waited_for(graph):
     """A worker that comes begins with the clock of the slowest that is there."""
     run = Run(4, staleness=1, begin=2)
@@ -89,6 +91,7 @@ def test_places_that_nobody_has_are_not_waited_for(graph):
     assert run.read() == [2, 1, away, 1]
 
 
+@pytest.mark.slow
 def test_chief_tells_a_ps_that_has_forgotten_all_who_has_left(graph):
     """What the ps knows counts more."""
     run = Run(3, begin=2)
@@ -116,6 +119,7 @@ def test_who_is_ahead_waits_until_the_slowest_has_come_closer(graph):
     assert ended(waiting)
 
 
+@pytest.mark.slow
 def test_each_is_woken_by_its_own_bell(graph):
     """Two wait, at different distances; one step of the slowest wakes the one whom it lets go on."""
     run = Run(3)

@@ -25,6 +25,7 @@ def test_digits():
         assert set(y) == set(range(10))
 
 
+@pytest.mark.slow
 def test_digits_are_scikit_learns_each_in_one_half():
     from sklearn.datasets import load_digits
 
@@ -88,6 +89,7 @@ def mnist1d():
     return data.load("mnist1d")
 
 
+@pytest.mark.slow
 def test_mnist1d(mnist1d):
     """Ten kinds of series, about as many of each, of mean 0 and deviation 1 all together."""
     assert (mnist1d.x_train.shape, mnist1d.x_test.shape) == ((4000, 40, 1), (1000, 40, 1))
@@ -98,6 +100,7 @@ def test_mnist1d(mnist1d):
     assert not set(map(bytes, mnist1d.x_train)) & set(map(bytes, mnist1d.x_test))
 
 
+@pytest.mark.slow
 def test_mnist1d_is_the_same_every_time_and_needs_no_network(mnist1d, monkeypatch):
     """Whatever the seed; the generators of random numbers of this process go on where they were."""
 

@@ -60,6 +60,7 @@ print(answer == (bytes(range(256)) * 40_000)[::-1])
 """
 
 
+@pytest.mark.slow
 def test_a_message_of_ten_megabytes_passes_and_its_end_and_the_answer(task, tmp_path):
     """From one task's network into another's, by Unix sockets; the server answers when it has seen the end of the message."""
     server = task(SERVE)
@@ -199,6 +200,7 @@ def test_a_host_that_allows_no_network_starts_nothing(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_data_that_a_host_cannot_use_starts_nothing(tmp_path):
     (tmp_path / "d.py").write_text("def load():\n    return 1")
     done = start(tmp_path, f"--data={tmp_path}/d.py:load")

@@ -74,6 +74,7 @@ def test_as_many_as_its_share_of_the_greatest_speed(parts, initialized):
     assert chosen(7, 0.7, 10) == 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ps", [1, 2])
 def test_each_local_step_is_made_and_counted_once(model, batches, rule, parts, initialized, num_ps):
     """Rounds of six steps, then of one, then of six; x̃ is what NumPy makes of the same numbers of steps."""

@@ -102,6 +102,7 @@ def test_the_line_says_how_far_below_the_best(monkeypatch):
     assert "no metric" in below_best.compared({"data": "ratings.py:load"})
 
 
+@pytest.mark.slow
 def test_two_workers_learn_more_than_how_popular_items_are(hogwild):
     """Their tables come near the truth, and a row that is never needed stays as it was."""
     made = ratings.make(60, 80, 40_000, 2)

@@ -414,6 +414,7 @@ figure
 """
 
 
+@pytest.mark.slow
 def test_a_notebook_shows_a_plot_once(tmp_path):
     """Also where it is not what the cell returns; and again in a later cell that returns it."""
     (tmp_path / "result.json").write_text("{}")

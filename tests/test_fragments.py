@@ -55,6 +55,7 @@ def ancestors(operations):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pull", ["none", "int8"])
 def test_the_ps_wait_and_read_while_the_worker_trains(place, pull):
     """No operation on a ps comes after the training between send and receive; so the fragment is on its way meanwhile."""
@@ -82,6 +83,7 @@ def test_the_ps_wait_and_read_while_the_worker_trains(place, pull):
         assert any("Dequeue" in op.type for op in ancestors(reads))  # not before the update is made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fragments", [1, 5])
 def test_an_exchange_moves_one_fragment(load_scheme, fragments):
     """Bytes of each send and each receive; there are a few more, of steps and of numbers."""
@@ -98,6 +100,7 @@ def test_an_exchange_moves_one_fragment(load_scheme, fragments):
     assert 0 <= min(up) and max(up) < 40
 
 
+@pytest.mark.slow
 def test_a_worker_that_begins_anew_comes_into_step(place, initialized):
     """It sends a fragment whose turn it is not: that is thrown away, it waits for nobody, and the next one counts."""
     center, *workers = place(num_workers=2)
@@ -125,6 +128,7 @@ def test_a_worker_that_begins_anew_comes_into_step(place, initialized):
     np.testing.assert_array_equal(session.run(center.read()[0]), -np.ones(SIZE))
 
 
+@pytest.mark.slow
 def test_a_chief_that_comes_back_does_not_disturb_the_turns(place, initialized):
     """A message on its way does not count any more; it is the turn of the fragment that the others send next, or have begun."""
     center, *workers = place(fragments=3, num_workers=2)

@@ -71,6 +71,7 @@ def test_one_worker_draws_all_in_their_order(graph):
     assert workers.drawn == list(range(160))
 
 
+@pytest.mark.slow
 def test_the_numbers_of_an_epoch_are_all_samples(graph):
     """For every worker the same ones, in another order in the next epoch."""
     workers = Workers(2)
@@ -144,6 +145,7 @@ def test_what_a_worker_had_leased_that_is_killed_is_trained_again(graph, seed, n
     assert len(set(workers.drawn)) < len(workers.drawn) and min(workers.drawn) >= 0
 
 
+@pytest.mark.slow
 def test_chief_gives_back_what_a_ps_knows_of_all(graph):
     """As after a ps was restored: all pieces that the checkpoint says somebody has are trained by those who are there."""
     workers = Workers(3)
@@ -156,6 +158,7 @@ def test_chief_gives_back_what_a_ps_knows_of_all(graph):
     assert set(drawn) <= set(workers.drawn) and len(workers.drawn) == len(set(workers.drawn))
 
 
+@pytest.mark.slow
 def test_calls_of_several_lengths_draw_of_the_same_numbers(graph):
     """A piece is of the longest call; a shorter one leases more as soon as a longer one might draw too many."""
     workers = Workers(2, draws=5)
@@ -164,6 +167,7 @@ def test_calls_of_several_lengths_draw_of_the_same_numbers(graph):
     assert workers.session.run(workers._leased) == 80
 
 
+@pytest.mark.slow
 def test_who_leaves_after_short_calls_gives_back_all(graph):
     """Also what is left of the lease before the last one."""
     workers = Workers(2, draws=5)

@@ -217,29 +217,22 @@ def sockets_of(pids):
     return {Path(found) for pid in pids for found in re.findall(r"/tmp/doors-\w+", said_of(pid, "cmdline"))}
 
 
-def start_to_train(by_ssh, tmp_path, *flags):
-    """Starts a run of the marked model, and waits until both workers train; returns its process and those of its tasks."""
+def marked(tmp_path):
+    """The flag of the marked model."""
     (tmp_path / "model.py").write_text(MODEL.format(mark=MARK))
-    flags = (*ENDLESS, "--checkpoint_secs=600", f"--model={tmp_path}/model.py:build", *flags)
-    process = by_ssh(*flags)
+    return [f"--model={tmp_path}/model.py:build"]
+
+
+def start_to_train(by_ssh, tmp_path, scheme="HogWild"):
+    """Starts a run of the marked model, and waits until both workers train; returns its process and those of its tasks."""
+    process = by_ssh(*ENDLESS, "--checkpoint_secs=600", *marked(tmp_path), scheme=scheme)
     for worker in (0, 1):
         wait_for_step(tmp_path / "run", worker, 0, process)
     return process, processes(tmp_path / "run")
 
 
-def test_start_by_ssh(by_ssh, tmp_path):
-    process = by_ssh("--seed=7", "--window=10", scheme="DOWNPOUR")
-    output, _ = process.communicate(timeout=SECONDS)
-    assert process.returncode == 0, output
-    assert result_of(tmp_path / "run")["test_accuracy"] >= 0.95
-    assert "    ps 0 | ps 0 serves at host1:2300" in output
-    assert "Killed" not in output  # as bash says of what it started and we ended
-    for worker in (0, 1):
-        assert f"worker {worker} | step" in output
-
-
 def test_nobody_hears_or_reaches_the_tasks_and_ctrl_c_ends_all(by_ssh, hosts, tmp_path):
-    process, pids = start_to_train(by_ssh, tmp_path)
+    process, pids = start_to_train(by_ssh, tmp_path, "DOWNPOUR")
     folders = sockets_of(pids)
     assert len(pids) >= 4 and len(folders) == 4  # on each host, and where it all began
     assert [listening_at(host) for host in hosts] == [{22}] * 3
@@ -249,20 +242,10 @@ def test_nobody_hears_or_reaches_the_tasks_and_ctrl_c_ends_all(by_ssh, hosts, tm
     assert process.returncode == 130, output
     assert "stopping; Ctrl-C again stops at once" in output
     assert "asked to end: waits until the workers have left" in output  # the ps; it is told first
+    for line in "    ps 0 | ps 0 serves at host1:2300", "worker 0 | step", "worker 1 | step":
+        assert line in output
+    assert "Killed" not in output  # as bash says of what it started and we ended
     assert wait_until_gone(pids) == [] and not any(folder.exists() for folder in folders)
-    assert saved_at(tmp_path) > 0
-
-
-def test_insecure_whoever_is_on_the_wire_hears_and_reaches_the_tasks_and_sigterm_ends_all(by_ssh, hosts, tmp_path):
-    process, pids = start_to_train(by_ssh, tmp_path, "--insecure")
-    assert [listening_at(host) for host in hosts] == [{22, 2300}] * 3
-    assert marked_is_heard(hosts)
-    assert sockets_of(pids) == set()
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=SECONDS)
-    assert process.returncode == 130, output
-    assert output.startswith("--insecure: whoever reaches a port of these tasks can read and change all, and run programs as")
-    assert wait_until_gone(pids) == []
     assert saved_at(tmp_path) > 0
 
 
@@ -400,35 +383,46 @@ def test_workers_join_and_leave_by_ssh(by_ssh, tmp_path):
     assert sum(updates_of(run_dir, worker) for worker in range(3)) == result["global_steps"]
     assert result["samples"] == 32 * result["global_steps"]
     assert result["num_workers"] == 3 and [left["worker"] for left in result["left"]] == [2]
+    assert result["test_accuracy"] >= 0.95
 
 
-@pytest.mark.parametrize("what", ["the worker", "its connection"])
-def test_worker_that_is_lost_is_not_waited_for(by_ssh, tmp_path, what):
-    """With places the others go on, and its place is free."""
+def test_worker_that_is_lost_is_not_waited_for(by_ssh, tmp_path):
+    """With places the others go on, whether it is killed or its connection, and its place is free."""
     run_dir = tmp_path / "run"
     with with_places(by_ssh, tmp_path, "--max_workers=2") as process:
         wait_for_step(run_dir, 1, 0, process)
-        killed = task_of(run_dir, 1) if what == "the worker" else connection_of(run_dir, 1)
-        os.kill(killed, signal.SIGKILL)
-        said = read_until(process, lambda line: line.startswith("worker 1 ended with exit status"))
-        assert said.endswith("; the others go on without it\n")
-        assert "worker 1 | worker 1 was lost: nobody" in read_until(process, lambda line: " was lost" in line)
-        read_until(process, lambda line: line == "the place of worker 1 is free\n")
-        wait_for_step(run_dir, 0, newest_step(run_dir, 0), process)
+        for times, of in enumerate((task_of, connection_of)):
+            if times:
+                assert join(tmp_path, "worker host3:2300") == (0, "worker 1 joins\n")
+                wait_until_it_comes(process, run_dir, 1)
+            os.kill(of(run_dir, 1), signal.SIGKILL)
+            said = read_until(process, lambda line: line.startswith("worker 1 ended with exit status"))
+            assert said.endswith("; the others go on without it\n")
+            assert "worker 1 | worker 1 was lost: nobody" in read_until(process, lambda line: " was lost" in line)
+            read_until(process, lambda line: line == "the place of worker 1 is free\n")
+            wait_for_step(run_dir, 0, newest_step(run_dir, 0), process)
         pids = processes(run_dir)
     assert wait_until_gone(pids) == []
     result = result_of(run_dir)
-    assert [left["worker"] for left in result["left"]] == [1] and result["num_workers"] == 2
+    assert [left["worker"] for left in result["left"]] == [1, 1] and result["num_workers"] == 2
 
 
-def test_insecure_workers_join_at_the_addresses_that_were_reserved(by_ssh, tmp_path):
+def test_insecure_workers_join_where_all_on_the_wire_hear_and_reach_them(by_ssh, hosts, tmp_path):
+    """At the addresses that were reserved, and at no other."""
     run_dir = tmp_path / "run"
-    with with_places(by_ssh, tmp_path, "--insecure", "--num_workers=1", "--max_workers=2") as process:
+    flags = "--insecure", "--num_workers=1", "--max_workers=2", *marked(tmp_path)
+    with with_places(by_ssh, tmp_path, *flags) as process:
+        assert process.stdout.readline().startswith(
+            "--insecure: whoever reaches a port of these tasks can read and change all, and run programs as"
+        )
         assert join(tmp_path, "worker host3:2301")[1].startswith(
             "start.sh: host3:2301 is no free place of this run: with --insecure the addresses of all places are those"
         )
         assert join(tmp_path, "worker host3:2300") == (0, "worker 1 joins\n")
         wait_until_it_comes(process, run_dir, 1)
+        assert [listening_at(host) for host in hosts] == [{22, 2300}] * 3
+        assert marked_is_heard(hosts)
+        assert sockets_of(processes(run_dir)) == set()
         assert places.leave(run_dir) == "worker 1 is asked to leave"
         read_until(process, lambda line: line == "the place of worker 1 is free\n")
     result = result_of(run_dir)

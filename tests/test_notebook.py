@@ -110,6 +110,7 @@ def test_close_ends_what_was_started():
     assert process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_kernels_agree_whoever_comes_first(kernel, tmp_path):
     code = f"local = shared_cluster({str(tmp_path / 'cluster.json')!r}, ps=1, worker=2)"
     together = [kernel(code, "local.hosts") for _ in range(6)]

@@ -315,6 +315,7 @@ def numpy_rounds(parameters, batches, rounds, window):
     return parameters, losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ps", [1, 2, 9])
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("rounds", [1, 2, 5])
@@ -332,6 +333,7 @@ def test_rounds_in_one_call(make, initialized, hyperparameters, batches_of, num_
         assert result.steps.tolist() == [[i - 1, i] for i in range(last - rounds + 1, last + 1)]
 
 
+@pytest.mark.slow
 def test_one_graph_holds_single_and_many_rounds(make, initialized, hyperparameters, batches_of):
     center, local = make(2)
     one = build_rounds(PULL_TRAIN_PUSH, center, local, hyperparameters(window=2))
@@ -413,6 +415,7 @@ def test_rounds_of_one_worker_share_the_slots(make, initialized, hyperparameters
     assert sum(int(np.prod(v.shape)) for v in slots) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_rounds_of_one_worker_share_the_slots_of_its_own_optimizer(make, initialized, hyperparameters, batches_of, rounds):
     """Momentum on the worker: its v goes on from round to round."""
@@ -592,6 +595,7 @@ with tf.Session(server.target, config=task.config()) as session:
 """
 
 
+@pytest.mark.slow
 def test_who_is_killed_holds_no_lock(graph, tmp_path):
     """The lock belongs to a run of the graph, and a run ends with its worker."""
     with contextlib.ExitStack() as stack:

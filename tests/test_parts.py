@@ -194,6 +194,7 @@ def test_waiting_for_others_is_a_part_of_its_own(parts_at):
     assert parts_at(scheme, [0, 0, 1, 3, 3.5, 4, 7]) == pytest.approx({"pull": 1, "train": 2, "push": 1, "wait": 3})
 
 
+@pytest.mark.slow
 def test_normal_calls_are_untouched(graph, model, known_batches, batches):
     """A call is made of the same operations with and without a timed one beside it."""
 

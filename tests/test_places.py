@@ -266,6 +266,7 @@ def test_every_worker_knows_how_many_there_are(run_dir):
     read_until(process, lambda line: line.startswith("ps 0 was killed"))
     places.leave(run_dir)
     wait_until_it_counts(process, run_dir, 2)
+    read_until(process, lambda line: line == "the place of worker 2 is free\n")  # its process has ended
     tasks = set(processes(run_dir)) - {process.pid}
     process.kill()
     process.communicate(timeout=SECONDS)

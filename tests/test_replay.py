@@ -72,6 +72,7 @@ def paced(center, local, hp):
     yield pace.tick()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", [hogwild_like, together, paced])
 def test_steps_that_are_taken_in_one_call_are_the_same(make, scheme):
     """To the byte; a worker that has to wait is passed over."""
@@ -88,6 +89,7 @@ def test_steps_that_are_taken_in_one_call_are_the_same(make, scheme):
     assert (once.updates, once.dropped, once.losses) == (single.updates, single.dropped, single.losses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", [hogwild_like, together, paced])
 def test_one_call_does_what_single_steps_do(make, monkeypatch, scheme):
     """To the byte."""
@@ -112,6 +114,7 @@ def test_one_call_does_what_single_steps_do(make, monkeypatch, scheme):
     assert bool(once.dropped) == (scheme is together)
 
 
+@pytest.mark.slow
 def test_it_learns(make, regression):
     replay = make()
     before, accuracy = replay.evaluate(regression.x_test, regression.y_test)
@@ -123,6 +126,7 @@ def test_it_learns(make, regression):
     assert len(replay.losses) >= 300 and replay.losses[-1][1] < replay.losses[0][1]
 
 
+@pytest.mark.slow
 def test_it_goes_on_where_it_was(make):
     one, two = make(), make()
     one.run(10)
@@ -132,6 +136,7 @@ def test_it_goes_on_where_it_was(make):
     np.testing.assert_array_equal(one.replicas, two.replicas)
 
 
+@pytest.mark.slow
 def test_it_begins_anew(make):
     """In the same order of samples, or in that of a new Replay with other seeds."""
     once, again = make(), make()

@@ -96,6 +96,7 @@ def test_a_rate_is_used_like_a_number(graph):
         np.testing.assert_allclose(value, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_messages_to_two_ps(model, graph, load_scheme, initialized, known_batches, batches, servers):
     """The step comes with the pull, and the factor goes to the second ps with the push; the ps tasks ask each other nothing."""
     scheme, (task, server) = SCHEMES["HogWild"], servers(2)

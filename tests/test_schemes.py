@@ -236,6 +236,7 @@ def test_where_schemes_agree(walk):
     together("SparseLoCo", "DiLoCo", 6, 5, more={"momentum": 0.0}, learning_rate=RATE, **everything)
 
 
+@pytest.mark.slow
 def test_ringmaster_throws_away_what_is_too_stale(walk, on_three_ps):
     """Nothing with R = ∞, which is HogWild to the last bit; with R = 2 what is stale by 2."""
     for order in overtaken, shuffled:

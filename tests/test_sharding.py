@@ -221,6 +221,7 @@ def test_lines_of_several_epochs(write, lengths, num_workers, sizes):
         assert len({tuple(epoch[worker]) for epoch in seen}) == 3
 
 
+@pytest.mark.slow
 def test_the_order_in_which_files_are_listed_does_not_matter(write):
     files = write(3, 20, 9)
     for num_workers in 2, 4:

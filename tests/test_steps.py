@@ -438,6 +438,7 @@ def test_messages_of_other_kinds(after, num_ps):
         assert scaled == [-0.5] * SIZE
 
 
+@pytest.mark.slow
 def test_votes(graph, initialized):
     """Three workers send signs as whole numbers; the sign of their sum is the gradient."""
     center = GlobalParameters(np.zeros(SIZE, np.float32))
@@ -505,6 +506,7 @@ def test_numbers_of_all_pieces_are_refused_on_several_ps(after, user_error, push
         assert after(scheme, 3, 1)[0].tolist() == pytest.approx([-0.3] * SIZE, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ps", [1, 2])
 def test_a_slot_of_the_ps(after, num_ps):
     """Momentum by a slot of the scheme's own, of which each ps has a piece: on arrival, and of all."""

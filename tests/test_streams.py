@@ -264,6 +264,7 @@ def test_files_of_which_nothing_can_be_held_out(user_error, tmp_path):
         streams.load(settings(tmp_path / "*.csv", validation=0.01))
 
 
+@pytest.mark.slow
 def test_a_dataset_of_unknown_length_is_counted():
     stream = of(lambda: (dataset().filter(lambda x, y: y < 2), dataset()))
     assert stream.num_samples == 14 and len(epoch_of(stream, 0)) == 14
@@ -393,6 +394,7 @@ def test_tables_that_are_refused(user_error, tmp_path, name, columns, flags, tex
         streams.load(settings(f"{tmp_path}/*{name[1:]}", **flags))
 
 
+@pytest.mark.slow
 def test_files_that_are_refused(user_error, tmp_path):
     (tmp_path / "parse.py").write_text(
         PARSE + "\ndef wrong(record):\n    return record, 1\n\ndef fails(record):\n    1 / 0\n" + TAKES_TWO

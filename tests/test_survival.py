@@ -235,6 +235,7 @@ def bad_disks(tmp_path_factory):
     return folder, json.loads(ended.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @needs_mounts
 @pytest.mark.parametrize(
     "name, reason",

@@ -18,6 +18,7 @@ from common.schedules import hyperparameters
 from common.steps import build_rounds, build_steps, repeat_rounds
 
 
+@pytest.mark.slow
 def test_n_workers_are_one_process_with_a_batch_n_times_as_large(load_scheme, known_batches):
     """On the same samples in the same order: the mean of means of equal batches is the mean."""
     digits, rule = data.load("digits"), load_scheme("Synchronous-SGD", "synchronous_sgd")
@@ -40,6 +41,7 @@ def test_n_workers_are_one_process_with_a_batch_n_times_as_large(load_scheme, kn
     assert np.abs(together - alone).max() < 1e-5 * np.abs(alone).max()
 
 
+@pytest.mark.slow
 def test_loop_that_another_worker_ends(model, graph, load_scheme, initialized, known_batches, batches):
     """It goes around once, to hear of it."""
     center = GlobalParameters(model.initial_parameters)
@@ -205,6 +207,7 @@ def test_who_comes_after_the_end_is_told(graph, model, batches, known_batches, l
         assert session.run(push[1].training_ended) and session.run(waits[1].has_left)
 
 
+@pytest.mark.slow
 def test_updates_in_a_loop_of_the_graph(graph, model, batches, known_batches, load_scheme):
     """As in a long run, of one worker where more may come."""
     scheme, times = TOGETHER["Synchronous-SGD"], tf.placeholder(tf.int32, [])

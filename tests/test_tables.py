@@ -129,18 +129,19 @@ def ids_from_rows():
     found = keras.layers.Concatenate()([keras.layers.Flatten()(second), numbers])
     return keras.Model({"ids": ids, "numbers": numbers}, keras.layers.Dense(1)(found))
 """
-SCHEMES: list[tuple[str, dict]] = [
-    ("HogWild", {"window": 1, "clip_norm": 0.5}),
-    ("HogWild", {"window": 3}),
-    ("DOWNPOUR-Easy", {"window": 3}),
-    ("DOWNPOUR", {"window": 3, "n_fetch": None}),
-    ("DOWNPOUR", {"window": 2, "n_fetch": 4}),
-    ("AGN", {"window": 3, "local_optimizer": "sgd"}),
-    ("Dynamic-SGD", {"window": 2, "local_optimizer": "sgd"}),
-    ("Synchronous-SGD", {"window": 1, "backup_workers": 0}),
-    ("Synchronous-SGD", {"window": 2, "backup_workers": 1}),
-    ("Semi-Synchronous-SGD", {"window": 1, "staleness": 2, "issync": False}),
-    ("Ringmaster-ASGD", {"window": 1, "staleness_threshold": 2}),
+# A scheme, its hyperparameters, a model with tables on the ps, the number of ps.
+SCHEMES: list[tuple[str, dict, str, int]] = [
+    ("HogWild", {"window": 1, "clip_norm": 0.5}, "build", 3),
+    ("HogWild", {"window": 3}, "endless", 3),
+    ("DOWNPOUR-Easy", {"window": 3}, "build", 1),
+    ("DOWNPOUR", {"window": 3, "n_fetch": None}, "build", 3),
+    ("DOWNPOUR", {"window": 2, "n_fetch": 4}, "shared", 2),
+    ("AGN", {"window": 3, "local_optimizer": "sgd"}, "endless", 3),
+    ("Dynamic-SGD", {"window": 2, "local_optimizer": "sgd"}, "build", 3),
+    ("Synchronous-SGD", {"window": 1, "backup_workers": 0}, "endless", 3),
+    ("Synchronous-SGD", {"window": 2, "backup_workers": 1}, "build", 1),
+    ("Semi-Synchronous-SGD", {"window": 1, "staleness": 2, "issync": False}, "build", 3),
+    ("Ringmaster-ASGD", {"window": 1, "staleness_threshold": 2}, "build", 1),
 ]
 
 
@@ -169,17 +170,11 @@ def table_of(replay):
         return replay.session.run(center.find(types.SimpleNamespace(number=0), tf.range(ROWS)))
 
 
-OPEN = ("HogWild-3", "DOWNPOUR-2", "AGN-3", "Synchronous-SGD-1", "Ringmaster-ASGD-1")
-ENDLESS = [("endless", 3, which) for which in OPEN] + [("shared", 2, which) for which in ("HogWild-3", "DOWNPOUR-2")]
-BOTH = [("build", num_ps, f"{name}-{given['window']}") for name, given in SCHEMES for num_ps in (1, 3)]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("function", "num_ps", "which"), BOTH + ENDLESS)
-def test_rows_are_trained_as_a_whole_table_is(problem, load_scheme, function, num_ps, which):
+@pytest.mark.parametrize(("folder", "given", "function", "num_ps"), SCHEMES)
+def test_rows_are_trained_as_a_whole_table_is(problem, load_scheme, folder, given, function, num_ps):
     """Two workers, stale pushes, one of them slower: x̃, the table and what is logged are equal; rows without ids stay."""
     path, dataset = problem
-    folder, given = next((name, given) for name, given in SCHEMES if f"{name}-{given['window']}" == which)
     scheme, hp = load_scheme(folder, folder.lower().replace("-", "_")), hyperparameters(given)
     sparse = models.build(f"{path}:{function}", dataset, 1, tables_on_ps=True)
     dense = models.build(f"{path}:{'shared_whole' if function == 'shared' else 'build'}", dataset, 1)
@@ -238,6 +233,7 @@ def test_an_optimizer_of_tables_in_place_of_the_schemes(problem, load_scheme):
     np.testing.assert_array_equal(rowwise[~touched], first[~touched])
 
 
+@pytest.mark.slow
 def test_the_learning_rate_of_tables_follows_the_schedule(problem, load_scheme):
     """Half of it at each step is half of the change of the rows."""
     path, dataset = problem
@@ -280,6 +276,7 @@ def vocabulary(problem):
         yield use
 
 
+@pytest.mark.slow
 def test_rows_that_are_unused_for_long_make_room(vocabulary):
     """For rows whose push comes later, too. A row that comes again begins anew, and so does what the optimizer keeps of it."""
     first, _, told = vocabulary([7], push=True)
@@ -347,6 +344,7 @@ def test_of_a_checkpoint_with_more_rows_than_there_is_room_the_newest_come_back(
         np.testing.assert_allclose(changed, np.repeat(np.array(changes)[:, None], WIDTH, axis=1), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_first_rows_are_those_of_the_run_in_each_task(problem):
     """Without a seed of their own they follow that of the run, not that of a task; and they are those that a file has."""
     path, dataset = problem
@@ -368,6 +366,7 @@ def test_first_rows_are_those_of_the_run_in_each_task(problem):
     np.testing.assert_array_equal(np.array(again(ids)), [np.ones(WIDTH), found[2][1]])
 
 
+@pytest.mark.slow
 def test_a_layer_that_is_not_trainable_keeps_its_rows(problem, load_scheme):
     path, dataset = problem
     model = models.build(f"{path}:frozen", dataset, 1, tables_on_ps=True)
@@ -406,6 +405,7 @@ def test_rows_of_another_type_are_refused(problem):
         models.build(f"{path}:half", dataset, 1, tables_on_ps=True)
 
 
+@pytest.mark.slow
 def test_what_is_only_looked_at_does_not_appear(problem):
     path, dataset = problem
     spec = models.build(f"{path}:endless", dataset, 1, tables_on_ps=True).tables[0]
@@ -451,6 +451,7 @@ def test_tables_that_this_machine_cannot_have_are_refused():
         tables.check_flags(types.SimpleNamespace(**FLAGS), [spec])
 
 
+@pytest.mark.slow
 def test_rows_begin_alike_on_any_number_of_ps(problem):
     """And are uniform in the interval of the initializer, all different, and spread evenly over the ps; each is found there."""
     path, dataset = problem
@@ -473,6 +474,7 @@ def test_rows_begin_alike_on_any_number_of_ps(problem):
 HALF = keras.initializers.Constant(0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("initializer", ["uniform", "random_normal", "truncated_normal", "zeros", HALF])
 def test_rows_begin_as_the_initializer_has_them(initializer):
     """The same mean, deviation, and ends as Keras's own, of a table with an end and of one without."""
@@ -623,6 +625,7 @@ def test_schemes_that_need_whole_replicas_say_so(problem, load_scheme, folder):
             build_steps(scheme, center, local, hp)
 
 
+@pytest.mark.slow
 def test_elsewhere_it_is_kerass_own_layer(problem, tmp_path):
     """In fit, in files, and in a program that does not say where tables are."""
     path, dataset = problem
@@ -663,7 +666,7 @@ def test_a_run_with_tables_survives_and_goes_on_with_another_number_of_ps(proble
     script = ROOT / "HogWild" / "hogwild.py"
     flags = [f"--model={path}:both", f"--data={source}:load", "--window=5", "--checkpoint_secs=1"]
     flags += ["--table_optimizer=rowwise_adagrad", "--max_rows=69", "--learning_rate=0.02", "--rounds_per_call=2"]
-    launched = start(tmp_path, "--launch", *flags, "--num_ps=2", "--steps=3000", script=script)
+    launched = start(tmp_path, "--launch", *flags, "--num_ps=2", "--steps=1000", script=script)
     read_until(launched, lambda line: "step" in line and "samples/s" in line)
     (victim, *_) = processes(tmp_path, "--job_name=ps", "--task_index=1")
     subprocess.run(["kill", "-9", str(victim)], check=True)
@@ -671,9 +674,9 @@ def test_a_run_with_tables_survives_and_goes_on_with_another_number_of_ps(proble
     assert launched.returncode == 0, output
     before = result_of(tmp_path)
     assert "ps 1" in output and before["restarts"] >= 1
-    more = run(tmp_path, *flags, "--num_ps=3", "--steps=3200", "--resume", script=script)
+    more = run(tmp_path, *flags, "--num_ps=3", "--steps=1100", "--resume", script=script)
     after = result_of(tmp_path)
-    assert after["global_steps"] >= 3200 and after["test_loss"] < before["test_loss"] + 0.05, more
+    assert after["global_steps"] >= 1100 and after["test_loss"] < before["test_loss"] + 0.05, more
     for table in after["tables"]:
         assert table["ids_per_round"] == 5 * 32 * 3 and 20 < table["rows_per_round"] <= 23 == table["rows"]
         assert len(table["rows_per_round_and_ps"]) == 3 and min(table["rows_per_round_and_ps"]) > 4

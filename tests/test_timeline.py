@@ -32,6 +32,7 @@ def spans_of(scheme, worker):
     return [tuple(span)[1:] for span in sorted(found, key=lambda span: span.start) if span.worker == worker]
 
 
+@pytest.mark.slow
 def test_workers_at_their_own_pace():
     assert spans_of(asynchronous, 0)[:4] == [
         ("pull", 0, 0.5, 0),
@@ -43,12 +44,14 @@ def test_workers_at_their_own_pace():
     assert slow[1] == ("train", 0.5, 4.5, 2) and slow[3] == ("pull", 5, 5.5, 0)
 
 
+@pytest.mark.slow
 def test_workers_that_wait_for_each_other():
     fast, slow = (spans_of(synchronous, worker) for worker in (0, 1))
     assert fast[2:5] == [("push", 2.5, 3, 0), ("wait", 3, 5, 0), ("pull", 5, 5.5, 0)]
     assert [part for part, *_ in slow] == ["pull", "train", "push", "pull", "train"] and slow[3] == ("pull", 5, 5.5, 0)
 
 
+@pytest.mark.slow
 def test_a_push_that_is_thrown_away():
     """That of the slow worker, which others have overtaken; it pulls again, as ever."""
 
@@ -98,6 +101,7 @@ def lanes_of(worker, window, seconds, message, until=12.0):
     return tuple([span for span in own if (span[0] in timeline.BESIDE) == beside] for beside in (False, True))
 
 
+@pytest.mark.slow
 def test_a_message_travels_while_its_worker_goes_on():
     """The slower worker never waits: x̃ is there before its steps are done. The faster one waits for x̃."""
     slow, of_slow = lanes_of(1, 2, (1.0, 2.0), 0.5)
@@ -111,6 +115,7 @@ def test_a_message_travels_while_its_worker_goes_on():
     assert of_fast[3] == ("receive", 8.5, 9, 0)
 
 
+@pytest.mark.slow
 def test_a_message_that_takes_longer_than_the_steps():
     """Then its worker waits until the fragment is back."""
     bar, lane = lanes_of(0, 1, (1.0, 1.0), 2.0)
@@ -118,6 +123,7 @@ def test_a_message_that_takes_longer_than_the_steps():
     assert lane[:3] == [("send", 1, 3, 0), ("receive", 3, 5, 0), ("send", 6, 8, 0)]
 
 
+@pytest.mark.slow
 def test_the_lane_is_drawn_only_where_something_travels(monkeypatch):
     """Under the bar, and not on it."""
     plt.switch_backend("agg")
@@ -133,6 +139,7 @@ def test_the_lane_is_drawn_only_where_something_travels(monkeypatch):
     assert rows(in_turn) == {(-0.36, 0.14), (0.18, 0.36)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", [asynchronous, synchronous])
 def test_a_worker_does_one_thing_at_a_time(scheme):
     for worker in (0, 1):

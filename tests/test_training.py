@@ -79,6 +79,7 @@ def rounds_of(built, clock):
     return rounds_of
 
 
+@pytest.mark.slow
 def test_few_rounds_to_go(rounds_of):
     """Ten in a call, and one when the two workers would overshoot the last step."""
     assert list(map(rounds_of(1000), [0, 980, 981, 999])) == [10, 10, 1, 1]
@@ -90,6 +91,7 @@ def test_short_run(rounds_of, last, rounds):
     assert rounds_of(last)(0) == rounds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("window", "local_steps"), [(1, 500), (3, 1500)])
 def test_how_many_local_steps_a_worker_makes(built, window, local_steps):
     """The two workers share the updates."""
@@ -109,10 +111,12 @@ def test_graphs_of_a_short_run_are_not_optimized(monkeypatch, graph, is_short, g
     assert options.rewrite_options.remapping == options.rewrite_options.OFF
 
 
+@pytest.mark.slow
 def test_short_run_with_rounds_of_the_users_choice(rounds_of):
     assert list(map(rounds_of(100, rounds_per_call=10), [0, 80, 81, 99])) == [10, 10, 1, 1]
 
 
+@pytest.mark.slow
 def test_long_run(rounds_of):
     """After some calls they become longer, so that they take about a quarter of a second, until towards the end."""
     rounds = rounds_of(1000)
@@ -132,6 +136,7 @@ def times_rounds(clock, monkeypatch):
     monkeypatch.setattr(training, "LEAST_TIMED", 50)
 
 
+@pytest.mark.slow
 def test_some_calls_are_timed(times_rounds, rounds_of):
     """Of two rounds."""
     rounds = rounds_of(1000, seconds=60)
@@ -139,6 +144,7 @@ def test_some_calls_are_timed(times_rounds, rounds_of):
     assert [rounds(0, taken) for taken in (1.1, 0.3, 0.01)] == [2, 10, 10]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("last", "presents", "sizes"), [(200, [0, 197], [10, 1]), (199, [0, 20, 40], [10, 10, 10])])
 def test_no_call_is_timed_at_the_end_or_in_a_short_run(times_rounds, rounds_of, last, presents, sizes):
     assert list(map(rounds_of(last, rounds_per_call=10), presents)) == sizes
@@ -149,6 +155,7 @@ def test_one_round_where_calls_have_one(times_rounds, rounds_of):
     assert [rounds(0) for _ in range(3)] == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_long_run_with_rounds_of_the_users_choice(rounds_of):
     assert list(map(rounds_of(1000, rounds_per_call=10), [0, 20, 40, 60])) == [10, 10, (1, 10), (1, 10)]
 
@@ -174,6 +181,7 @@ def test_in_lockstep_the_ps_has_a_part_in_one_workers_calls(built, times_rounds,
     assert is_timed == [False, True, True, False]
 
 
+@pytest.mark.slow
 def test_long_run_to_its_last_step(built, clock, initialized, servers):
     """With servers: no step is lost or overshot, and as every call takes no time, each is twice as long as the one before."""
     task, server = servers(1)

@@ -32,6 +32,7 @@ def in_graph(model, function, *values):
         return session.run(function(*tensors), dict(zip(tensors, (model.initial_parameters, *values), strict=True)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.uint8, np.int32])
 def test_it_gives_logits_for_each_place(dtype):
     dataset = sequences(dtype=dtype)
@@ -44,6 +45,7 @@ def test_it_gives_logits_for_each_place(dtype):
     np.testing.assert_allclose([found["loss"], found["accuracy"]], [expected["loss"], expected["accuracy"]], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_gradient_is_that_of_keras():
     """Of both embeddings, too, that of the places among them, which all samples of a batch have in common."""
     dataset = sequences()
@@ -60,6 +62,7 @@ def test_gradient_is_that_of_keras():
     assert len(places) == 1 and np.abs(gradient).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_a_place_sees_itself_and_those_before():
     dataset = sequences(length=6)
     model = models.build("transformer", dataset, **SIZES).keras_model
@@ -69,6 +72,7 @@ def test_a_place_sees_itself_and_those_before():
     assert change[:3].max() < 1e-6 < 1e-4 < change[3:].min()
 
 
+@pytest.mark.slow
 def test_the_same_number_at_two_places_is_not_the_same():
     model = models.build("transformer", sequences(), **SIZES).keras_model
     logits = model.predict_on_batch(np.full([1, 5], 3))[0]
@@ -88,6 +92,7 @@ def test_default_sizes():
     assert models.build("transformer", load("text")).size == 66_592
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["transformer", "linear"])
 def test_saved_model_needs_nothing_of_this_project(tmp_path, spec):
     dataset = sequences()
@@ -177,6 +182,7 @@ def test_a_number_in_a_column_is_no_sequence():
     assert models.build("linear", data.checked(((x, x % 2), (x, x % 2)), "mine")).shapes == [(1, 2), (2,)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, spec", [(name, spec) for name in flags.FITTING for spec in flags.FITTING[name]])
 def test_what_is_not_checked_before_a_run_fits(name, spec):
     models.build(spec, load(name))

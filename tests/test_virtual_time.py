@@ -99,6 +99,7 @@ def test_the_end_of_a_call_waits_for_its_pushes():
     assert one.now - many.now == pytest.approx(9 * (0.002 + 0.002 + 0.001))  # an answer, a request, the call
 
 
+@pytest.mark.slow
 def test_a_barrier_costs_the_mean_of_the_largest_of_n_gamma_times():
     n, cv = 50, 0.5
     time = VirtualTime(TOGETHER, n, Costs(step=STEP, step_cv=cv, latency=0.001), Waiting(quorum=n), seed=3)
@@ -119,6 +120,7 @@ def test_gradients_that_are_too_stale_are_thrown_away(threshold, made, dropped):
     assert np.count_nonzero(schedule.updated[pushes] == schedule.pulled[pushes]) == dropped
 
 
+@pytest.mark.slow
 def test_means_of_gamma_times():
     """Machines and steps apart; a window of ten steps varies less than a step, by the root of ten."""
     time = VirtualTime([Action(local_steps=10), PULL, PUSH], 400, Costs(step=STEP, machine_cv=0.5, step_cv=0.3), seed=1)
