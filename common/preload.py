@@ -1,9 +1,8 @@
 """The program of a warm process (common/warm.py): imports tensorflow, then forks a process for each run that starts its tasks.
 
-    python common/preload.py OWNER DESCRIPTOR [--preload] [--listen] [MODULE ...]
+    python common/preload.py OWNER DESCRIPTOR [--preload] [--listen]
 
-It ends with OWNER, the process that started it. DESCRIPTOR is a Unix socket: connected to a launcher, or listening. Each
-MODULE is imported after tensorflow.
+It ends with OWNER, the process that started it. DESCRIPTOR is a Unix socket: connected to a launcher, or listening.
 """
 
 import contextlib
@@ -32,7 +31,7 @@ def _main(owner, descriptor, *options):
         common.private_caches(is_writable=False)
     signature = warm.signature(os.environ)  # of the code as it is before the import
     if "--preload" in options:
-        _load([option for option in options if not option.startswith("--")])
+        _load()
     isolation.die_with_parent(owner, signal.SIGCONT)  # from now on it looks itself, and ends what it has forked first
     os.chdir("/")  # no folder is in use by a process that waits
     if folder:
@@ -52,8 +51,8 @@ def _has_writable_home():
     return os.waitpid(pid, 0)[1] == 0
 
 
-def _load(modules):
-    """Imports what all tasks need, and these modules, and does nothing with it.
+def _load():
+    """Imports what all tasks need, and does nothing with it.
 
     Threads would not be in a fork; and each fork would go on with the same random numbers, by which a ps tells apart the steps
     of the workers.
@@ -63,11 +62,22 @@ def _load(modules):
     setproctitle.setproctitle(f"warm process of {os.getppid()}")
     from common import training  # and with it tensorflow and keras
 
-    for module in modules:
-        importlib.import_module(module)
     os.register_at_fork(after_in_child=training.np.random.seed)  # or all tasks would draw the same
+    _freeze()
+
+
+def _freeze():
+    """Garbage collection in a task would copy the objects that all tasks share."""
     gc.collect()
-    gc.freeze()  # garbage collection in a task would copy the objects that all tasks share
+    gc.freeze()
+
+
+def _load_for_pictures():
+    """Imports what draws curve.png at the end of a run. While the first run starts: it need not wait for that."""
+    with contextlib.suppress(Exception):  # a run says what is wrong with it
+        importlib.import_module("matplotlib.backends.backend_agg")
+        importlib.import_module("matplotlib.figure")
+    _freeze()
 
 
 def _exit(folder):
@@ -86,6 +96,7 @@ class Forking:
         self._connections = list(connections)
         self._forked: dict[int, Connection] = {}  # process ids, and for whom they are
         self._is_ending, self._deadline = False, float("inf")
+        self._draws = not listening  # with one launcher there is one run, whose chief imports that itself
         self._woken, self._wakeup = os.pipe()
         for end in (self._woken, self._wakeup):
             os.set_blocking(end, False)
@@ -162,6 +173,9 @@ class Forking:
         for descriptor in descriptors:
             os.close(descriptor)
         connection.send(("forked", pid))
+        if not self._draws:
+            self._draws = True
+            _load_for_pictures()
 
     def _reap(self):
         with contextlib.suppress(ChildProcessError):

@@ -248,14 +248,14 @@ def end(process):
 class _Kept:
     """A warm process that this process keeps for its launchers, with a socket in a folder that no other user can enter."""
 
-    def __init__(self, environ, modules):
+    def __init__(self, environ):
         self.owner, self.signature = os.getpid(), signature(environ)
         self._folder = tempfile.mkdtemp(prefix="warm-")  # of mode 700
         self.path = os.path.join(self._folder, "socket")
         with socket.socket(socket.AF_UNIX) as listening, open(os.devnull, "wb") as nowhere:
             listening.bind(self.path)
             listening.listen()
-            self.process = start(["--preload", "--listen", *modules], listening, nowhere, environ)
+            self.process = start(["--preload", "--listen"], listening, nowhere, environ)
 
     def serves(self, environ):
         """Whether it lives, and is the one that this process would start for such a launcher now."""
@@ -272,14 +272,13 @@ _kept: _Kept | None = None
 _lock = threading.Lock()
 
 
-def kept(environ, *modules):
+def kept(environ):
     """Returns these variables of a launcher, and that of a warm process which this process keeps for its launchers.
 
     It ends with this process, also if that is killed. If it was killed itself, or would be another one now, there is a new one.
 
     Args:
       environ: the variables.
-      *modules: names of modules that a new one imports, too.
     """
     global _kept
     if VARIABLE in environ:
@@ -289,7 +288,7 @@ def kept(environ, *modules):
         if now is None or not now.serves(environ):
             if now:
                 now.end()
-            _kept = now = _Kept(environ, modules)
+            _kept = now = _Kept(environ)
         return {**environ, VARIABLE: now.path}
 
 

@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import os
 import signal
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ def pytest_configure(config):
     """Keeps a warm process for the runs of all tests, which then import tensorflow once."""
     is_alone = "PYTEST_XDIST_WORKER" not in os.environ  # workers have the variable from the process that starts them
     if is_alone and "not cluster" not in config.option.markexpr:
-        os.environ.update(warm.kept(dict(os.environ), "matplotlib.figure", "matplotlib.backends.backend_agg"))  # for curve.png
+        os.environ.update(warm.kept(dict(os.environ)))
 
 
 def pytest_addoption(parser):
@@ -51,6 +52,26 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.suffix == ".ipynb":
             item.add_marker("notebook")
+
+
+_unmarked = None  # the test that runs, if it may start no process
+
+
+def _refuse_processes(event, arguments):
+    if event == "subprocess.Popen" and _unmarked:
+        raise AssertionError(f"{_unmarked} starts {arguments[0]}: tests that start processes are marked cluster or slow")
+
+
+sys.addaudithook(_refuse_processes)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item):
+    """Keeps the promise of `tests/run.sh --fast`: without these marks a test starts no program."""
+    global _unmarked
+    _unmarked = None if any(item.get_closest_marker(mark) for mark in ("cluster", "slow", "notebook")) else item.name
+    yield
+    _unmarked = None
 
 
 @pytest.fixture
