@@ -59,7 +59,9 @@ _READ_LATER = {
 
 def environment(environ):
     """Returns the variables with which a warm process begins, for a launcher that has these."""
-    return {**_MALLOC, **environ, "PYTHONUNBUFFERED": "1"}
+    others = [folder for folder in environ.get("PYTHONPATH", "").split(os.pathsep) if folder not in ("", str(ROOT))]
+    # `train` adds the folder of `common`, which is in the process anyway.
+    return {**_MALLOC, **environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *others])}
 
 
 def signature(environ):
