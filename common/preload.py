@@ -96,7 +96,7 @@ class Forking:
         self._connections = list(connections)
         self._forked: dict[int, Connection] = {}  # process ids, and for whom they are
         self._is_ending, self._deadline = False, float("inf")
-        self._draws = not listening  # with one launcher there is one run, whose chief imports that itself
+        self._can_draw = not listening  # with one launcher there is one run, whose chief imports that itself
         self._woken, self._wakeup = os.pipe()
         for end in (self._woken, self._wakeup):
             os.set_blocking(end, False)
@@ -173,8 +173,8 @@ class Forking:
         for descriptor in descriptors:
             os.close(descriptor)
         connection.send(("forked", pid))
-        if not self._draws:
-            self._draws = True
+        if not self._can_draw:
+            self._can_draw = True
             _load_for_pictures()
 
     def _reap(self):

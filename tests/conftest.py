@@ -66,7 +66,7 @@ sys.addaudithook(_refuse_processes)
 
 
 @pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_protocol(item):
+def pytest_runtest_call(item):
     """Keeps the promise of `tests/run.sh --fast`: without these marks a test starts no program."""
     global _unmarked
     _unmarked = None if any(item.get_closest_marker(mark) for mark in ("cluster", "slow", "notebook")) else item.name

@@ -128,6 +128,7 @@ compare.interruptible(main)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_benchmark_ends_what_it_runs(benchmarks, number):
     with subprocess.Popen([sys.executable, "-c", SLEEPS], cwd=benchmarks, stdout=subprocess.PIPE, text=True) as program:
@@ -400,6 +401,7 @@ def test_points_that_are_left_out_do_not_change_the_fit():
     assert {point["left_out"] for point in other["points"] if abs(point["error"]) > 0.1} == {True}
 
 
+@pytest.mark.slow
 def test_tables_of_the_readmes_are_those_of_the_files(benchmarks):
     command = [sys.executable, str(benchmarks / "report.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -414,11 +414,13 @@ def who_am_i(hosts, job, index, how):
     return names | {"PS_HOSTS": ",".join(hosts["ps"]), "WORKER_HOSTS": ",".join(workers)}
 
 
+@pytest.mark.slow
 def test_who_am_i_needs_no_tensorflow():
     code = "import sys, common; common.TaskSpecDef(); assert common.TaskSpec() is None; assert 'tensorflow' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], env=environment(), check=True, timeout=runs.SECONDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["TF_CONFIG", "JOB_NAME"])
 def test_a_mistake_is_one_line_and_status_2(tmp_path, how):
     script = tmp_path / "script.py"
@@ -484,12 +486,12 @@ def cluster_of(tmp_path_factory):
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("how", ["TF_CONFIG", "JOB_NAME"])
-def test_boilerplate_as_one_ps_and_two_workers(cluster_of, tmp_path, how):
+def test_boilerplate_as_one_ps_and_two_workers(cluster_of, tmp_path):
+    """Which are told in either way who they are."""
     tasks = cluster_of(2)
     started = {
         (job, index): tasks.start(SCRIPT, job, index, tmp_path / f"{job}-{index}", how=how)
-        for job, index in [("ps", 0), ("worker", 0), ("worker", 1)]
+        for job, index, how in [("ps", 0, "JOB_NAME"), ("worker", 0, "TF_CONFIG"), ("worker", 1, "JOB_NAME")]
     }
     printed = {task: tasks.finish(process) for task, process in started.items()}  # each of them ends with 0, the ps too
     reported = assert_trained(printed.pop(("worker", 0)))

@@ -70,6 +70,7 @@ def test_a_message_of_ten_megabytes_passes_and_its_end_and_the_answer(task, tmp_
     assert server.wait(SECONDS) == 0
 
 
+@pytest.mark.slow
 def test_who_is_not_there_closes_the_connection(task, tmp_path):
     """Neither a socket that does not exist, nor one behind which nobody listens, leaves a task waiting."""
     nobody = tmp_path / "nobody"
@@ -87,6 +88,7 @@ for host in "127.0.0.2", "127.0.0.3":
     assert task(ask, *others).communicate(timeout=SECONDS)[0] == "b''\nb''\n"
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_ends_the_connection_of_its_client(task, tmp_path):
     server = task(SERVE)
     assert server.stdout.readline() == "up\n"
@@ -116,6 +118,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_a_task_has_a_network_of_its_own_and_no_power(task):
     process = task(LOOK)
     network, _, count = process.stdout.readline().split()
@@ -124,6 +127,7 @@ def test_a_task_has_a_network_of_its_own_and_no_power(task):
     assert process.communicate(timeout=SECONDS) and process.returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number, status", [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)])
 def test_a_task_ends_with_its_relays(task, number, status):
     """SIGTERM is the task's own to heed; when the relays are killed, it is, too."""
@@ -136,6 +140,7 @@ def test_a_task_ends_with_its_relays(task, number, status):
     assert process.wait(SECONDS) == status
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end, status", [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 128 + 9)])
 def test_status_of_a_task(task, end, status):
     assert task(f"import os, sys; {end}").wait(SECONDS) == status
@@ -147,6 +152,7 @@ def room(*words, **options):
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options)
 
 
+@pytest.mark.slow
 def test_room():
     """Its folder is the user's alone, and gone when the input ends."""
     with room("3", "5") as process:
@@ -162,6 +168,7 @@ def test_room():
         assert not os.path.exists(made["folder"])
 
 
+@pytest.mark.slow
 def test_room_whose_input_is_bad(tmp_path):
     """What looks at the input decides; it has the network of the machine, to download what is missing."""
     look = f"import os, sys; print(os.readlink('/proc/self/ns/net') == {os.readlink('/proc/self/ns/net')!r}); sys.exit(2)"
@@ -174,6 +181,7 @@ FORBID = ["unshare", "--user", "--map-root-user", "sh", "-c", 'echo 0 > /proc/sy
 WHY = "the system forbids it; `sudo sysctl user.max_net_namespaces=10000` allows it"
 
 
+@pytest.mark.slow
 def test_room_where_tasks_can_have_no_network(tmp_path):
     with room("0", before=FORBID) as process:
         assert process.communicate(timeout=SECONDS)[0] == f"{doors.REFUSED}{WHY}\n"
@@ -192,6 +200,7 @@ def start(tmp_path, *flags, instead_of_host_a='sh -c "$2"'):
     return subprocess.run([*command, *flags], env=environ, capture_output=True, text=True, timeout=SECONDS)
 
 
+@pytest.mark.slow
 def test_a_host_that_allows_no_network_starts_nothing(tmp_path):
     """One line says so, and what to do."""
     done = start(tmp_path, instead_of_host_a=f'{shlex.join(FORBID)} sh -c "$2"')

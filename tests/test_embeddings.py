@@ -157,6 +157,7 @@ def run(*arguments, **environ):
     return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env={**os.environ, **environ})
 
 
+@pytest.mark.slow
 def test_no_such_scheme():
     done = run("--scheme=HogWidl")
     assert (done.returncode, done.stdout) == (2, "")

@@ -273,6 +273,7 @@ def test_present_knows_what_was_given():
         assert flags.present(values, "num_ps", "num_workers") == ["num_ps"]
 
 
+@pytest.mark.slow
 def test_flags_import_no_tensorflow():
     """The launcher does not import it either: that takes seconds."""
     code = "import sys, common.main, common.flags, common.launch, common.progress; sys.exit('tensorflow' in sys.modules)"

@@ -73,6 +73,7 @@ def run(*arguments, **environ):
     return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env={**os.environ, **environ})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["DOWNPUR", "tests", ""])
 def test_no_such_scheme(scheme):
     done = run(f"--scheme={scheme}")

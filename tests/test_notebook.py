@@ -103,6 +103,7 @@ def test_what_was_started_ends_with_the_kernel(kernel, how):
     assert runs.wait_until_gone(pids) == []
 
 
+@pytest.mark.slow
 def test_close_ends_what_was_started():
     local = LocalCluster(ps=1, worker=1)
     process = local.start("ps", 0)
@@ -119,6 +120,7 @@ def test_kernels_agree_whoever_comes_first(kernel, tmp_path):
     assert len({address for job in hosts[0].values() for address in job}) == 3
 
 
+@pytest.mark.slow
 def test_addresses_hold_as_long_as_one_lives(kernel, tmp_path):
     code = f"local = shared_cluster({str(tmp_path / 'cluster.json')!r}, ps=1)"
     first, second = kernel(code, "local.hosts"), kernel(code, "local.hosts")
@@ -130,6 +132,7 @@ def test_addresses_hold_as_long_as_one_lives(kernel, tmp_path):
     assert kernel(code, "local.hosts").printed() == hosts
 
 
+@pytest.mark.slow
 def test_new_addresses_when_all_have_ended(kernel, tmp_path):
     path = tmp_path / "cluster.json"
     mine = kernel(f"local = shared_cluster({str(path)!r}, ps=1)", "local.hosts")
@@ -140,6 +143,7 @@ def test_new_addresses_when_all_have_ended(kernel, tmp_path):
         assert kernel(f"local = shared_cluster({str(path)!r}, ps=1)", "local.hosts").printed() != hosts
 
 
+@pytest.mark.slow
 def test_closing_gives_the_addresses_up(kernel, tmp_path):
     path = tmp_path / "cluster.json"
     kernel(f"local = shared_cluster({str(path)!r}, ps=1)\nhosts = local.hosts\nlocal.close()", "hosts").printed()

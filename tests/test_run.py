@@ -41,6 +41,7 @@ def ended(arguments, capfd):
     return info.value.code, *capfd.readouterr()
 
 
+@pytest.mark.slow
 def test_each_task_knows_who_it_is(script, tmp_path, capfd):
     status, out, err = ended(["--num_workers=3", "--log_dir=here", script, "--of=its", "own"], capfd)
     assert (status, err) == (0, "")
@@ -53,12 +54,14 @@ def test_each_task_knows_who_it_is(script, tmp_path, capfd):
     assert logs == {f"worker-{i}.log": [f"worker {i} 3 ['--of=its', 'own']"] for i in (1, 2)}
 
 
+@pytest.mark.slow
 def test_worker_that_fails(script, capfd):
     status, _, err = ended([script, "fail"], capfd)
     assert status == 1
     assert err.startswith("common.run: worker 1 failed (1) after 0 restarts: ValueError: it went wrong (log: runs/mine/")
 
 
+@pytest.mark.slow
 def test_failed_worker_is_restarted(script, capfd):
     status, out, err = ended(["--max_restarts=1", script, "fail"], capfd)
     assert status == 1 and "worker 1 failed (1); restart 1 of 1" in out and "after 1 restarts" in err

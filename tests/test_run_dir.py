@@ -94,6 +94,7 @@ def test_folder_that_was_there_is_as_private_as_it_was(prepare, tmp_path):
     assert mode(tmp_path / "shared") == 0o755
 
 
+@pytest.mark.slow
 def test_new_log_folder_is_private(tmp_path):
     (tmp_path / "mine.py").touch()
     with pytest.raises(SystemExit) as info:
@@ -254,6 +255,7 @@ def test_folder_is_free_when_a_run_has_ended(hold, tmp_path):
             pass
 
 
+@pytest.mark.slow
 def test_the_holder_is_the_task_that_still_lives(hold, user_error, tmp_path):
     """Of tasks by hand several may have ended, whose numbers the files still have."""
     ended = subprocess.Popen(["true"])
@@ -283,6 +285,7 @@ signal.pause()
 """
 
 
+@pytest.mark.slow
 def test_kernel_gives_the_lock_back_though_a_child_lives_on(hold, user_error, tmp_path):
     process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout

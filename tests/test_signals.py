@@ -33,6 +33,7 @@ def program(code, ignores=()):
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_all_three_signals_are_heeded():
     assert program("print([number.name for number in signals.heeded()])") == ["['SIGINT', 'SIGTERM', 'SIGHUP']"]
 
@@ -53,6 +54,7 @@ print(heard)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", IGNORABLE)
 def test_what_a_program_was_started_to_ignore_it_ignores(number):
     """SIGHUP by `nohup`, SIGINT by a script that starts it with `&`. The others end it."""
@@ -61,6 +63,7 @@ def test_what_a_program_was_started_to_ignore_it_ignores(number):
     assert line == str([signal.Signals(other).name for other in others])
 
 
+@pytest.mark.slow
 def test_hang_up_interrupts_a_program_once():
     """The shell and the system may both send it, and what is done at the end is not to be interrupted again."""
     code = """
@@ -75,6 +78,7 @@ except KeyboardInterrupt:
     assert program(code) == ["interrupted"]
 
 
+@pytest.mark.slow
 def test_hang_up_that_is_ignored_interrupts_no_program():
     code = "signals.prepare_for_a_closed_terminal(); os.kill(os.getpid(), signal.SIGHUP); print('goes on')"
     assert program(code, [signal.SIGHUP]) == ["goes on"]
@@ -146,6 +150,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_closed_terminal_of_tasks_that_train_nothing(tmp_path):
     """The launcher was started to ignore Ctrl-C and SIGTERM; the tasks are asked by SIGTERM all the same, and can heed it."""
     script = tmp_path / "mine.py"

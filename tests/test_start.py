@@ -204,6 +204,7 @@ def test_join_needs_hosts(run):
     assert is_error and line.startswith("on which hosts? bash Multiple-Machines/start.sh --join=HOSTS_FILE RUN")
 
 
+@pytest.mark.slow
 def test_a_task_is_told_once_to_stop(start, monkeypatch):
     """A second word would kill it: a worker that leaves may still be there when the run is stopped."""
     monkeypatch.undo()  # real lines

@@ -90,6 +90,7 @@ with socket.socket(socket.AF_UNIX) as connected:
 OTHERS = ["another namespace", *(["another user"] if os.geteuid() == 0 else []), "the same"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", OTHERS)
 def test_only_processes_of_the_same_user_and_namespace_are_served(who):
     with socket.socket(socket.AF_UNIX) as listening:
