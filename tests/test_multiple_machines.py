@@ -317,13 +317,6 @@ def join(tmp_path, *lines):
     return done.returncode, done.stdout + done.stderr
 
 
-def joins_again(run_dir, address):
-    """Asks that worker 1 joins; returns whether it may."""
-    with contextlib.suppress(UserError):
-        return places.ask(run_dir, "join", 1, [(address, str(ROOT))]) == "worker 1 joins"
-    return False
-
-
 def wait_until_it_comes(process, run_dir, worker, times=1):
     """Waits until a worker has joined so often, and then trained."""
 
@@ -381,7 +374,7 @@ def test_workers_join_and_leave_by_ssh(by_ssh, tmp_path):
         assert "worker 1 | worker 1 has left after" in read_until(process, lambda line: "has left after" in line)
         assert wait_until_gone(pids) == []
         before = newest_step(run_dir, 0)
-        wait_until(process, lambda: joins_again(run_dir, "host2:2301"))  # when ssh has ended, too
+        wait_until(process, lambda: join(tmp_path, "worker host2:2301") == (0, "worker 1 joins\n"))  # when ssh has ended, too
         wait_until_it_comes(process, run_dir, 1, times=2)
         wait_for_step(run_dir, 0, before, process)
         pids, folders = processes(run_dir), sockets_of(processes(run_dir))
@@ -411,7 +404,7 @@ def test_worker_that_is_lost_is_not_waited_for(by_ssh, tmp_path):
         pids = processes(run_dir)
     assert wait_until_gone(pids) == []
     result = result_of(run_dir)
-    assert [left["worker"] for left in result["left"]] == [1, 1] and result["num_workers"] == 2
+    assert [left["worker"] for left in result["left"]] == [1] and result["num_workers"] == 2
 
 
 def test_insecure_workers_join_where_all_on_the_wire_hear_and_reach_them(by_ssh, hosts, tmp_path):
