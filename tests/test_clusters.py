@@ -195,7 +195,9 @@ def killed_for_good(index):
 
 def interrupted(run):
     """Ctrl-C: the newest checkpoint has the last step, and the model is saved."""
+    updates = updates_of(run.folder, 0)
     run.until(is_training)
+    wait_until(run.process, lambda: updates_of(run.folder, 0) > updates)  # that line may be older than the last fault
     run.process.send_signal(signal.SIGINT)
     run.end(130, f"a checkpoint is saved, and so is the model: --resume --run_dir={run.folder}")
     assert (run.folder / "model.keras").stat().st_size > 0
@@ -226,7 +228,7 @@ def paused(run):
     run.until(lambda line: re.match(r"worker 0 has waited \d+ s, since [\d:]+, for worker 1 at 127.0.0.1:", line))
     send(run.folder, "worker", 1, signal.SIGCONT)
     run.until(lambda line: line.startswith(f"{over} at 127.0.0.1:"))
-    assert log.read_text().count(over) == before + 1
+    assert log.read_text().count(over) > before  # on a busy machine it may have been waited for without that, too
 
 
 # --- Promises ---------------------------------------------------------------------------------------------------------------
@@ -443,7 +445,7 @@ RUNS = [
         "--adaptive --num_ps=2 --num_workers=3 --warm_start_steps=500 --steps=4000",
         (learned, counted, warmed_up, ended_at(4000)),
     ),
-    Row("DOWNPOUR", "--warm_start_steps=1000000 --seconds=2 --epochs=1e6", (waited_for_nobody,)),
+    Row("DOWNPOUR", "--warm_start_steps=1000000 --steps=100", (waited_for_nobody,)),
     Row(
         "HogWild",
         "--data={files}/late.py:after_step_100 --steps=100 --start_secs=0.1 --checkpoint_secs=0.5",
