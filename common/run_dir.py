@@ -179,11 +179,12 @@ def _is_given(descriptor, how):
 
     def wait():
         try:
-            with contextlib.suppress(OSError):
-                fcntl.flock(same, how)
-                given.set()
-        finally:
+            fcntl.flock(same, how)
+        except OSError:
             os.close(same)
+        else:
+            os.close(same)  # first: until then the caller could not give the lock back
+            given.set()
 
     threading.Thread(target=wait, daemon=True).start()
     return given.wait(OTHER_HOST_SECONDS)

@@ -4,7 +4,6 @@ Which line, say the tables in the README of this folder. Each of their rows is a
 in this process; `END_TO_END` are the commands that a shell runs.
 """
 
-import concurrent.futures
 import os
 import re
 import runpy
@@ -231,20 +230,10 @@ def in_process(folder, monkeypatch, capfd):
         sys.modules.pop(Path(file_name(text)).stem, None)
 
 
-@pytest.fixture(scope="module")
-def endings(request, tmp_path_factory):
-    """How each command of the chosen tests ends. Two run at a time: those that import tensorflow take seconds of one core."""
-    tests = [item for item in request.session.items if item.path == request.path and "ended" in item.fixturenames]
-    commands = dict.fromkeys(test.callspec.params["command"] for test in tests)
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        yield {command: pool.submit(run, command, tmp_path_factory.mktemp("bad_input")) for command in commands}
-        pool.shutdown(cancel_futures=True)
-
-
 @pytest.fixture
-def ended(endings, command):
+def ended(command, tmp_path):
     """How the command of this test ended."""
-    return endings[command].result()
+    return run(command, tmp_path)
 
 
 def refuses(ended, line):
