@@ -31,7 +31,6 @@ class Training(NamedTuple):
     one: Rounds  # to fetch for one step of SGD
     values: Any  # float32 [size]: all weights, one after the other
     evaluation: dict  # loss and metrics on the test set, by name
-    clock: Any  # seconds, by the clock of ps 0
     trained: Any  # a `common.checkpoints.Trained`: seconds and samples of all runs, which checkpoints hold, too
     init_feed_dict: dict  # initial values of global variables
     local_init_feed_dict: dict  # and of local ones
@@ -101,10 +100,8 @@ def build(task, model, dataset, settings):
         x_test = local_variable("x_test", dataset.x_test, local_feeds)
         y_test = local_variable("y_test", dataset.y_test, local_feeds)
         evaluation = model.evaluate(values, [v.read_value() for v in state], x_test, y_test)
-    with tf.device(step.device):
-        clock = tf.timestamp()
     trained = Trained(step, settings.batch_size)
-    return Training(weights, state, step, one, values, evaluation, clock, trained, global_feeds, local_feeds)
+    return Training(weights, state, step, one, values, evaluation, trained, global_feeds, local_feeds)
 
 
 def train(task, settings):
@@ -159,14 +156,14 @@ def train(task, settings):
             interruption.training_begins()
             trained.begin_run(session)
             log.last_step = last = last - updates_before(trained.samples_before, settings)
-            first_time, first_step = session.run([training.clock, training.step])
+            first_time, first_step = trained.seconds, session.run(training.step)
             present, seconds = first_step, settings.seconds or math.inf
             while present < last and trained.seconds < seconds and not interruption.requested:
                 doing("running a call")  # tells the launcher so, which ends a task that gets nothing done
                 present = session.run(training.one).steps[-1, 1]
             if interruption.requested:
                 return 130
-            stop_time = session.run(training.clock)
+            stop_time = trained.seconds
             interruption.training_ends()
             doing("writing the result")
             metrics.flush()

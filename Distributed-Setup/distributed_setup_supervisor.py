@@ -71,7 +71,7 @@ def train(task, settings):
             interruption.training_begins()
             trained.begin_run(session)
             log.last_step = last = last - updates_before(trained.samples_before, settings)
-            first_time, first_step = session.run([training.clock, training.step])
+            first_time, first_step = trained.seconds, session.run(training.step)
             present = written_step = first_step
             seconds = settings.seconds or math.inf
             # It knows no hooks: everything besides training is a thread, or a part of the loop.
@@ -90,7 +90,7 @@ def train(task, settings):
                     log.write(present, loss=float(np.mean(losses)), samples=samples, samples_per_second=speed)
                     written, written_step, losses = now, present, []
             supervisor.stop()  # the threads; raises what one of them may have met
-            stop_time = session.run(training.clock)
+            stop_time = trained.seconds
             save(session)  # the steps since the thread did
             if interruption.requested:
                 return 130

@@ -99,13 +99,12 @@ def train(task, settings):
         with monitored_session(None, "", scaffold, checkpoints, every_secs, [interruption, evaluation], keeper) as session:
             # Hooks are not made for several threads: these run on the plain session inside, and this one calls the hooks.
             shared = session.run_step_fn(lambda step_context: step_context.session)
-            trained, samples_before = session.run([keeper.trained, keeper.samples_before])
-            done = updates_before(samples_before, settings)
-            deadline = time.monotonic() + (settings.seconds - trained if settings.seconds else math.inf)
+            done = updates_before(session.run(keeper.samples_before), settings)
+            most_seconds = settings.seconds or math.inf
             failed = threading.Event()
 
             def stop():
-                return interruption.requested or failed.is_set() or time.monotonic() >= deadline
+                return interruption.requested or failed.is_set() or keeper.clock.seconds() >= most_seconds
 
             with concurrent.futures.ThreadPoolExecutor(len(workers)) as pool:
                 reports = [pool.submit(worker.train, shared, last, done, stop) for worker in workers]
@@ -163,11 +162,11 @@ class Worker:
 
     def train(self, session, last, done, stop):
         """Runs rounds up to global step `last` - `done`, or until `stop()`; returns its report, as `common.training.REPORT`."""
-        first_time, first_step = time.time(), session.run(self._center.step)
+        first_time, first_step = time.monotonic(), session.run(self._center.step)
         present = first_step
         while present + done < last and not stop():
             present = self._run(session, *self._next_call(present + done)).steps[-1, 1]
-        stop_time = time.time()
+        stop_time = time.monotonic()
         self._metrics.flush()
         return self._index, first_time, first_step, stop_time, *self._metrics.totals()
 

@@ -22,9 +22,9 @@ text, model = data.load("text"), build()
 steps = given.epochs * -(-text.num_samples // given.batch_size) - given.warmup_steps
 rate = keras.optimizers.schedules.CosineDecay(0.0, steps, warmup_target=given.learning_rate, warmup_steps=given.warmup_steps)
 model.optimizer.learning_rate = rate
-began = time.time()
+began = time.monotonic()
 model.fit(*text.train, batch_size=given.batch_size, epochs=given.epochs, verbose=0)
-seconds = time.time() - began
+seconds = time.monotonic() - began
 found = model.evaluate(*text.test, verbose=0, return_dict=True)
 samples = given.epochs * text.num_samples
 print(f"fit: {samples:,} samples in {seconds:.1f} s, {samples / seconds:.0f} samples/s")

@@ -135,7 +135,7 @@ def fit(model, recorder, checkpoints, dataset, settings, interruption):
     first_step = recorder.step
     interruption.training_begins()
     recorder.evaluate()
-    began = time.time()
+    began = time.monotonic()
     if first_step < recorder.last and not recorder.is_out_of_time():
         steps_per_epoch = math.ceil(dataset.num_samples / settings.batch_size)
         model.fit(
@@ -146,7 +146,7 @@ def fit(model, recorder, checkpoints, dataset, settings, interruption):
             shuffle=False,  # the batches are shuffled already
             verbose=0,
         )
-    ended = time.time()
+    ended = time.monotonic()
     recorder.note()
     checkpoints.save()
     if interruption.requested:

@@ -77,7 +77,7 @@ def parse(arguments):
         raise UserError(f"--window means nothing to {folder.name}")
     settings = settings.but(
         scheme=folder.name,
-        began=time.time(),
+        began=time.monotonic(),
         optimizer_on=folder.optimizer_on,
         decay=0 if has_own_decay else settings.weight_decay,
         steps_per_call=1,
@@ -417,7 +417,7 @@ class Run:
             "samples_per_worker": self._samples(0, None, settings.num_workers),
             "virtual_seconds": seconds,
             "train_seconds": seconds,
-            "wall_seconds": time.time() - settings.began,
+            "wall_seconds": time.monotonic() - settings.began,
             "samples_per_second": samples / seconds if seconds else None,
             "parts": shares,
             "staleness_mean": float(np.mean(stale)) if len(stale) else None,
@@ -495,7 +495,7 @@ def write(run, where):
     for line in calibrated(run.calibration):
         say(line)
     run.tell_time()
-    took = time.time() - settings.began
+    took = time.monotonic() - settings.began
     say(f"{run.clock.updates:,} updates in {run.clock.now:.4g} virtual seconds, scheduled in {took:.1f} s")
     if line := too_few(run):
         say(line)

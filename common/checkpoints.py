@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from common import tf
+from common.clock import TrainingClock
 from common.coordination import Lock
 from common.flags import TrainingFailed, UserError, why_unwritable
 from common.parts import TABLES, rows_in
@@ -252,7 +253,7 @@ class Keeper(tf.train.SessionRunHook):
 
     Attributes:
       has_lost: a tensor of names, empty if the parameters on the ps are whole: all from one checkpoint, or what came of it.
-      trained: a tensor, float64: seconds of training up to now.
+      clock: a `common.clock.TrainingClock`: the seconds of training up to now.
       samples: a tensor, int64: how many samples the present parameters were trained with.
       samples_before: a tensor, int64: those of them that are not steps (or local steps) × samples_per_update, since other flags
         held then.
@@ -270,6 +271,7 @@ class Keeper(tf.train.SessionRunHook):
         self.log: Any = None
         self.export: Any = None
         self._is_open = False
+        self._claimed = self._known = (-1.0, 0.0)  # the last claim, and the newest checkpoint: its time, and when it was seen
         self._newest = None  # the step of the newest checkpoint that this worker has saved
         self._after = every_secs * (CHIEF_AFTER if self._is_chief else OTHERS_AFTER)
         self._mark = Path(folder, "folder-id")
@@ -277,23 +279,17 @@ class Keeper(tf.train.SessionRunHook):
         self._variables = [v for v in every if not v.op.name.startswith(TABLES)]
         self._parts_of_tables = [part for table in center.tables for part in table.parts(every)]
         options = {"trainable": False, "collections": [], "use_resource": True}
+        self.clock = TrainingClock(center.step.device)
         with tf.device(center.step.device), tf.control_dependencies(None):
             self._whole = tf.get_variable("whole", initializer=True, **options)
-            self._began = tf.get_variable("began", initializer=tf.zeros([], tf.float64), **options)
             before = tf.get_variable("samples_before", initializer=tf.zeros([], tf.int64), **options)
-            self.has_lost = tf.report_uninitialized_variables([*every, self._whole, self._began, before])
+            self.has_lost = tf.report_uninitialized_variables([*every, self._whole, *self.clock.variables, before])
             self._is_lost = tf.raw_ops.DestroyResourceOp(resource=self._whole.handle, ignore_lookup_error=True)
             self.samples_before = before.read_value()
             self._step = step = center.step.read_value()
             of_steps = _samples_of(center, step, samples_per_update)
-            self.samples, self.trained = self.samples_before + of_steps, tf.timestamp() - self._began
-            self._paused = tf.placeholder(tf.float64, [])
-            self._pause = self._began.assign_add(self._paused, read_value=False)
-            self._seconds, self._samples = tf.placeholder(tf.float64, []), tf.placeholder(tf.int64, [])
-            self._go_on = [
-                self._began.assign(tf.timestamp() - self._seconds, read_value=False),
-                before.assign(self._samples - of_steps, read_value=False),
-            ]
+            self.samples, self._samples = self.samples_before + of_steps, tf.placeholder(tf.int64, [])
+            self._go_on = before.assign(self._samples - of_steps, read_value=False)
         self._names, self._slices = map(list, zip(*map(_name_and_slice, self._variables)))
         trainable = set(map(id, tf.trainable_variables()))
         self._parts = [i for piece in center.pieces for i, variable in enumerate(self._variables) if variable is piece]
@@ -302,12 +298,12 @@ class Keeper(tf.train.SessionRunHook):
         self._take_turns(center)
 
     def _read(self, center, before, samples_per_update, device):
-        """Returns tensors on this worker: the time on the ps, step, samples, seconds and all variables, of one moment."""
+        """Returns tensors on this worker, of one moment: the time on the ps, step, samples, seconds, life, all variables."""
         with tf.control_dependencies(None), center.lock.held([]) as done:
             with tf.device(center.step.device):
                 now, step = tf.timestamp(), center.step.read_value()
                 of_steps = _samples_of(center, step, samples_per_update)
-                scalars = [now, step, before.read_value() + of_steps, now - self._began.read_value()]
+                scalars = [now, step, before.read_value() + of_steps, *self.clock.told]
             values = []
             for variable in self._variables:
                 with tf.device(variable.device):
@@ -336,13 +332,16 @@ class Keeper(tf.train.SessionRunHook):
             zero = tf.zeros([], tf.float64)
         with Lock(center.step.device, "saving").held([]) as done, tf.device(center.step.device):
             now, claimed = tf.timestamp(), find(times, _CLAIMED, zero)
-            is_due = now - claimed >= self._after
+            # By the ps's wall clock, which may have been set back since; and by this worker's own, if it has seen this claim.
+            self._seen = tf.placeholder_with_default(zero - 1, [])
+            is_due = tf.logical_or(now - claimed >= self._after, now < claimed)
+            is_due = tf.logical_or(is_due, tf.equal(claimed, self._seen))
             with tf.control_dependencies([claimed]):
                 done.append(insert(times, _CLAIMED, tf.where(is_due, now, claimed)))
         with tf.device(center.step.device), tf.control_dependencies(None):
             saved, told = find(times, _SAVED, zero), find(times, _TOLD, zero)
-            self._look = tf.timestamp() - saved, saved, told
-            self._claim = is_due, self._after - (now - claimed), center.step.read_value(), done
+            self._look = saved, told
+            self._claim = is_due, self._after - (now - claimed), center.step.read_value(), tf.where(is_due, now, claimed), done
 
     def begin_run(self, session, checkpoint):
         """The chief's, when the parameters have their values: from now on they are kept.
@@ -357,7 +356,8 @@ class Keeper(tf.train.SessionRunHook):
             reader = tf.train.load_checkpoint(checkpoint)
             if reader.has_tensor("seconds"):
                 samples, seconds = reader.get_tensor("samples"), reader.get_tensor("seconds")
-        step, *_ = session.run([self._step, *self._go_on], {self._samples: samples, self._seconds: seconds})
+        step, _ = session.run([self._step, self._go_on], {self._samples: samples})
+        self.clock.restart(session, seconds)
         if checkpoint:
             session.run(self._note_nothing_new)
         else:
@@ -377,10 +377,6 @@ class Keeper(tf.train.SessionRunHook):
     def _log(self, step, what):
         if self.log:
             self.log.write(step, parameters=what)
-
-    def pause(self, session, seconds):
-        """Counts the last so many seconds not as training."""
-        session.run(self._pause, {self._paused: seconds})
 
     @property
     def variables(self):
@@ -430,7 +426,8 @@ class Keeper(tf.train.SessionRunHook):
         with self._turn:
             if self._is_open:  # else the chief's own variables have no values yet, and there is nothing to copy
                 session.run(self._copies)
-            (now, step, samples, seconds), values, _ = session.run(self._snapshot)
+            (now, step, samples, seconds, life), values, _ = session.run(self._snapshot)
+            seconds = max(seconds, self.clock.seconds(life))
             # No sum of float32 is too large for float64: it is finite if all of them are.
             if not all(np.isfinite(np.sum(values[i], dtype=np.float64)) for i in self._trainable):
                 print(f"no checkpoint of step {step}: its parameters are not finite", flush=True)
@@ -464,6 +461,7 @@ class Keeper(tf.train.SessionRunHook):
 
     def after_create_session(self, session, coord):
         """Starts the thread; that of a session before ends with its session."""
+        self.clock.stop()
         self._is_open = self._is_chief
         self._ended.set()
         self._ended = threading.Event()
@@ -477,7 +475,7 @@ class Keeper(tf.train.SessionRunHook):
             while not ended.wait(pause):
                 is_due, pause = False, self._after
                 if may_save:
-                    is_due, pause, step, _ = session.run(self._claim)
+                    is_due, pause, step = self._claim_turn(session)
                 if is_due:
                     began = time.monotonic()
                     if step == self._newest:
@@ -493,14 +491,30 @@ class Keeper(tf.train.SessionRunHook):
             if not ended.is_set():  # else the session was closed; the main loop meets the same error, and handles it
                 print(f"no checkpoints are saved in this session any more: {str(error).splitlines()[0]}", flush=True)
 
+    def _claim_turn(self, session):
+        """Returns whether this worker is to save now; else, when to ask again, in seconds; and the step."""
+        claim, seen = self._claimed
+        has_waited = time.monotonic() - seen >= self._after
+        is_due, pause, step, claim, _ = session.run(self._claim, {self._seen: claim} if has_waited else None)
+        if claim != self._claimed[0]:
+            self._claimed = claim, time.monotonic()
+        return is_due, min(pause, self._after), step
+
     def _look_at_age(self, session):
-        """Says, once, when the newest checkpoint is older than it may be."""
-        age, saved, told = session.run(self._look)
+        """Says, once, when the newest checkpoint is older than it may be, by this worker's clock since it first saw it."""
+        saved, told = session.run(self._look)
+        if saved != self._known[0]:
+            self._known = saved, time.monotonic()
+        age = time.monotonic() - self._known[1]
         if saved and told != saved and age > max(LATE * self._every_secs, LATE_SECS):
             session.run(self._note_told, {self._time: saved})
             line = f"no checkpoint has been saved for {age:.0f} s, with --checkpoint_secs={self._every_secs:g}"
             print(line, flush=True)
             say(line)
+
+    def before_run(self, run_context):
+        """The worker trains: the clock runs."""
+        self.clock.tick(run_context.session)
 
     def after_run(self, run_context, run_values):
         """Ends training when checkpoints cannot be written any more."""
@@ -531,6 +545,7 @@ class Trained(tf.train.CheckpointSaverListener):
 
     def __init__(self, step, batch_size):
         self._step, self._batch_size, self._began, self.samples_before = step, batch_size, math.inf, 0
+        self._session: Any = None  # the one that has saved
         with tf.device(step.device):
             self._variables = [
                 tf.get_variable(name, initializer=tf.zeros([], dtype), trainable=False, use_resource=True)
@@ -554,7 +569,11 @@ class Trained(tf.train.CheckpointSaverListener):
         return self.samples_before + int(step) * self._batch_size
 
     def before_save(self, session, global_step_value):
-        """Puts both into the variables, which are saved with the others."""
+        """Puts both into the variables, which are saved with the others. In the first call of a session that was created anew
+        they have just been restored: what the outage lasted, and what was rolled back, does not count."""
+        if self._session not in (None, session):
+            self.begin_run(session)
+        self._session = session
         if self._began < math.inf:  # else the session was just opened, and they are what is saved
             values = self.seconds, self.samples(global_step_value)
             session.run(self._assign, dict(zip(self._feeds, values, strict=True)))

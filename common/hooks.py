@@ -61,14 +61,13 @@ class StartHook(tf.train.SessionRunHook):
       num_workers: how many there are.
       secs: for how long to wait.
       is_over: function that says whether to wait no longer.
-      waited: function of a session and of how many seconds it has waited.
       who_left: function that returns which workers have left for good: a ps that was restarted does not know that they had
         come.
     """
 
-    def __init__(self, gate, num_workers, secs, is_over=lambda: False, waited=lambda session, secs: None, who_left=tuple):
+    def __init__(self, gate, num_workers, secs, is_over=lambda: False, who_left=tuple):
         self._gate, self._num_workers, self._secs = gate, num_workers, secs
-        self._is_over, self._waited, self._who_left, self._left = is_over, waited, who_left, set()
+        self._is_over, self._who_left, self._left = is_over, who_left, set()
         self._deadline, self._has_waited = math.inf, False
 
     def after_create_session(self, session, coord):
@@ -76,12 +75,11 @@ class StartHook(tf.train.SessionRunHook):
         if self._gate.is_open(session):
             return
         if not self._has_waited:
-            began = time.monotonic()
-            self._deadline = min(self._deadline, began + self._secs)  # a ps may die meanwhile, and this be called again
+            # A ps may die meanwhile, and this be called again.
+            self._deadline = min(self._deadline, time.monotonic() + self._secs)
             self._left = set(self._who_left())  # the ps of this session hears of those that leave from now on
             with meanwhile("waiting for all workers to come", waits=True, whom=lambda: self._missing(session)):
                 self._wait(session)
-            self._waited(session, time.monotonic() - began)
             self._has_waited = True
         self._gate.open(session)
 

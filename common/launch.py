@@ -108,7 +108,7 @@ def _complete_result(settings, tasks):
     workers = [task for task in tasks if task.job == "worker" and task.index < most]
     result.update(
         restarts=sum(task.restarts for task in tasks),
-        wall_seconds=time.time() - settings.began,
+        wall_seconds=time.monotonic() - settings.began,
         worker_seconds=sum(worker.lived() for worker in workers),
     )
     write_json(path, result)

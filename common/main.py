@@ -181,7 +181,7 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
     if train or "launch" in without:
         without = (*without, "max_workers")
     settings = flags.parse(values, arguments, script.name, without)
-    settings = settings.but(scheme=script.parent.name, began=time.time(), pace=pace, steps_per_call=1)
+    settings = settings.but(scheme=script.parent.name, began=time.monotonic(), pace=pace, steps_per_call=1)
     settings = settings.but(optimizer_on=optimizer_on, decay=0 if "weight_decay" in of_scheme else settings.weight_decay)
     settings = settings.but(of_scheme={name: getattr(settings, name) for name in of_scheme})
     task = cluster.task_from(settings) if "job_name" not in without else None

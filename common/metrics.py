@@ -45,7 +45,12 @@ class MetricsLog:
         # Written out every second, not every two minutes: to be seen while training, and not lost when a task is killed.
         self._events = tf.summary.FileWriter(str(Path(run_dir, "tensorboard", name)), flush_secs=1)
         self._lock = threading.Lock()
+        self._began = time.time() - time.monotonic()  # a clock that is set back later does not order lines anew
         self.listeners: list[Any] = []
+
+    def now(self):
+        """Returns the time, in seconds since 1970: that of the wall clock when this began, and the seconds since."""
+        return self._began + time.monotonic()
 
     def write(self, global_step, **values):
         """Writes one line with the time and these values; the numbers among them become TensorBoard scalars.
@@ -56,7 +61,7 @@ class MetricsLog:
         constant = {"worker": self._worker, "last_step": int(self.last_step)}
         if self._unit and "test_loss" in values:
             constant["unit"] = self._unit
-        line = json.dumps({"time": time.time(), "global_step": int(global_step), **constant, **finite})
+        line = json.dumps({"time": self.now(), "global_step": int(global_step), **constant, **finite})
         scalars = [
             tf.Summary.Value(tag=self._tags.get(name, name), simple_value=value)
             for name, value in values.items()

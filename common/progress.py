@@ -292,7 +292,7 @@ def as_typed(path):
 def summary(settings, status):
     """Prints what came of a run, from its `result.json`."""
     run_dir = Path(settings.run_dir)
-    damaged = read_metrics(run_dir)[1] if status in (0, 130) else 0
+    lines, damaged = read_metrics(run_dir) if status in (0, 130) else ([], 0)
     if damaged:
         say(f"{damaged} damaged line{'s' if damaged > 1 else ''} of metrics skipped")
     run_dir = as_typed(run_dir)
@@ -325,6 +325,10 @@ def summary(settings, status):
         say(f"worker {gone['worker']} has left after {gone['updates']:,} updates")
     if max(shares) > UNEQUAL * min(shares) and not settings.delays and not result["restarts"] and not left:
         say("the workers' samples differ much, so the parameters are mostly of some workers' data: train for longer")
+    reached = max((line["global_step"] for line in lines), default=0)
+    if reached > result["global_steps"]:
+        lost = reached - result["global_steps"]
+        say(f"step {reached:,} had been reached: {lost:,} updates were lost with a ps, and not all of them made again")
     say(f"{speed}; {result['wall_seconds']:.1f} s in all")
     if result.get("parts"):
         say(f"a round takes {1000 * result['round_seconds']:.3g} ms: {parts_as_text(result['parts'])}")

@@ -403,8 +403,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
         if settings.warm_start_steps:
             hooks.append(WarmStartHook(plan.gate, plan.step, settings.warm_start_steps))
         else:
-            waited = plan.keeper.pause if plan.keeper else lambda session, secs: None
-            how = settings.start_secs, lambda: interruption.requested, waited, kept
+            how = settings.start_secs, lambda: interruption.requested, kept
             hooks.append(StartHook(plan.gate, begin_workers, *how))
     rendezvous: Any = None
     if task:
@@ -412,8 +411,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
         if settings.max_workers and plan.gate:
             expected = lambda opened: {*range(begin_workers), *plan.gate.who_came(opened)}  # noqa: E731
         rendezvous = ending.Rendezvous(task, size, kept, expected)
-    with tf.device(plan.step.device):
-        clock = tf.timestamp()  # one clock for all workers
+    seconds = plan.keeper.clock.seconds if plan.keeper else time.monotonic
     is_dynamic = plan.keeper is not None and plan.keeper.is_of_local_steps
     # As a number of updates, for the speed.
     progress: Any = plan.keeper.samples / samples_per_update(settings) if is_dynamic else plan.step
@@ -430,13 +428,14 @@ def run_worker(plan, task, settings, server, interruption, open_session):
 
     doing("opening the session", waits=bool(meeting), whom=nobody)
     with open_session(task, target, plan.scaffold, checkpoints, settings.checkpoint_secs, hooks) as session:
-        first_time, first_step, present = session.run([clock, progress, plan.step])
+        first_step, present = session.run([progress, plan.step])
+        first_time = seconds()
         is_back = (index > 0 and rendezvous.come_back(session)) or plan.had_left
         if settings.max_workers and (is_back or index >= begin_workers) and not interruption.leaves:
             log.write(present, came=True)
-        last, trained = plan.last, 0.0
+        last = plan.last
         if plan.keeper:
-            trained, samples_before = session.run([plan.keeper.trained, plan.keeper.samples_before])
+            samples_before = session.run(plan.keeper.samples_before)
             fewer = updates_before(samples_before, settings, plan.gradients_per_update)
             if fewer and (settings.learning_rate_schedule or settings.warmup_steps):
                 raise UserError(
@@ -448,19 +447,19 @@ def run_worker(plan, task, settings, server, interruption, open_session):
                 counted = session.run(plan.keeper.samples)
                 last = plan.last_of(present, counted, settings, plan.gradients_per_update)
             log.last_step = last
-        deadline = time.monotonic() + (settings.seconds - trained if settings.seconds else math.inf)
+        most_seconds = (settings.seconds or math.inf) + (0 if plan.keeper else first_time)
         if index > 0 and plan.gate and not session.run(plan.gate.variable):
             present = last  # the chief has ended before there was anything to do for others
         is_over, calls, rounds = False, 0, Rounds(None, None, None)
         while True:
             while present < last and not is_over:
                 is_told = early_stopping and early_stopping.requested
-                if time.monotonic() >= deadline or interruption.requested or is_told:
+                if seconds() >= most_seconds or interruption.requested or is_told:
                     if meeting is None or not meeting.vote(session):
                         is_over = True
                         break
                 if calls == 1 or calls == 2 and rounds.parts:  # these had to prepare a graph, which is no training
-                    first_time, first_step = session.run([clock, progress])
+                    first_step, first_time = session.run(progress), seconds()
                 doing("running a call", waits=bool(meeting), whom=meeting.missing if meeting else nobody)
                 before = present
                 rounds = session.run(*plan.next_call(present + plan.last - last))
@@ -481,7 +480,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
                     ending.say_done_for(task, server, rendezvous.absent(session))
                 return Outcome(130, session.run(plan.final) if index == 0 else None)
             doing("ending", whom=nobody)
-            stop_time, stop_step = session.run([clock, plan.step])
+            stop_time, stop_step = seconds(), session.run(plan.step)
             if not leaves:
                 interruption.training_ends()
             if meeting and leaves:
@@ -492,7 +491,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
             if leaves:
                 log.write(stop_step, left=True)
             report = [index, first_time, first_step, stop_time, *metrics.totals(), *metrics.seconds_of_parts()]
-            report += [time.time() - settings.began, time.time() if leaves else 0.0]
+            report += [time.monotonic() - settings.began, log.now() if leaves else 0.0]
             if leaves:
                 session.run(plan.farewell)
                 run_dir.write_left(settings.run_dir, index, report)
@@ -737,8 +736,8 @@ def updates_before(samples, settings, gradients_per_update=1):
     return 0 if settings.steps else int(samples) // samples_per_update(settings, gradients_per_update)
 
 
-# What a worker tells the chief at its end, as float64. Times are in seconds on the clock of ps 0. A scheme's workers also tell
-# `PARTS`, in seconds of a round; NaN if none was timed.
+# What a worker tells the chief at its end, as float64. Times are in seconds of training, or by one process's clock. A scheme's
+# workers also tell `PARTS`, in seconds of a round; NaN if none was timed.
 REPORT = ("index", "first_time", "first_step", "stop_time", "samples", "updates", "staleness_sum", "staleness_max", "dropped")
 # And, behind those: the seconds since the worker's process began; when it has left for good, by its own clock, or 0.
 STAY = ("seconds", "left")
@@ -778,8 +777,10 @@ def summarize(settings, task, reports, global_step, samples=None, gradients_per_
         # From the first call but one of the last worker to start; from there on all of them share the work.
         latest = np.argmax(np.where(trained, columns["first_time"], -np.inf))
         updates = progress - columns["first_step"][latest]
-        train_seconds = float(columns["stop_time"].max() - columns["first_time"][latest])
-        samples_per_second = updates * samples_per_update(settings, gradients_per_update) / train_seconds
+        seconds_of_all = float(columns["stop_time"].max() - columns["first_time"][latest])
+        if seconds_of_all > 0 and updates > 0:  # else what it saw was rolled back, and not trained again
+            train_seconds = seconds_of_all
+            samples_per_second = updates * samples_per_update(settings, gradients_per_update) / train_seconds
         staleness = columns["staleness_sum"].sum() / columns["updates"].sum()
     told = [part for part in PARTS if part in columns]
     seconds = [{part: float(columns[part][i]) for part in told if columns[part][i] > 0} for i in range(len(reports))]
@@ -806,7 +807,7 @@ def summarize(settings, task, reports, global_step, samples=None, gradients_per_
         ],
         "worker_seconds": float(columns["seconds"].sum()) if "seconds" in columns else None,
         "train_seconds": train_seconds,
-        "wall_seconds": time.time() - settings.began,
+        "wall_seconds": time.monotonic() - settings.began,
         "samples_per_second": samples_per_second,
         **(shares_of_parts(seconds) if told else {}),
         "staleness_mean": staleness,
@@ -896,7 +897,7 @@ class Leaver:
         task, settings = self._task, self._settings
         if report is None:  # it has not trained yet
             report = [task.shard_index, *[0.0] * (len(REPORT) - 1), *[math.nan] * len(PARTS), 0.0, 0.0]
-        report = [*report[: -len(STAY)], time.time() - settings.began, time.time()]
+        report = [*report[: -len(STAY)], time.monotonic() - settings.began, time.time()]
         run_dir.write_left(settings.run_dir, task.shard_index, report)
         self.server.wait()
         ending.say_gone(task, task.start_server(), report)

@@ -3,10 +3,13 @@
     python tests/chaos.py --rounds=200 --seed=1            # prints a table
     python tests/chaos.py --rounds=1 --seed=1 --first=137  # that round again: the same scheme, faults and times
     python tests/chaos.py --rounds=100 --seed=1 --places   # workers join and leave as well
+    python tests/chaos.py --rounds=100 --outages --clocks  # --seconds ends the runs; the clocks of the ps are set
 
 A round is one run of a scheme through its launcher. At times drawn from the seed a task, drawn too, gets SIGKILL or SIGSTOP, or
 the launcher gets SIGKILL and is started again with --resume. With --places a run has more places than workers; workers join,
-are asked to leave, or get SIGTERM, as a machine that is taken away sends it. `Round.problems` has what must hold in the end,
+are asked to leave, or get SIGTERM, as a machine that is taken away sends it. With --outages a run has to train for some
+seconds, and its ps are killed so often that they are away for longer. With --clocks the wall clock of the ps is set an hour
+forward or back every four seconds, for the code that asks for the time. `Round.problems` has what must hold in the end,
 `Round._losses` how much training is lost with a ps. The folder of a round that failed is kept.
 """
 
@@ -59,6 +62,7 @@ COME_AND_GO = {
     "Semi-Synchronous-SGD": SCHEMES["Semi-Synchronous-SGD"],
     "DiLoCo": SCHEMES["DiLoCo"],
 }
+TRAIN_SECS = 6  # of a run with outages
 MORE_PLACES = 2  # than workers at the beginning
 TOGETHER = "Synchronous-SGD", "DiLoCo"  # schemes whose updates are of all workers
 # Schemes whose workers have an optimizer of their own that begins with large steps, and so again when a worker comes back. If
@@ -72,6 +76,7 @@ FAULTS_UNTIL = 10  # seconds after the tasks were started
 CHECKPOINT_SECS = 1
 # What may be lost beyond that, in seconds: a call that is under way, and metrics tell the step every half second.
 MORE_SECS = 1.0
+OUTAGE_SECS = 2.0  # without a line of metrics are an outage
 METRICS_SECS = 0.5  # from one line of metrics to the next
 # Every eleventh round has 4 ps and 16 workers, so that each scheme has its turn. They take longer to start, and again. The
 # gradients of sixteen workers that do not wait, or not for long, are too stale for the usual learning rate.
@@ -88,6 +93,8 @@ class Round:
       folder: where the run writes.
       scheme: one of `SCHEMES`; by default the round's turn.
       has_places: workers come and go, too; the scheme is one of `COME_AND_GO`.
+      has_outages: the run trains for `TRAIN_SECS`, and each ps is killed several times.
+      has_odd_clocks: the clocks of the ps are set, see odd_clock.py.
       share: of the updates, and of the time in which there are faults: less than 1 for a short round.
     """
 
@@ -96,6 +103,8 @@ class Round:
     folder: Path
     scheme: str = ""
     has_places: bool = False
+    has_outages: bool = False
+    has_odd_clocks: bool = False
     share: float = 1.0
     injected: list = field(default_factory=list)  # (seconds, what, whom)
     seconds: float = 0.0
@@ -120,6 +129,8 @@ class Round:
             kind = drawn.choices(["SIGKILL", "SIGSTOP", "launcher"], [6, 3, 1])[0]
             whom = drawn.choice(tasks)
             self.plan.append((drawn.uniform(0, until), kind, None if kind == "launcher" else whom))
+        for _ in range(drawn.randint(3, 5) if self.has_outages else 0):
+            self.plan.append((drawn.uniform(0, 2 * until), "SIGKILL", ("ps", drawn.randrange(self.num_ps))))
         self.places = self.num_workers + (MORE_PLACES if self.has_places else 0)
         for _ in range(drawn.randint(2, 5) if self.has_places else 0):
             kind = drawn.choices(["join", "leave", "SIGTERM"], [3, 1, 1])[0]
@@ -165,11 +176,14 @@ class Round:
         if self.scheme not in TOGETHER:
             steps *= self._slower  # of sixteen workers, the last begins when the first have trained for long
         resume = ["--resume"] if any(self.folder.glob("checkpoints/*.index")) else []
-        flags = [f"--num_ps={self.num_ps}", f"--num_workers={self.num_workers}", f"--steps={steps}", *resume]
+        flags = [f"--num_ps={self.num_ps}", f"--num_workers={self.num_workers}", *resume]
+        flags += [f"--seconds={TRAIN_SECS * self._slower}", "--epochs=1e9"] if self.has_outages else [f"--steps={steps}"]
+        flags += ["--model=tests/odd_clock.py:build"] if self.has_odd_clocks else []
         if self._is_large and self.scheme in LARGE_RATES:
             flags.append(f"--learning_rate={LARGE_RATES[self.scheme]}")
         flags += [*more.split(), *([f"--max_workers={self.places}"] if self.has_places else [])]
-        flags += [f"--hang_secs={HANG_SECS * self._slower}", f"--checkpoint_secs={CHECKPOINT_SECS}", "--max_restarts=10"]
+        patient = self._slower * (3 if self.has_odd_clocks else 1)  # the check of a model is a call, too
+        flags += [f"--hang_secs={HANG_SECS * patient}", f"--checkpoint_secs={CHECKPOINT_SECS}", "--max_restarts=10"]
         flags.append(f"--run_dir={self.folder}")
         with open(f"{self.folder}.out", "a") as out:
             return subprocess.Popen(
@@ -178,6 +192,7 @@ class Round:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                cwd=ROOT,
             )
 
     def _wait_for_tasks(self, process):
@@ -258,6 +273,24 @@ class Round:
                 if step < reached and not any(before < time < after + MORE_SECS for time in restored):
                     yield f"worker {worker} was at step {step} after step {reached}, though no parameters were restored"
         yield from self._unreadable()
+        yield from self._seconds(training)
+
+    def _seconds(self, training):
+        """Yields what is wrong with the seconds of training: neither an outage counts, nor updates that were lost with a ps."""
+        from common import tf
+        from common.checkpoints import newest_good_checkpoint
+
+        result = json.loads((self.folder / "result.json").read_text())
+        seconds = tf.train.load_variable(newest_good_checkpoint(self.folder / "checkpoints"), "seconds")
+        if self.has_outages and seconds < TRAIN_SECS * self._slower:
+            yield f"it has trained for {seconds:.1f} s"
+        pauses = [after[0] - before[0] for before, after in zip(training, training[1:])]
+        most = sum(min(pause, OUTAGE_SECS) for pause in pauses) + 2 * OUTAGE_SECS  # before the first line and after the last
+        if self.has_outages and seconds > most:
+            yield f"it says {seconds:.1f} s of training, of which {most:.1f} s at most can be true"
+        took, speed = result["train_seconds"], result["samples_per_second"]
+        if took is not None and not (0 < took <= seconds + 1 and speed > 0):
+            yield f"{took} s of training, {speed} samples/s, though the parameters were trained for {seconds:.1f} s"
 
     def _losses(self, training, begins):
         """Yields what is wrong with where training went on, each time that the chief gave the parameters their values.
@@ -338,11 +371,14 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="number of the first round")
     parser.add_argument("--at_once", type=int, default=1, help="rounds that run at the same time")
+    parser.add_argument("--outages", action="store_true", help="--seconds ends the runs, and each ps is killed several times")
+    parser.add_argument("--clocks", action="store_true", help="the wall clocks of the ps are set, forward and back")
     parser.add_argument("--places", action="store_true", help="workers join and leave, and get SIGTERM")
     options = parser.parse_args()
     base, done = Path(tempfile.mkdtemp(prefix="chaos-")), []
     numbers = range(options.first, options.first + options.rounds)
-    rounds = [Round(options.seed, i, base / str(i), has_places=options.places) for i in numbers]
+    what = {"has_places": options.places, "has_outages": options.outages, "has_odd_clocks": options.clocks}
+    rounds = [Round(options.seed, i, base / str(i), **what) for i in numbers]
     with concurrent.futures.ThreadPoolExecutor(options.at_once) as pool:
         for future in concurrent.futures.as_completed([pool.submit(one.run) for one in rounds]):
             one = future.result()

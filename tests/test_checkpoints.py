@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from runs import SECONDS
 
-from common import checkpoints, session, tf
+from common import checkpoints, clock, session, tf
 from common.center import GlobalParameters
 from common.checkpoints import Keeper, checkpoints_in
 from common.flags import TrainingFailed
@@ -220,6 +220,7 @@ def test_a_chief_restores_all_if_anything_is_lost(chief, what):
 
 def test_samples_and_seconds_are_those_of_all_runs(chief, servers, tmp_path):
     opened = chief.begin()
+    chief.keeper.clock.tick(opened)
     for _ in range(4):
         opened.run(chief.update)
     chief.keeper.save(opened)
@@ -228,11 +229,12 @@ def test_samples_and_seconds_are_those_of_all_runs(chief, servers, tmp_path):
 
     later = Worker(servers(2), chief.folder, samples_per_update=100)  # all that lay on the ps is gone
     opened = later.begin()
+    later.keeper.clock.tick(opened)
     opened.run(later.update)
-    samples, before, trained = opened.run([later.keeper.samples, later.keeper.samples_before, later.keeper.trained])
+    samples, before = opened.run([later.keeper.samples, later.keeper.samples_before])
     assert samples == 4 * 10 + 1 * 100
     assert before == samples - 5 * 100
-    assert trained > seconds
+    assert later.keeper.clock.seconds() > seconds
 
 
 @pytest.mark.slow
@@ -278,6 +280,89 @@ def test_one_worker_at_a_time_saves(chief):
     assert not is_due(chief, opened)
 
 
+@pytest.fixture
+def now(monkeypatch):
+    """The monotonic clock of a worker, which stands still; `monotonic` are its seconds."""
+    now = types.SimpleNamespace(monotonic=1000.0)
+    for module in checkpoints, clock:
+        monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: now.monotonic))
+    return now
+
+
+def test_a_ps_whose_clock_is_set_back_does_not_end_checkpoints(chief, now):
+    """An hour: the last claim is in the future. Five minutes: it is not old yet, but the worker has seen it for long enough."""
+    opened = chief.begin()
+    opened.run(chief.keeper._note_saved, {chief.keeper._time: time.time() + 3600})
+    is_due, pause, _ = chief.keeper._claim_turn(opened)
+    assert is_due and pause <= chief.keeper._after
+
+    opened.run(chief.keeper._note_saved, {chief.keeper._time: time.time() - 100})
+    assert not chief.keeper._claim_turn(opened)[0]
+    now.monotonic += 749
+    assert not chief.keeper._claim_turn(opened)[0]
+    now.monotonic += 1
+    assert chief.keeper._claim_turn(opened)[0]
+    assert not chief.keeper._claim_turn(opened)[0]  # a claim that it has not seen for long
+
+
+def test_a_clock_that_is_set_forward_is_no_old_checkpoint(chief, now, capsys):
+    opened = chief.begin()
+    opened.run(chief.keeper._note_saved, {chief.keeper._time: time.time() - 3600})
+    chief.keeper._look_at_age(opened)
+    assert capsys.readouterr().out == ""
+
+
+def test_an_outage_counts_no_seconds(chief, now):
+    """Nor do those after the last checkpoint, nor a worker's that does not know yet that the parameters were restored."""
+    of_chief = chief.keeper.clock
+    opened = chief.begin()
+    now.monotonic += 50  # it waits for the others
+    assert of_chief.seconds() == 0
+    of_chief.tick(opened)
+    other = Worker(chief.place, chief.folder, 1)
+    joined = other.join()
+    other.keeper.clock.tick(joined)
+    now.monotonic += 10
+    opened.run(chief.update)
+    chief.keeper.save(opened)
+    now.monotonic += 2
+    for worker, its in (chief, opened), (other, joined):
+        worker.keeper.clock.tick(its)
+        assert worker.keeper.clock.seconds() == pytest.approx(12, abs=1)
+
+    chief.keeper.lose(opened)
+    of_chief.stop()  # as its session ends
+    now.monotonic += 300
+    again = chief.begin()
+    other.keeper.clock.tick(joined)
+    of_chief.tick(again)
+    assert of_chief.seconds() == pytest.approx(10, abs=0.1)
+    now.monotonic += 5
+    of_chief.tick(again)
+    other.keeper.clock.tick(joined)
+    for worker in chief, other:
+        assert worker.keeper.clock.seconds() == pytest.approx(15, abs=1)
+    opened.run(chief.update)
+    chief.keeper.save(again)
+    path = str(chief.folder / f"model.ckpt-{newest(chief.folder)}")
+    assert tf.train.load_variable(path, "seconds") == pytest.approx(15, abs=1)
+
+
+def test_the_clock_of_training_goes_on_with_that_of_others(chief, now):
+    """A chief that comes back does not count anew; the largest number holds."""
+    opened = chief.begin()
+    chief.keeper.clock.tick(opened)
+    other = Worker(chief.place, chief.folder, 1)
+    joined = other.join()
+    other.keeper.clock.tick(joined)
+    now.monotonic += 20
+    other.keeper.clock.tick(joined)
+    again = Worker(chief.place, chief.folder)
+    its = again.begin()
+    again.keeper.clock.tick(its)
+    assert 20 <= again.keeper.clock.seconds() <= 20 + 2 * clock.MOST_AHEAD  # by the ps's own clock, which runs on
+
+
 def test_parameters_that_are_not_finite_are_not_saved(chief, capsys):
     opened = chief.begin()
     opened.run(chief.spoil)
@@ -286,12 +371,12 @@ def test_parameters_that_are_not_finite_are_not_saved(chief, capsys):
     assert "no checkpoint of step 0: its parameters are not finite" in capsys.readouterr().out
 
 
-def test_an_old_checkpoint_is_worth_one_line(chief, capsys, monkeypatch):
+def test_an_old_checkpoint_is_worth_one_line(chief, capsys, now):
     opened = chief.begin()
     keeper = chief.keeper
     keeper._look_at_age(opened)
     assert capsys.readouterr().out == ""
-    opened.run(keeper._note_saved, {keeper._time: time.time() - 3100})
+    now.monotonic += 3100
     keeper._look_at_age(opened)
     keeper._look_at_age(opened)
     (line,) = capsys.readouterr().out.splitlines()
@@ -300,17 +385,18 @@ def test_an_old_checkpoint_is_worth_one_line(chief, capsys, monkeypatch):
 
 def test_a_worker_that_may_not_save_looks_how_old_the_newest_is(chief, tmp_path, monkeypatch):
     """It is on another machine, and the chief is away: what it does there, its thread does."""
-    opened = chief.begin()
-    other = Worker(chief.place, tmp_path / "elsewhere", 1, every_secs=1)
-    opened = chief.begin()
-    opened.run(chief.keeper._note_saved, {chief.keeper._time: time.time() - 3100})
+    chief.begin()
+    other = Worker(chief.place, tmp_path / "elsewhere", 1, every_secs=0.1)
+    monkeypatch.setattr(checkpoints, "LATE_SECS", 0.2)
+    chief.begin()
     said: queue.Queue = queue.Queue()
     monkeypatch.setattr(checkpoints, "say", said.put)
     joined = other.join()
     other.keeper.after_create_session(joined, None)
     line = said.get(timeout=SECONDS)
     other.keeper.end(joined)
-    assert re.fullmatch(r"no checkpoint has been saved for \d+ s, with --checkpoint_secs=1", line) and saved(other.folder) == {}
+    assert re.fullmatch(r"no checkpoint has been saved for \d+ s, with --checkpoint_secs=0.1", line)
+    assert saved(other.folder) == {}
 
 
 def test_training_ends_when_checkpoints_cannot_be_written(servers, tmp_path):

@@ -9,7 +9,7 @@ import time
 import pytest
 from runs import ROOT, delete, finish, is_training, metrics_of, read_until, result_of, send, start, wait_until
 
-from common import launch, supervisor
+from common import launch, supervisor, tf
 from common.checkpoints import checkpoints_in
 
 pytestmark = pytest.mark.cluster
@@ -61,6 +61,25 @@ def test_a_chief_that_was_away(run_dir):
     assert result["global_steps"] >= reached and result["samples"] == 32 * result["global_steps"]
     assert newest_step(run_dir) == result["global_steps"]
     assert result["test_accuracy"] >= 0.95 and result["restarts"] == 3
+
+
+def test_an_outage_is_no_training(run_dir):
+    """A ps is killed each time that training goes on, until the outages together are longer than --seconds: those are left."""
+    seconds, outage, killed = 5, 0.0, None
+    process = start(run_dir, "--launch", "--epochs=1e6", f"--seconds={seconds}", "--checkpoint_secs=1", "--max_restarts=30")
+    while outage <= seconds:
+        read_until(process, is_training)
+        outage += time.monotonic() - killed if killed else 0.0
+        send(run_dir, "ps", 0, signal.SIGKILL)
+        killed = time.monotonic()
+        read_until(process, lambda line: line.startswith("ps 0 was killed"))
+    output = finish(process)
+    result = result_of(run_dir)
+    reached = max(line["global_step"] for i in range(2) for line in metrics_of(run_dir, i))
+    lost = reached - result["global_steps"]
+    assert (f"{lost:,} updates were lost" in output) is (lost > 0)
+    assert result["train_seconds"] > 0 and result["samples_per_second"] > 0
+    assert tf.train.load_variable(checkpoints_in(str(run_dir / "checkpoints"))[-1], "seconds") >= seconds
 
 
 def test_workers_that_come_back_after_the_last_second_train_no_more(run_dir):
@@ -117,7 +136,7 @@ def test_runs_that_go_on_with_another_count_together(run_dir, tmp_path, parse, m
     flags = f"--steps={first}", "--batch_size=10"
     if launched:
         settings = parse(*alike, *flags, f"--run_dir={run_dir}", epochs=1, batch_size=32, learning_rate=0.1)
-        settings = settings.but(scheme="scheme", num_evaluators=0, pace="own", began=time.time())
+        settings = settings.but(scheme="scheme", num_evaluators=0, pace="own", began=time.monotonic())
         with monkeypatch.context() as patch:
             patch.setattr(launch, "Task", Task)
             assert launch.launch(ROOT / script, [*alike, *flags], settings) == 0

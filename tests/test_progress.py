@@ -446,7 +446,7 @@ def test_result_of_two_workers():
     assert result["staleness_mean"] == pytest.approx(175 / 350)
     assert result["staleness_max"] == 4
     assert (result["num_ps"], result["num_workers"], result["global_steps"]) == (3, 2, 350)
-    assert result["wall_seconds"] > 1.7e9  # began at 0
+    assert result["wall_seconds"] > 0
     json.dumps(result, allow_nan=False)
 
 
@@ -458,6 +458,14 @@ def test_result_says_who_has_left_and_how_long_all_were_there():
     json.dumps(result, allow_nan=False)
     others = training.summarize(settings(), None, [report(**FIRST)], 200)  # a script with a main loop of its own
     assert (others["left"], others["worker_seconds"]) == ([], None)
+
+
+@pytest.mark.parametrize("step, stop", [(350, 102.0), (350, 101.0), (50, 110.0), (40, 110.0)])
+def test_an_outage_leaves_no_rate_that_is_negative(step, stop):
+    """What the last worker to start had seen was rolled back, and not trained again."""
+    reports = [report(**FIRST | {"stop_time": stop}), report(**SECOND | {"stop_time": stop})]
+    result = training.summarize(settings(), types.SimpleNamespace(num_ps=1), reports, step)
+    assert (result["train_seconds"], result["samples_per_second"]) == (None, None)
 
 
 def test_window_counts_in_the_speed():

@@ -1,0 +1,21 @@
+"""A ps whose wall clock is set, an hour forward or back, every few seconds: for `python tests/chaos.py --clocks`."""
+
+import keras
+
+from common import tf
+
+EVERY_SECS = 4
+_timestamp = tf.timestamp
+
+
+def timestamp():
+    """`tf.timestamp` by that clock."""
+    now = _timestamp()
+    return now + 3600 * (tf.math.floormod(tf.floor(now / EVERY_SECS), 3.0) - 1)
+
+
+def build():
+    """`--model=mlp` for the digits. A worker that builds it builds its graph with this clock, which the ps looks at."""
+    tf.timestamp = timestamp
+    layers = [keras.layers.Dense(units, activation="relu") for units in (128, 128)]
+    return keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten(), *layers, keras.layers.Dense(10)])
