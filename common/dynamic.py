@@ -8,6 +8,7 @@ from common.flags import UserError
 from common.steps import Step
 
 FADE = 0.9  # of what is known of a worker's speed, with each of its trainings
+ODD = 1000.0  # times as long as trainings before took one only by a clock that was set
 
 
 class Dynamic:
@@ -84,6 +85,10 @@ class Dynamic:
         """It has ended, after these operations. Returns operations that note what it tells of the worker's speed."""
         with tf.control_dependencies(after):
             seconds = tf.cast(tf.timestamp() - began, tf.float32)
+            # The clock may have been set meanwhile: then it took as long as before.
+            before = tf.cast(steps, tf.float32) * tf.math.divide_no_nan(self._seconds.read_value(), self._steps.read_value())
+            is_odd = tf.logical_or(seconds < 0, tf.logical_and(before > 0, seconds > ODD * before))
+            seconds = tf.where(is_odd, before, seconds)
         noted = []
         for faded, new in (self._steps, tf.cast(steps, tf.float32)), (self._seconds, seconds):
             noted.append(faded.assign(FADE * faded.read_value() + new, read_value=False))

@@ -290,7 +290,7 @@ class _Timer:
         with tf.control_dependencies([began]):
             made = make()
         with tf.control_dependencies(tf.nest.flatten(made)):
-            took = tf.timestamp() - began
+            took = tf.maximum(tf.timestamp() - began, 0.0)  # the clock may be set meanwhile
         with tf.control_dependencies([total.assign_add(took, read_value=False)]):
             return tf.nest.map_structure(tf.identity, made)
 

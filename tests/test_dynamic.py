@@ -74,6 +74,20 @@ def test_as_many_as_its_share_of_the_greatest_speed(parts, initialized):
     assert chosen(7, 0.7, 10) == 10
 
 
+def test_a_clock_that_is_set_does_not_change_the_speed(parts, initialized, monkeypatch):
+    center, local, device, target = parts(1)
+    now = tf.placeholder(tf.float64, [])
+    monkeypatch.setattr(tf, "timestamp", lambda: now)
+    with tf.device(device):
+        dynamic = center.dynamic(local, 10)
+        noted = dynamic.end(10, tf.constant(50_000.0, tf.float64), [])
+    session = initialized(center, local, target=target)
+    for seconds in 2, 3, 3600, -3600, 2:
+        session.run(noted, {now: 50_000.0 + seconds})
+        steps, of_them = session.run([dynamic._steps, dynamic._seconds])
+        assert 10 / 3 <= steps / of_them <= 10 / 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ps", [1, 2])
 def test_each_local_step_is_made_and_counted_once(model, batches, rule, parts, initialized, num_ps):
