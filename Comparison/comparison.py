@@ -50,6 +50,7 @@ def main():
             parser.error(f"{path} is of another problem, or other conditions: name no row")
         report["rows"] = before["rows"]
     jobs = [(name, report) for name in options.rows or trials.ROWS]
+    os.chdir(HERE)  # a process that is spawned imports from the current folder first
     # A process for each row: TensorFlow keeps what it has compiled. The rows of --quick are so small that it doesn't matter.
     with multiprocessing.get_context("spawn").Pool(options.processes, maxtasksperchild=None if options.quick else 1) as pool:
         for name, found in pool.imap_unordered(measure, jobs, chunksize=1):

@@ -41,7 +41,7 @@ def main():
         return
     imports, runs = [], []
     for _ in range(options.rounds):
-        imports.append(seconds_of([sys.executable, "-c", "import tensorflow"]))
+        imports.append(seconds_of([sys.executable, "-I", "-c", "import tensorflow"]))
         runs.append(one_run())
     medians = {part: statistics.median(run[part] for run in runs) for part in runs[0]}
     whole, alone = statistics.median(sum(run.values()) for run in runs), statistics.median(imports)

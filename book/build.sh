@@ -7,6 +7,7 @@
 here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 source "$here/../common/setup.sh"
 set -euo pipefail
+cd "$here" # -m and -c execute files of the current folder
 venv=$here/.venv
 stamp=$venv/made-from
 wanted=$("$PYTHON" -V; echo "$venv"; cat "$here/requirements.txt")

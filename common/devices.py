@@ -85,8 +85,10 @@ def with_gpus(settings, num_workers_given):
 
 def _count_gpus():
     """Asks another process, as this one imports no tensorflow. Only that knows what its build and the drivers make of them."""
+    safe = "import sys; sys.path = [folder for folder in sys.path if folder]"  # -c would import from the current folder
     program = "import tensorflow as tf; print(len(tf.config.list_physical_devices('GPU')))"
-    asked = subprocess.run([sys.executable, "-c", program], capture_output=True, stdin=subprocess.DEVNULL, text=True)
+    command = [sys.executable, "-c", f"{safe}; {program}"]
+    asked = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, text=True)
     if asked.returncode:
         raise UserError(f"--gpus: TensorFlow cannot be asked for GPUs: {last_error(asked.stderr, '')}")
     return int(asked.stdout.split()[-1])

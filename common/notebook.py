@@ -1,6 +1,6 @@
 """Clusters for notebooks: tasks as processes on this machine, which end with the notebook's kernel at the latest.
 
-As a program it is one of these tasks: `python -m common.notebook '{"ps": ["localhost:2222"], ...}' ps 0`.
+As a program it is one of these tasks: `python common/notebook.py '{"ps": ["localhost:2222"], ...}' ps 0`.
 """
 
 import contextlib
@@ -111,7 +111,7 @@ class LocalCluster:
         A ps of a cluster with workers ends by itself when each of these has said that it is done (`ending.say_done`).
         """
         process = subprocess.Popen(
-            [sys.executable, "-m", "common.notebook", json.dumps(self.hosts), job, str(index)],
+            [sys.executable, __file__, json.dumps(self.hosts), job, str(index)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             env={**os.environ, "LAUNCHER_PID": str(os.getpid())},
@@ -171,4 +171,5 @@ def _main(hosts, job, index):
 
 
 if __name__ == "__main__":
+    sys.path.pop(0)  # this folder, whose names are not for all to import
     _main(*sys.argv[1:])

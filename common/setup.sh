@@ -9,7 +9,10 @@ if [[ ${BASH_SOURCE[0]} != "$0" ]]; then
     # The work is done in a shell of its own, so that its traps, locks and variables don't reach the caller's.
     PYTHON=$(bash "${BASH_SOURCE[0]}") || exit $?
     unset PYTHONHOME # as `activate` does: it would give .venv another Python's library
-    # PYTHONPATH goes before installed packages, and may hold another clone's `common`
+    # PYTHONPATH goes before installed packages, and may hold another clone's `common`. An empty part of it is the current folder.
+    PYTHONPATH=${PYTHONPATH:-}
+    while [[ $PYTHONPATH == *::* ]]; do PYTHONPATH=${PYTHONPATH//::/:}; done
+    PYTHONPATH=${PYTHONPATH#:} PYTHONPATH=${PYTHONPATH%:}
     PYTHONPATH=${PYTHONPATH:+$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P):$PYTHONPATH}
     return 0
 fi
