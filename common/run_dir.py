@@ -108,7 +108,7 @@ def lock_folder(folder, flag, parts, name=None, check=lambda: None):
     flag = f"{flag}={folder}"
     with contextlib.ExitStack() as stack, _unwritable(flag):
         if folder.exists():
-            _check_contents(folder, flag)
+            check_contents(folder, flag)
         is_locked = os.path.lexists(folder / "lock")
         if is_locked:
             _take_locks(stack, folder, flag, name)
@@ -211,7 +211,7 @@ def _is_alive(pid):
     return True
 
 
-def _check_contents(folder, flag):
+def check_contents(folder, flag):
     """Raises a `UserError` if the folder is another user's, or if among what a run writes there is something that is another
     user's, or through which it would write elsewhere."""
     with tempfile.TemporaryFile(dir=folder) as file:  # a network's file system may call whatever we make another user's

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from common.flags import UserError
+from common.run_dir import check_contents
 
 STEP = ("SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_PROCID", "SLURM_NODEID", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
@@ -81,13 +82,46 @@ def _places(counts, ports):
     return addresses
 
 
+ROOT = Path(__file__).resolve().parents[1]
 CLUSTER = "cluster.json"  # in the folder of a run: where its tasks are, and its command line
+
+
+def _cluster_of(run_dir):
+    """Returns the contents of `CLUSTER` in the folder of a run.
+
+    Raises:
+      UserError: if there is none, if somebody else may have written it, or if it is not as a run writes it: a job that joins
+        starts the scheme that it names, with its flags.
+    """
+    flag = f"JOIN={run_dir}"
+    try:
+        check_contents(Path(run_dir), flag)
+        cluster = json.loads(Path(run_dir, CLUSTER).read_text())
+    except (OSError, ValueError, RecursionError):
+        raise UserError(f"{flag}: there is no run that was begun with PLACES") from None
+    lists = [cluster.get(name) for name in ("ps", "worker", "arguments")] if isinstance(cluster, dict) else [None]
+    words = [word for words in lists for word in (words if isinstance(words, list) else [None])]
+    if not all(isinstance(word, str) and "\0" not in word for word in words):
+        raise UserError(f"{flag}: {CLUSTER} is not as a run writes it: expected ps, worker and arguments, lists of texts")
+    scheme = cluster.get("scheme")
+    if not (isinstance(scheme, str) and re.fullmatch(r"\w[\w-]*", scheme) and (ROOT / scheme / "run.sh").is_file()):
+        raise UserError(f"{flag}: {CLUSTER} names the scheme {scheme!r:.100}; expected a folder of {ROOT} with a run.sh")
+    return cluster
+
+
+def _without_run_dir(arguments):
+    """Returns a command line of a run without --run_dir, which may be one word or two."""
+    pairs = zip(["", *arguments], arguments, strict=False)
+    return [word for before, word in pairs if not (re.match("--?run_dir(=|$)", word) or re.fullmatch("--?run_dir", before))]
 
 
 def _joining():
     """As `task`, for one of a job that joins a run."""
+    missing = [name for name in ("JOIN", "SLURMD_NODENAME", "SLURM_LOCALID") if not os.environ.get(name)]
+    if missing:
+        raise UserError(f"FREE_PLACES names places of a run to join, but {', '.join(missing)} is missing")
     run_dir, node, local = os.environ["JOIN"], os.environ["SLURMD_NODENAME"], _number("SLURM_LOCALID")
-    cluster = json.loads(Path(run_dir, CLUSTER).read_text())
+    cluster = _cluster_of(run_dir)
     here = [k for k in map(int, os.environ["FREE_PLACES"].split()) if cluster["worker"][k].rpartition(":")[0] == node]
     if local >= len(here):
         reserved = ", ".join(cluster["worker"][1:])
@@ -102,15 +136,13 @@ def main(run_dir):
     """Prints, with a zero byte behind each, what a job that joins the run in this folder has to know: the name of its scheme,
     the numbers of its free places, and its flags. Returns the exit status, 2 after a line if nobody can join."""
     try:
-        cluster = json.loads(Path(run_dir, CLUSTER).read_text())
-        flags = [word for word in cluster["arguments"] if not word.startswith("--run_dir=")]
-        words = cluster["scheme"], _free(run_dir, len(cluster["worker"])), *flags
-    except (OSError, ValueError):
-        print(f"slurm.sbatch: JOIN={run_dir}: there is no run that was begun with PLACES", file=sys.stderr)
+        cluster = _cluster_of(run_dir)
+        if not _is_locked(run_dir, 0):
+            raise UserError(f"JOIN={run_dir}: the run is over, or has not begun yet")
+    except UserError as error:
+        print(f"slurm.sbatch: {error}", file=sys.stderr)
         return 2
-    if not _is_locked(run_dir, 0):
-        print(f"slurm.sbatch: JOIN={run_dir}: the run is over, or has not begun yet", file=sys.stderr)
-        return 2
+    words = cluster["scheme"], _free(run_dir, len(cluster["worker"])), *_without_run_dir(cluster["arguments"])
     print(*words, sep="\0", end="\0")
     return 0
 

@@ -4,10 +4,12 @@ import contextlib
 import fcntl
 import json
 import os
+import subprocess
 import types
 from unittest import mock
 
 import pytest
+from runs import ROOT, SECONDS
 
 from common import slurm
 from common.cluster import TaskSpec, task_from
@@ -212,6 +214,87 @@ def test_no_run_to_join(run_dir, capsys, file, line):
     assert slurm.main(run_dir) == 2
     out, err = capsys.readouterr()
     assert out == "" and line in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("form", ["--run_dir=here", "-run_dir=here", "--run_dir here", "-run_dir here"])
+def test_a_job_that_joins_leaves_out_the_folder_that_the_run_was_told(run_dir, capsys, form):
+    cluster = json.loads((run_dir / "cluster.json").read_text())
+    cluster["arguments"] = ["--launch", *form.split(), "--window=2"]
+    (run_dir / "cluster.json").write_text(json.dumps(cluster))
+    assert slurm.main(run_dir) == 0
+    assert capsys.readouterr().out == "HogWild\0" + "2 3\0" + "--launch\0--window=2\0"
+
+
+@pytest.mark.parametrize(
+    "change, line",
+    [
+        ({"scheme": "../evil"}, "names the scheme '../evil'; expected a folder of "),
+        ({"scheme": "/tmp/evil"}, "names the scheme '/tmp/evil'; expected a folder of "),
+        ({"scheme": ".."}, "names the scheme '..'; expected a folder of "),
+        ({"scheme": "common"}, "names the scheme 'common'; expected a folder of "),
+        ({"scheme": ["HogWild"]}, "names the scheme ['HogWild']; expected a folder of "),
+        ({"arguments": "--model=m.py:f"}, "cluster.json is not as a run writes it"),
+        ({"arguments": ["a\0--model=m.py:f"]}, "cluster.json is not as a run writes it"),
+        ({"worker": None}, "cluster.json is not as a run writes it"),
+    ],
+)
+def test_a_cluster_that_no_run_has_written(run_dir, capsys, user_error, change, line):
+    cluster = json.loads((run_dir / "cluster.json").read_text())
+    (run_dir / "cluster.json").write_text(json.dumps(cluster | change))
+    assert slurm.main(run_dir) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and line in err and err.count("\n") == 1
+    with user_error(line):
+        task({"FREE_PLACES": "2 3", "JOIN": str(run_dir), "SLURMD_NODENAME": "node4", "SLURM_LOCALID": "0"})
+
+
+@pytest.mark.parametrize("name", ["cluster.json", "lock-worker-0", "lock-worker-2"])
+@pytest.mark.parametrize("kind, problem", [("link", "is a link"), ("pipe", "is a pipe")])
+def test_a_run_with_planted_files_is_not_joined(run_dir, tmp_path_factory, capsys, name, kind, problem):
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "file"
+    if (run_dir / name).exists():
+        (run_dir / name).rename(elsewhere)
+    else:
+        elsewhere.touch()
+    (run_dir / name).symlink_to(elsewhere) if kind == "link" else os.mkfifo(run_dir / name)
+    assert slurm.main(run_dir) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and f"JOIN={run_dir} cannot be used: {name} {problem}" in err and err.count("\n") == 1
+
+
+def test_a_run_of_another_user_is_not_joined(run_dir, capsys, monkeypatch):
+    lstat = os.lstat
+    theirs = lambda path: os.stat_result((*lstat(path)[:4], 12345, *lstat(path)[5:]))  # noqa: E731
+    monkeypatch.setattr(os, "lstat", lambda path, **_: theirs(path) if str(path).endswith("cluster.json") else lstat(path))
+    assert slurm.main(run_dir) == 2
+    assert f"JOIN={run_dir} cannot be used: cluster.json belongs to another user" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("missing", ["JOIN", "SLURMD_NODENAME", "SLURM_LOCALID"])
+def test_free_places_without_a_run(run_dir, user_error, missing):
+    environ = {"FREE_PLACES": "2 3", "JOIN": str(run_dir), "SLURMD_NODENAME": "node4", "SLURM_LOCALID": "0"}
+    with user_error(f"FREE_PLACES names places of a run to join, but {missing} is missing"):
+        task({name: value for name, value in environ.items() if name != missing})
+
+
+# In place of srun: worker 0 saves a checkpoint and is killed; what is started next is written down.
+SRUN = """#!/bin/bash
+if [[ -e run/checkpoints/model.ckpt-1.index ]]; then printf '%s ' "$@" >>started; exit 0; fi
+mkdir -p run/checkpoints; touch run/checkpoints/model.ckpt-1.index; exit 137
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["--run_dir=run", "-run_dir=run", "--run_dir run", "-run_dir run"])
+def test_a_job_goes_on_after_a_death_however_its_folder_is_given(form, tmp_path):
+    sbatch = ROOT / "Multiple-Machines" / "slurm.sbatch"
+    programs = {"scontrol": f"#!/bin/sh\necho '   Command={sbatch}'\n", "srun": SRUN}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "17", "SLURM_NTASKS": "3"}
+    subprocess.run(["bash", sbatch, "HogWild", *form.split()], cwd=tmp_path, env=environ, check=True, timeout=SECONDS)
+    assert (tmp_path / "started").read_text().endswith(" --resume ")
 
 
 @pytest.mark.parametrize("node, local, index", [("node4", 0, 3), ("node5", 0, 2)])
