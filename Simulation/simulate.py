@@ -375,10 +375,10 @@ class Run:
         return type(self.schedule)(*(column[start:stop] for column in self.schedule)).staleness()
 
     def _write(self, tell, start, stop, values):
-        times, updated = self.schedule.times, self.schedule.updated
-        now = float(times[stop - 1]) if stop else 0.0
+        now = float(self.schedule.times[stop - 1]) if stop else 0.0
         line = {"time": now, "worker": "all workers", "last_step": int(self.last)}
-        line["global_step"] = int(np.max(updated[:stop], initial=0))
+        # A gradient for an update of several workers is noted with that update before it is made.
+        line["global_step"] = len(self.staleness(0, stop)) // self._gradients()
         if stop:
             drawn, began = self._samples(start, stop), self.lines[-1]["time"] if self.lines else 0.0
             line["samples"] = self._samples(0, stop)

@@ -683,6 +683,23 @@ def test_gradients_that_are_thrown_away(program):
     assert 38 <= result["gradients_dropped"] <= 40
 
 
+@pytest.mark.parametrize(
+    "flags", [{"scheme": "Synchronous-SGD"}, {"scheme": "Synchronous-SGD", "backup_workers": 1}, {"scheme": "Streaming-DiLoCo"}]
+)
+def test_a_line_has_the_step_of_the_parameters_that_were_evaluated(program, monkeypatch, flags):
+    """Also where some of the gradients of the next update have arrived."""
+    evaluated = []
+
+    def evaluate(engine, *samples):
+        evaluated.append(engine.global_step)
+        return original(engine, *samples)
+
+    original = Engine.evaluate
+    monkeypatch.setattr(Engine, "evaluate", evaluate)
+    run = program.simulate(**flags, num_workers=3, steps=6, delays=[0, 40, 80], evaluation_secs=0.02)
+    assert len(evaluated) > 12 and [line["global_step"] for line in run.lines] == evaluated
+
+
 def test_a_schedule_of_the_learning_rate_ends_with_the_run(program):
     """Also where an update is of several workers' gradients."""
     for scheme, last in ("HogWild", 45), ("Synchronous-SGD", 15):
