@@ -48,7 +48,8 @@ class Task:
     ran_out: bool = False  # whether the kernel killed it because memory ran out
     is_asked: bool = False  # whether it has said that it was asked to end
     has_left: bool = False  # whether it is a worker that has left for good, or a place that none has taken yet
-    is_leaving: bool = False  # whether this process has asked it to leave
+    is_leaving: bool = False  # whether it was asked to leave, by this process or another
+    stands_in: bool = False  # whether its process only leaves, in place of one that has died while it left
     born: float | None = None  # when its process gave the first sign of life, as time.monotonic()
     seconds: float = 0.0  # for which its processes have lived that have ended
     log_begins: int = 0  # where in the log that starts what it has printed since it was started
@@ -69,14 +70,16 @@ class Task:
         """Starts the process."""
         self.status, self.starts_at, self.heard, self.progress, self.progressed = None, None, math.inf, None, math.inf
         self.why_killed, self.ran_out, self.last_line, self.started = "", False, "", time.monotonic()
-        self.is_asked, self.is_leaving, self.has_left, self.born = False, False, False, None
+        self.is_asked, self.is_leaving, self.has_left, self.born = False, self.stands_in, False, None
         with contextlib.suppress(OSError):
             self.log_begins = self.log.stat().st_size
-        server.start(self.name, self.command, None if self.is_shown else str(self.log), self.environ)
+        environ = self.environ | {words.STANDS_IN: "1"} if self.stands_in else self.environ
+        server.start(self.name, self.command, None if self.is_shown else str(self.log), environ)
 
     def end(self, status):
         """Notes that the process has ended, and how."""
         self.has_left = status == LEFT
+        self.stands_in = self.stands_in and not self.has_left
         self.status = 0 if self.has_left else status
         self.seconds, self.born = self.lived(), None
 
@@ -188,6 +191,8 @@ class Run:
         if text == words.ASKED:
             task.is_asked = True
             self._events.put(task)
+        elif text == words.LEAVING:
+            task.is_leaving = True
         elif text := task.hear(text):
             self._events.put(text)  # to be shown by the main thread: a terminal may block the thread that writes to it
 
@@ -386,8 +391,13 @@ class Run:
         return self._settings.ends_with_chief and self._chief.status == 0
 
     def _mend(self, task):
-        """Lets a task that has failed start again, the first time at once."""
+        """Lets a task that has failed start again, the first time at once. A worker that was leaving has left: in its place
+        comes one that only says so, and gives back the samples that it had leased."""
         self._must_be_mendable(task)
+        if task.is_leaving and not task.stands_in:
+            self._say(f"{task.name} {task.how()} while it was leaving; another process leaves in its place")
+            task.stands_in, task.starts_at = True, time.monotonic()
+            return
         task.restarts += 1
         task.restarted.append(time.monotonic())
         count = len(task.restarted)
@@ -404,7 +414,8 @@ class Run:
         if task.status == FAILED_FOR_GOOD:
             raise TrainingFailed(f"{task.last_words()}{log}")
         task.restarted = [moment for moment in task.restarted if time.monotonic() - moment < HOUR]
-        if len(task.restarted) >= self._settings.max_restarts:
+        has_another = task.stands_in or not task.is_leaving
+        if has_another and len(task.restarted) >= self._settings.max_restarts:
             raise TrainingFailed(f"{task.name} {task.how()} after {len(task.restarted)} restarts: {task.last_words()}{log}")
 
     def _start_again(self, task, moment):

@@ -30,7 +30,7 @@ from common.session import Saver, monitored_session
 from common.steps import PARTS, Rounds, build_rounds, build_steps, repeat_rounds, timed_rounds
 from common.streams import Stream, StreamedBatches, TestSet
 from common.together import Pace, Ring, Together
-from common.words import BUILDING, LOADING, STANDS_IN, doing, nobody, say_asked, status_of_leaving, tell
+from common.words import BUILDING, LOADING, STANDS_IN, doing, nobody, say_asked, say_leaving, status_of_leaving, tell
 
 
 def train(scheme, task, settings):
@@ -860,6 +860,8 @@ class Interruption(tf.train.SessionRunHook):
         is_by_session = self._is_training or self._waits_for_others and not self._has_ended
         self.leaves, self._is_left_to_it = leaves, leaves and not is_by_session
         self.requested = True
+        if leaves:
+            say_leaving()
         if not leaves or self._is_left_to_it:
             react = functools.partial(self._leaver, self.report) if self._is_left_to_it else self.release
             threading.Thread(target=react, daemon=True).start()  # so that a second signal is heard

@@ -16,6 +16,7 @@ STANDS_IN = "STANDS_IN"  # a variable, for a worker that leaves at once, in plac
 LAST = "\f"  # begins what a task says with `say_last`
 PROGRESS = "\v"  # begins what it says of its progress
 ASKED = "\a"  # says that it was asked to end, by SIGTERM, and is no worker that can leave
+LEAVING = "\x0e"  # says that it was asked to leave, and will
 LEFT = 101  # exit status of a fork of the process that starts the tasks, see `status_of_leaving`
 # What a task does while it runs the user's functions; the check of the input may have timed these before.
 LOADING, BUILDING = "loading the data", "building the model"
@@ -218,6 +219,11 @@ def status_of_leaving():
 def say_asked():
     """Tells the launcher that this task was asked to end, by another than itself."""
     say(ASKED)
+
+
+def say_leaving():
+    """Tells the launcher that this worker was asked to leave, and has begun to."""
+    say(LEAVING)
 
 
 def say_last(text):

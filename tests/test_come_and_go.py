@@ -22,9 +22,11 @@ from runs import (
     wait_until,
 )
 
-from common import ending, launch, signals, supervisor, tf, training, words
+from common import ending, launch, places, signals, supervisor, tf, training, words
 from common import run_dir as folders
+from common.checkpoints import checkpoints_in
 from common.cluster import TaskSpecDef
+from common.flags import TrainingFailed
 from common.forkserver import EARLY, LEFT
 
 DYNAMIC = ROOT / "Asynchronous-DiLoCo" / "asynchronous_diloco.py"
@@ -157,6 +159,41 @@ def test_who_has_left_is_not_asked_again(launcher):
         run._start_again(run._tasks["ps 0"], 5.0)
         assert worker.starts_at == (5.0 if is_asked else None)
         worker.starts_at = None
+
+
+@pytest.mark.parametrize("is_asked_by_launcher", [True, False])
+def test_worker_that_dies_while_it_leaves_does_not_come_back(launcher, monkeypatch, is_asked_by_launcher):
+    """A process that only leaves takes its place: also if no restart is left, as it is none."""
+    run, said, (_, worker) = launcher("own")
+    worker.command, started = ["python", "scheme.py"], []
+    run._settings.__dict__.update(max_restarts=0, max_workers=2)
+    run._server = types.SimpleNamespace(start=lambda *arguments: started.append(arguments[-1]), signal=lambda *_: None)
+    if is_asked_by_launcher:
+        run._answer(types.SimpleNamespace(what="leave", count=1, answer=lambda line: None))
+    else:
+        monkeypatch.setattr(words, "say", lambda text: run._hear("worker 1", text))
+        words.say_leaving()
+    worker.end(-signal.SIGKILL)
+    run._mend(worker)
+    assert said[-1] == "worker 1 was killed by SIGKILL while it was leaving; another process leaves in its place"
+    worker.start(run._server)
+    assert started == [{words.STANDS_IN: "1"}] and worker.is_leaving and worker.restarts == 0
+    worker.end(-signal.SIGKILL)
+    with pytest.raises(TrainingFailed, match="^worker 1 was killed by SIGKILL after 0 restarts"):
+        run._mend(worker)
+    worker.end(LEFT)
+    worker.start(run._server)  # who joins later takes the place, and trains
+    assert started[1:] == [{}] and not worker.is_leaving
+
+
+def test_worker_that_is_asked_to_leave_tells_the_launcher(heard, monkeypatch):
+    monkeypatch.setattr(training, "say_leaving", lambda: heard.append("leaving"))
+    for leaver, said in (heard.append, ["leaving"]), (None, ["asked"]):
+        heard.clear()
+        interruption = training.Interruption(leaver)
+        interruption.training_begins()
+        interruption._hear(signal.SIGTERM)
+        assert heard == said
 
 
 def test_launcher_asks_by_another_signal_than_that_for_leaving(launcher):
@@ -298,3 +335,22 @@ def test_worker_that_has_left_is_not_missed_when_a_ps_forgets_it(run_dir):
     result = result_of(run_dir)
     assert [left["worker"] for left in result["left"]] == [1] and result["restarts"] == 1
     assert result["global_steps"] >= 150 and processes(run_dir) == []
+
+
+@pytest.mark.cluster
+def test_worker_that_is_killed_while_it_leaves_has_left(run_dir):
+    """In the middle of a call. The others go on without it, and its samples are theirs."""
+    flags = ["--num_workers=3", "--max_workers=3", "--delays=20,20,2000", "--rounds_per_call=1", "--steps=400"]
+    process = start(run_dir, "--launch", *flags)
+    wait_until(process, lambda: updates_of(run_dir, 1))
+    places.leave(run_dir)
+    send(run_dir, "worker", 2, signal.SIGKILL)
+    said = finish(process).splitlines()
+    assert [line.partition(";")[0] for line in said if line.startswith("worker 2 was killed")] == [
+        "worker 2 was killed by SIGKILL while it was leaving"
+    ]
+    assert "the place of worker 2 is free" in said
+    result = result_of(run_dir)
+    assert [left["worker"] for left in result["left"]] == [2] and result["restarts"] == 0
+    held = tf.train.load_variable(checkpoints_in(str(run_dir / "checkpoints"))[-1], "leases/held")
+    assert held[:2].any() and not held[2:].any() and processes(run_dir) == []
