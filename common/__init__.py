@@ -61,7 +61,20 @@ def remove_private_caches():
         shutil.rmtree(os.environ["KERAS_HOME"], ignore_errors=True)
 
 
+def _open_standard_streams():
+    """Opens standard input, output and error on /dev/null where they are closed, as after `>&-`. Otherwise Python has None for
+    them, and the next file that is opened gets their number, and with it what is printed."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it has this number, the lowest that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))
+
+
 _check_system()
+_open_standard_streams()
 private_caches()
 
 

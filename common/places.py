@@ -15,8 +15,8 @@ import threading
 from pathlib import Path
 
 from common.flags import UserError
+from common.run_dir import SOCKET
 
-SOCKET = "control"  # in the run's folder
 ANSWER_SECONDS, HOSTS_SECONDS = 60, 600  # until there is an answer; if hosts are to be reached, which may have to make a .venv
 MOST_BYTES = 2**20  # of a request
 
@@ -118,13 +118,20 @@ def heard(run_dir, hear):
     """While the context lasts, calls `hear(request)`, in a thread, for each `Request`, which has to be answered.
 
     Only the user of this process can ask.
+
+    Raises:
+      UserError: if no socket can be made in the folder.
     """
     with _named(run_dir) as path, socket.socket(socket.AF_UNIX) as listener:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)  # of a launcher that was killed: this one has the folder alone
         mask = os.umask(0o177)
         try:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)  # of a launcher that was killed: this one has the folder alone
             listener.bind(path)
+        except OSError as error:
+            raise UserError(
+                f"{Path(run_dir, SOCKET)} cannot be made: {error.strerror}; workers that come and go need a Unix socket there"
+            ) from None
         finally:
             os.umask(mask)
         listener.listen()

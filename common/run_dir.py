@@ -22,6 +22,7 @@ from common.flags import UserError
 # What a run writes into its folder; the names of files that are not complete yet begin with the names of those that are.
 FOLDERS = ("checkpoints", "logs", "metrics", "tensorboard", "best", "contributions")
 FILES = ("lock", "cluster.json", "result.json", "curve.", "model.", "data.json", "evaluator-says-stop", "training-has-ended")
+SOCKET = "control"  # of a run whose workers come and go
 WRITTEN_INTO = (".log", ".jsonl", ".position")  # what such files are called; others are replaced
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
@@ -220,7 +221,7 @@ def check_contents(folder, flag):
     if os.stat(folder).st_uid not in owners:
         raise UserError(f"{flag} cannot be used: it belongs to another user; {advice}")
     with os.scandir(folder) as entries:
-        pending = [Path(entry) for entry in entries if entry.name in FOLDERS or entry.name.startswith(FILES)]
+        pending = [Path(entry) for entry in entries if entry.name in (*FOLDERS, SOCKET) or entry.name.startswith(FILES)]
     while pending:
         path = pending.pop()
         with contextlib.suppress(FileNotFoundError):  # other tasks may be writing
@@ -237,6 +238,8 @@ def _problem(path, found, owners):
     kind = stat.S_IFMT(found.st_mode)
     if found.st_uid not in owners:
         return "belongs to another user"
+    if str(path) == SOCKET:
+        return None if kind == stat.S_IFSOCK else "is none of a run, which makes a socket of that name"
     if kind == stat.S_IFDIR:
         is_file = path.name.startswith((*FILES, "checkpoint")) or path.suffix in (*WRITTEN_INTO, ".json", ".index")
         return "is a folder, where a file belongs" if is_file and path.name not in FOLDERS else None

@@ -55,6 +55,12 @@ def test_request_and_answer(folder):
     assert not (folder / "control").exists()
 
 
+def test_folder_in_which_no_socket_can_be_made(folder, user_error):
+    (folder / "control").mkdir()
+    with user_error(f"{folder}/control cannot be made: ", "need a Unix socket"), places.heard(folder, lambda request: None):
+        pass
+
+
 def test_refusal_is_an_error(folder, user_error):
     with places.heard(folder, lambda request: request.answer("not now", is_error=True)), user_error("not now"):
         places.join(folder)

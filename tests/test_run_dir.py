@@ -17,8 +17,8 @@ import pytest
 from runs import ENDLESS, delete, finish, is_training, processes, read_until, result_of, run, start
 
 import common.run
+from common import places, training
 from common import run_dir as of_runs
-from common import training
 from common.cluster import TaskSpecDef
 from common.forkserver import reserved_port
 from common.run_dir import open_own, prepare_run_dir, write_json
@@ -413,6 +413,30 @@ def test_link_in_the_folder(hold, user_error, finished_run, tmp_path, name, task
     with user_error(f"{name} is a link"), hold(finished_run, resume=True, task=task):
         pass
     assert list(elsewhere.iterdir()) == [] if elsewhere.is_dir() else elsewhere.read_text() == "precious"
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link", "pipe"])
+def test_what_is_called_control_and_is_no_socket(hold, user_error, finished_run, tmp_path, kind):
+    path = finished_run / "control"
+    make = {
+        "file": path.touch,
+        "folder": path.mkdir,
+        "link": lambda: path.symlink_to(tmp_path),
+        "pipe": lambda: os.mkfifo(path),
+    }
+    make[kind]()
+    with user_error(f"--run_dir={finished_run} cannot be used: control is none of a run, which makes a socket of that name"):
+        with hold(finished_run, resume=True):
+            pass
+    assert os.path.lexists(path)
+
+
+def test_the_socket_of_a_launcher_that_was_killed(hold, finished_run):
+    with places.heard(finished_run, lambda request: None):
+        os.link(finished_run / "control", finished_run / "kept")
+    (finished_run / "kept").rename(finished_run / "control")
+    with hold(finished_run, resume=True):
+        pass
 
 
 def test_folder_of_checkpoints_is_a_link(hold, user_error, finished_run, tmp_path):

@@ -248,3 +248,31 @@ def _close_on_tasks(run_dir, ps, *workers):
         wait_for_training(process, screen, run_dir)
         close()
         assert process.wait(SECONDS) == 0
+
+
+CLOSED = ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"]
+SAY_WHICH = """import os, common, sys
+assert os.open("/", os.O_RDONLY) == 3  # no file has the number of a standard stream
+streams = sys.stdin, sys.stdout, sys.stderr
+assert [stream.fileno() for stream in streams] == [0, 1, 2] and all(os.get_inheritable(i) for i in range(3))
+print("to nobody", flush=True)
+print("to nobody", file=sys.stderr, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("closed", CLOSED)
+def test_closed_standard_streams_are_open_to_nobody(closed, tmp_path):
+    (tmp_path / "which.py").write_text(SAY_WHICH)
+    command = f'exec 3>&- 4>&-; "$0" which.py {closed}'
+    ended = subprocess.run(
+        ["bash", "-c", command, sys.executable], cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS
+    )
+    assert (ended.returncode, ended.stderr.replace("to nobody\n", "")) == (0, "")
+
+
+@pytest.mark.cluster
+def test_run_whose_standard_streams_are_closed(tmp_path):
+    command = ["bash", "-c", f'"$0" "$@" {CLOSED[-1]}', sys.executable, str(HOGWILD), "--launch", "--steps=20", "--run_dir=run"]
+    ended = subprocess.run(command, cwd=tmp_path, timeout=SECONDS)
+    assert ended.returncode == 0 and (tmp_path / "run" / "result.json").exists()
