@@ -155,7 +155,8 @@ class Worker:
         x, y, *weights = data.shard(dataset, index, settings.num_threads)
         name = f"batches_{index}"
         batches = Batches(x, y, settings.batch_size, settings.seed + index, name, weights[0] if weights else None)
-        self.local = LocalParameters(center, model, batches, f"worker_{index}", index, settings.num_threads)
+        names = f"worker_{index}", index, settings.num_threads
+        self.local = LocalParameters(center, model, batches, *names, must_be_finite=True)
         _, self._next_call, *_ = build_calls(hogwild, center, self.local, settings, dataset.num_samples)
         self.log = MetricsLog(settings.run_dir, index, last)
         self._metrics = MetricsHook(self.log, settings.batch_size * settings.window)
@@ -174,7 +175,8 @@ class Worker:
         """`session.run(rounds)` with its metrics, as a monitored session would do it."""
         context = tf.train.SessionRunContext(tf.train.SessionRunArgs(rounds), session)
         asked = self._metrics.before_run(context)
-        results, measured = session.run([rounds, asked.fetches])
+        with self.log.failing(lambda: session.run(self._center.step)):
+            results, measured = session.run([rounds, asked.fetches])
         self._metrics.after_run(context, tf.train.SessionRunValues(measured, options=None, run_metadata=None))
         return results
 

@@ -8,6 +8,7 @@ from typing import Any
 from common import tf
 from common.batches import assign_part, local_variable, make_local
 from common.flags import UserError
+from common.metrics import must_be_finite
 from common.schedules import factor_is
 from common.steps import (
     Optimizers,
@@ -43,6 +44,8 @@ class LocalParameters:
       kept: variables, see `GlobalParameters.keep`: where the state of this worker's model begins, in place of the model's own.
       samples_of_each: how many samples each worker has, a list; None in it if they never end. None: all have equally many.
       begin_workers: if workers come and go, how many of them the run begins with, as an attribute, too; None elsewhere.
+      must_be_finite: whether `train` fails, before others get anything of it, when its loss or gradient is not finite, see
+        `common.metrics.must_be_finite`; else it goes on with that.
 
     Attributes:
       value: x, a variable `[size]`.
@@ -71,10 +74,12 @@ class LocalParameters:
         kept=(),
         samples_of_each=None,
         begin_workers=None,
+        must_be_finite=False,
     ):
         self.model, self.batches, self.name, self._clip_norm = model, batches, name, clip_norm
         self.index, self.num_workers, self.delay = index, num_workers, delay
         self._samples_of_each, self.begin_workers = samples_of_each, begin_workers
+        self._must_be_finite = must_be_finite
         self.init_feed_dict = dict(batches.init_feed_dict)
         with tf.variable_scope(name):
             self.value = local_variable("x", center.read()[0])
@@ -369,6 +374,8 @@ class LocalParameters:
             samples = spent("input", lambda: self.batches.samples(own), own)
             loss, g, of_rows = self._loss_and_gradient(at(present) if at else present, *samples)
             first = [g, *begun] if window == 1 else [g]  # x is read before it is written
+            if self._counts_updates or of_rows:  # others get it in this local step, or it is not in the sum of the g
+                first += self._checked(loss, g, *(values for values, _ in of_rows))
             with tf.control_dependencies(first), self._scheduled(t):
                 return loss, g, change(g, of_rows)
 
@@ -391,11 +398,16 @@ class LocalParameters:
                 changed, total, loss = walk
                 loss /= tf.cast(window, tf.float32) if dynamic else window
         loss = tf.identity(loss)
+        checked = self._checked(loss, total)
         if self._window:
             with tf.control_dependencies([changed]):
                 changed = tf.group(changed, *self._window.keep())
         timed = dynamic.end(window, slept[0], [changed, loss]) if dynamic else []
-        return Step((self._gradient.assign(total, read_value=False), loss.op, changed, *timed), (loss,))
+        return Step((self._gradient.assign(total, read_value=False), loss.op, changed, *checked, *timed), (loss,))
+
+    def _checked(self, loss, *gradients):
+        """Returns the operations that must end before others get what a local training has come to."""
+        return [must_be_finite(loss, gradients)] if self._must_be_finite else []
 
     def _check_tables(self, window, optimizer, at, accumulate):
         """Raises a `UserError` if rows of tables cannot be trained so."""

@@ -5,6 +5,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -93,15 +94,48 @@ class MetricsLog:
         return False
 
     def failure(self, global_step, loss, advice="go on from the newest good checkpoint with --resume and"):
-        """Returns the `TrainingFailed` of a worker whose loss is not finite."""
-        where = f"worker {self._worker}: the loss is {loss} at step {global_step}"
+        """Returns the `TrainingFailed` of a worker whose loss, or its gradient, is not finite."""
+        what = f"the gradient of the loss, which is {loss:g}, is not finite" if math.isfinite(loss) else f"the loss is {loss}"
+        where = f"worker {self._worker}: {what} at step {global_step}"
         return TrainingFailed(f"{where}; {advice} a smaller --learning_rate, or look at the data")
+
+    @contextlib.contextmanager
+    def failing(self, global_step):
+        """A context for calls of a session in which an operation of `must_be_finite` may fail.
+
+        Args:
+          global_step: function that returns the present one.
+
+        Raises:
+          TrainingFailed: if it has; see `failure`.
+        """
+        try:
+            yield
+        except tf.errors.InvalidArgumentError as error:
+            if (loss := loss_of_failed(error)) is None:
+                raise
+            raise self.failure(global_step(), loss) from None
 
     def close(self):
         """Closes both files."""
         with self._lock:
             self._file.close()
             self._events.close()
+
+
+_NOT_FINITE = "not finite"  # begins what the operation of `must_be_finite` prints
+
+
+def must_be_finite(loss, gradients):
+    """Returns an operation that fails unless a loss, a scalar, and the sum of its gradients, a list of tensors, are finite."""
+    total = tf.add_n([loss, *map(tf.reduce_sum, gradients)])
+    return tf.raw_ops.Assert(condition=tf.math.is_finite(total), data=[tf.constant(_NOT_FINITE), loss])
+
+
+def loss_of_failed(error):
+    """Returns the loss by which an operation of `must_be_finite` has failed, with this error; None if it was another one."""
+    found = re.search(rf"{_NOT_FINITE}\W? \[(\S+)\]", str(error))
+    return found and float(found[1])
 
 
 def seconds_between(every_secs, age):

@@ -94,6 +94,7 @@ def train(scheme, task, settings):
                 kept=kept if index == 0 else (),
                 samples_of_each=samples_of_each(dataset, num_workers),
                 begin_workers=begin_workers if settings.max_workers else None,
+                must_be_finite=True,
             )
             last, next_call, rounds, local_steps = build_calls(scheme, center, local, settings, dataset.num_samples)
             if index == 0:
@@ -462,7 +463,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
                     first_step, first_time = session.run(progress), seconds()
                 doing("running a call", waits=bool(meeting), whom=meeting.missing if meeting else nobody)
                 before = present
-                rounds = session.run(*plan.next_call(present + plan.last - last))
+                rounds = _run_rounds(session, plan, log, present + plan.last - last)
                 present, is_over, calls = rounds.steps[-1, 1], rounds.training_ended, calls + 1
                 if plan.goal is not None:
                     now = samples_before + rounds.local_steps[1] * settings.batch_size
@@ -484,7 +485,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
             if not leaves:
                 interruption.training_ends()
             if meeting and leaves:
-                _leave_others(session, meeting, plan)
+                _leave_others(session, meeting, plan, log)
             elif meeting:
                 session.run_step_fn(lambda step_context: meeting.leave(step_context.session))
             metrics.flush()
@@ -498,7 +499,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
                 rendezvous.leave(session, report)
                 session.run(plan.farewell)  # all once more: a ps that has died meanwhile has taken this worker in again
                 if meeting:
-                    _leave_others(session, meeting, plan)
+                    _leave_others(session, meeting, plan, log)
                 say_left(index, settings, report)
                 outcome = Outcome(status_of_leaving())
                 break
@@ -539,10 +540,16 @@ def run_worker(plan, task, settings, server, interruption, open_session):
     return outcome
 
 
-def _leave_others(session, meeting, plan):
+def _run_rounds(session, plan, log, present):
+    """Runs the rounds of the next call, and returns their `Rounds`. Raises a `TrainingFailed` if they are not finite."""
+    with log.failing(lambda: session.run(plan.step)):
+        return session.run(*plan.next_call(present))
+
+
+def _leave_others(session, meeting, plan, log):
     """Lets this worker leave those with whom it waits: if it owes them a gradient, with one more round."""
     while session.run_step_fn(lambda step_context: meeting.goes(step_context.session)):
-        session.run(*plan.next_call(plan.last))  # so near the end, that is one round
+        _run_rounds(session, plan, log, plan.last)  # so near the end, that is one round
 
 
 def save_model(model, final, settings):

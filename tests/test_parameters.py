@@ -14,6 +14,7 @@ from common import launch, models, tf
 from common.center import GlobalParameters
 from common.cluster import TaskSpecDef
 from common.local import LocalParameters
+from common.metrics import loss_of_failed, must_be_finite
 from common.steps import Step, build_rounds, build_steps
 
 RATE = 0.05
@@ -619,3 +620,34 @@ def test_who_is_killed_holds_no_lock(graph, tmp_path):
         victim.kill()
         session.run(done, options=tf.RunOptions(timeout_in_ms=60_000))
         del ps_server
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("is_in_ring", [False, True])
+def test_what_is_not_finite_reaches_nobody(make, initialized, batches_of, hogwild, load_scheme, bad, is_in_ring):
+    """Of ten rounds of a call, or ten local steps of a ring, the fourth has a bad sample."""
+    batches_of[0][3, 2, 1] = bad
+    center, local = make(must_be_finite=True)
+    hp = types.SimpleNamespace(window=1, learning_rate=0.1, steps_per_call=10, overlap=False)
+    scheme = load_scheme("Synchronous-SGD", "all_reduce") if is_in_ring else hogwild
+    rounds = build_rounds(scheme, center, local, hp, 1 if is_in_ring else 10)
+    session = initialized(center, local)
+    with pytest.raises(tf.errors.InvalidArgumentError) as info:
+        session.run(rounds)
+    assert not np.isfinite(loss_of_failed(info.value))
+    parameters, step = session.run(center.read())
+    value = session.run(local.value)
+    assert np.isfinite(parameters).all() and step == (0 if is_in_ring else 3)
+    assert np.isfinite(value).all() or not is_in_ring
+
+
+@pytest.mark.parametrize("loss, gradient, fails", [(0.5, [1, 2], False), (0.5, [np.nan, 1], True), (np.inf, [0, 0], True)])
+def test_loss_and_gradient_must_be_finite(graph, loss, gradient, fails):
+    operation = must_be_finite(tf.constant(loss), [tf.constant(gradient, tf.float32)])
+    with tf.Session() as session:
+        if not fails:
+            return session.run(operation)
+        with pytest.raises(tf.errors.InvalidArgumentError) as info:
+            session.run(operation)
+    assert loss_of_failed(info.value) == loss
+    assert loss_of_failed(tf.errors.InvalidArgumentError(None, None, "another")) is None

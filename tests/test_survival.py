@@ -324,6 +324,36 @@ def test_a_run_that_diverges_is_mended_by_a_smaller_learning_rate(run_dir):
     assert good_checkpoints(run_dir / "checkpoints")[-1] == result["global_steps"]
 
 
+OF_WORKER_1 = """
+import keras, numpy as np
+
+def model():
+    x = keras.Input((2,))
+    return keras.Model(x, keras.layers.Dense(2)(keras.ops.log(x)))
+
+def load():
+    "Every second sample, which is one of worker 1, has a zero, and so no finite logarithm."
+    x = np.random.default_rng(0).uniform(1, 2, (400, 2)).astype(np.float32)
+    x[1:300:2, 0] = 0
+    y = np.tile([0, 0, 1, 1], 100)
+    return (x[:300], y[:300]), (x[300:], y[300:])
+"""
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("scheme", ["HogWild/hogwild.py", "Synchronous-SGD/all_reduce.py"])
+def test_the_worker_with_the_bad_samples_is_named(run_dir, tmp_path, scheme):
+    """Also when another has the end of a call first, as worker 1 is slow. The others never get what is not finite."""
+    (tmp_path / "bad.py").write_text(OF_WORKER_1)
+    spec = f"{tmp_path}/bad.py"
+    flags = [f"--data={spec}:load", f"--model={spec}:model", "--delays=0,500", "--rounds_per_call=3", "--epochs=1000"]
+    output = run(run_dir, *flags, status=1, script=ROOT / scheme)
+    line = output.splitlines()[-1]
+    assert re.search(r": worker 1: the loss is (nan|inf) at step \d+; ", line), output
+    assert line.endswith(f" (log: {run_dir}/logs/worker-1.log)") and "not finite" not in output
+    assert good_checkpoints(run_dir / "checkpoints")
+
+
 LARGE_MODEL = """
 import keras
 from keras import layers
