@@ -16,7 +16,7 @@ from common.forkserver import ForkServer
 from common.forkserver import reserved_port as reserved_port  # for those that start tasks themselves
 from common.input_check import check_input
 from common.run_dir import prepare_run_dir, write_json
-from common.supervisor import Run, Task
+from common.supervisor import STARTER, Run, StarterEnded, Task
 
 
 def launch(script, arguments, settings):
@@ -82,7 +82,14 @@ def _launch(script, arguments, settings, process=None, shared=None):
         if settings.max_workers:
             run.code = places.code_of(Path(script).parent)
             stack.enter_context(places.heard(settings.run_dir, run.hear_request))
-        status = run.run()
+        try:
+            status = run.run()
+        except StarterEnded:
+            evaluators = [task for task in tasks if task.job == "worker" and task.index >= most]
+            if _version(result) in (None, before) or any(task.status != 0 for task in evaluators):
+                raise
+            display.say(f"{STARTER} has ended, but after worker 0 had written the result")
+            status = 0
     if status == 0:
         if _version(result) in (None, before):  # what is there is of a run that this one goes on with
             raise TrainingFailed(f"worker 0 has ended, but written no {result}")

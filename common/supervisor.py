@@ -132,6 +132,10 @@ class Task:
         return of_memory(self._printed()) or (killed_by(-status) if status < 0 else f"failed ({status})")
 
 
+class StarterEnded(TrainingFailed):
+    """The process that starts the tasks has ended, and all tasks with it."""
+
+
 HOUR = 3600  # seconds in which restarts count
 MOST_PAUSE = 30  # seconds before a restart
 SERVER_SECS = 10  # without a sign of life from the process that starts the tasks, at least, until that is taken for hanging
@@ -165,7 +169,13 @@ class Run:
         self.code: Any = None  # as `places.code_of` returns it, of a run whose workers come and go
 
     def run(self):
-        """Returns the exit status of the run; whatever task is left then ends with the server."""
+        """Returns the exit status of the run; whatever task is left then ends with the server.
+
+        Raises:
+          StarterEnded: if the server has ended before the run.
+          TrainingFailed: if a task has failed for good.
+          UserError: if a task has ended with a user's mistake.
+        """
         before = {number: signal.signal(number, self._interrupt) for number in signals.heeded()}
         self._server.listen(lambda *end: self._events.put(end), self._hear)
         try:
@@ -230,7 +240,7 @@ class Run:
             name, status = event
             if name is None:
                 how = self._how_server_ended()
-                raise TrainingFailed(f"{STARTER} {how}{self._what_to_do()} (log: {self._server.log})")
+                raise StarterEnded(f"{STARTER} {how}{self._what_to_do()} (log: {self._server.log})")
             task = self._tasks[name]
             task.end(status)
             if status in (-signal.SIGKILL, 128 + signal.SIGKILL):
@@ -319,7 +329,7 @@ class Run:
         patience = max(SERVER_SECS, hang_secs or 60)
         if now - self._server.heard > patience:
             self._server.kill()
-            raise TrainingFailed(f"{STARTER} gave no sign of life for {patience:g} s and was killed{self._what_to_do()}")
+            raise StarterEnded(f"{STARTER} gave no sign of life for {patience:g} s and was killed{self._what_to_do()}")
         if not hang_secs:
             return
         for task in tasks:
@@ -370,9 +380,10 @@ class Run:
         for task in self._starting():
             task.starts_at = None  # not needed any more
         deadline = time.monotonic() + PS_SECONDS
-        while any(task.is_running for task in self._tasks.values()):
-            if self._next_end(deadline) is None:
-                break  # a ps that was restarted at the very end may have missed a worker's word
+        with contextlib.suppress(StarterEnded):  # nobody is needed any more
+            while any(task.is_running for task in self._tasks.values()):
+                if self._next_end(deadline) is None:
+                    break  # a ps that was restarted at the very end may have missed a worker's word
         return 0
 
     def _may_be_asked_again(self, task):

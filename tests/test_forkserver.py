@@ -649,7 +649,7 @@ def test_fork_server_that_is_killed_for_want_of_memory(run, folder, monkeypatch)
     monkeypatch.setattr(deaths, "count_oom_kills", lambda: 8)
     result = run({"worker 0": "os.kill(os.getppid(), signal.SIGKILL); signal.pause()"})
     words = "the process that starts the tasks ran out of memory and was killed by the kernel (log: "
-    assert failure(result).startswith(words)
+    assert failure(result, supervisor.StarterEnded).startswith(words)
     assert wait_until_gone(processes(folder)) == []
 
 
@@ -663,7 +663,21 @@ def test_fork_server_that_is_killed_ends_the_run(run, folder, is_saved):
     result = run({"worker 0": "tell('pipe'); signal.pause()", "worker 1": killing})
     log = folder / "logs" / "fork-server.log"
     what = "; --resume goes on" if is_saved else ""
-    assert failure(result) == f"the process that starts the tasks was killed by SIGKILL{what} (log: {log})"
+    assert failure(result, supervisor.StarterEnded) == f"the process that starts the tasks was killed by SIGKILL{what} (log: {log})"
+    assert wait_until_gone(processes(folder)) == []
+
+
+def test_fork_server_that_is_killed_when_the_workers_are_done(run, server, folder, monkeypatch):
+    """A ps is left, for which the run would have waited."""
+    monkeypatch.setattr(supervisor, "PS_SECONDS", SECONDS)
+    listen = server.listen
+
+    def kills(ended, said):
+        listen(lambda *end: [ended(*end), end[0] == "worker 0" and os.kill(server._pid, signal.SIGKILL)], said)
+
+    monkeypatch.setattr(server, "listen", kills)
+    result = run({"ps 0": "signal.pause()", "worker 0": ""})
+    assert (result.status, result.lines) == (0, [])
     assert wait_until_gone(processes(folder)) == []
 
 

@@ -178,12 +178,13 @@ def launched(parse, tmp_path, monkeypatch):
     """A function that launches a run whose tasks do nothing but call another function, and end with status 0."""
     server = contextlib.nullcontext(types.SimpleNamespace(problem=None, reserve_ports=range))
 
-    def launched(does):
+    def launched(does, num_evaluators=0):
         monkeypatch.setattr(launch, "fork_server", lambda *_, **__: server)
         monkeypatch.setattr(launch, "Run", lambda *_: types.SimpleNamespace(run=does))
         monkeypatch.setattr(launch, "_complete_result", lambda *_: None)
         monkeypatch.setattr(launch.progress, "summary", lambda *_: None)
-        return launch._launch("scheme.py", [], parse(f"--run_dir={tmp_path}").but(scheme="Scheme", num_evaluators=0))
+        settings = parse(f"--run_dir={tmp_path}").but(scheme="Scheme", num_evaluators=num_evaluators)
+        return launch._launch("scheme.py", [], settings)
 
     return launched
 
@@ -197,6 +198,24 @@ def test_chief_that_ends_without_a_result_has_failed(launched, tmp_path, is_ther
     with pytest.raises(TrainingFailed, match=f"^worker 0 has ended, but written no {result}$"):
         launched(lambda: 0)
     assert launched(lambda: launch.write_json(result, {"steps": 1}) or 0) == 0
+
+
+def test_process_that_starts_the_tasks_ends_after_the_result_is_written(launched, tmp_path):
+    """Worker 0 may not have ended yet: the run is finished. A result of an earlier run is none, nor is one that lacks the
+    evaluator's."""
+    result = tmp_path / "result.json"
+
+    def ends():
+        raise supervisor.StarterEnded("the process that starts the tasks was killed by SIGKILL")
+
+    def writes_and_ends():
+        launch.write_json(result, {"steps": 1})
+        ends()
+
+    assert launched(writes_and_ends) == 0
+    for does, evaluators in (ends, 0), (writes_and_ends, 1):
+        with pytest.raises(TrainingFailed, match="^the process that starts the tasks was killed"):
+            launched(does, evaluators)
 
 
 @pytest.fixture
