@@ -296,9 +296,12 @@ def summary(settings, status):
     if damaged:
         say(f"{damaged} damaged line{'s' if damaged > 1 else ''} of metrics skipped")
     run_dir = as_typed(run_dir)
-    if status == 130 and any(run_dir.glob("checkpoints/*.index")):
+    newest = max(run_dir.glob("checkpoints/*.index"), key=lambda path: path.stat().st_mtime_ns, default=None)
+    if status == 130 and newest:
+        step = newest.stem.rpartition("-")[2]
+        of_step = f", of step {int(step):,}" if step.isdigit() else ""
         saved = ", and so is the model" if (run_dir / "model.keras").exists() else ""
-        say(f"stopped; a checkpoint is saved{saved}: --resume --run_dir={run_dir} goes on from there")
+        say(f"stopped; a checkpoint is saved{of_step}{saved}: --resume --run_dir={run_dir} goes on from there")
     if status != 0:
         return
     result = json.loads((run_dir / "result.json").read_text())

@@ -20,6 +20,7 @@ from common.forkserver import EARLY, LEFT
 from common.run_dir import has_checkpoint
 
 STOP_SECONDS = 60  # to save a checkpoint and leave, before a task is killed
+WRITE_SECONDS = 5  # to write a checkpoint whose values were read, when a ps has died meanwhile
 PS_SECONDS = 10  # for a ps to see that all workers are done
 CHIEF_SECONDS = 5  # for a chief to end that has dismissed the others
 FAILED_FOR_GOOD = 3  # exit status of a task for which a new start is of no use
@@ -447,7 +448,10 @@ class Run:
                     other.starts_at = moment  # it had done its part, but the chief asks all for their report
 
     def _stop_workers(self):
-        """Lets the workers end, the chief with a checkpoint, for which it needs the ps. A second Ctrl-C ends them at once."""
+        """Lets the workers end, the chief with a checkpoint, for which it needs the ps. A second Ctrl-C ends them at once.
+
+        When a ps has died, or in a ring a worker, those that wait for it get no more than the time to write.
+        """
         self._say("stopping; Ctrl-C again stops at once")
         self._is_stopping = True
         for task in self._starting():
@@ -455,13 +459,21 @@ class Run:
         for worker in self._workers:
             if not worker.is_asked:  # else it knows, and a second signal would end it at once
                 self._server.signal(worker.name, self._signal_to_stop(worker))
-        deadline = time.monotonic() + STOP_SECONDS
+        deadline, is_told = time.monotonic() + STOP_SECONDS, False
         try:
             while any(worker.is_running for worker in self._workers):
+                dead = [task for task in self._tasks.values() if self._is_missed(task)]
+                if dead and not is_told:
+                    self._say(f"{dead[0].name} {dead[0].how()}, and nobody starts it again: the run ends without it")
+                    deadline, is_told = time.monotonic() + WRITE_SECONDS, True
                 if self._next_end(deadline) is None:
                     break
         except (KeyboardInterrupt, TrainingFailed):
             pass
+
+    def _is_missed(self, task):
+        """Whether this task has died, of a run that stops, and workers may wait for it."""
+        return not task.is_running and (task.status != 0 if task.job == "ps" else self._in_ring and task.status < 0)
 
     def _signal_to_stop(self, worker):
         """SIGTERM to a worker of a scheme means that it alone is to leave."""

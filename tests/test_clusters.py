@@ -199,7 +199,9 @@ def interrupted(run):
     run.until(is_training)
     wait_until(run.process, lambda: updates_of(run.folder, 0) > updates)  # that line may be older than the last fault
     run.process.send_signal(signal.SIGINT)
-    run.end(130, f"a checkpoint is saved, and so is the model: --resume --run_dir={run.folder}")
+    run.end(130)
+    step = int(run.checkpoint.rpartition("-")[2])
+    assert f"a checkpoint is saved, of step {step:,}, and so is the model: --resume --run_dir={run.folder}" in run.output
     assert (run.folder / "model.keras").stat().st_size > 0
 
 

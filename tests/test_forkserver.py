@@ -662,8 +662,8 @@ def test_fork_server_that_is_killed_ends_the_run(run, folder, is_saved):
     killing = "hear('pipe'); os.kill(os.getppid(), signal.SIGKILL); signal.pause()"
     result = run({"worker 0": "tell('pipe'); signal.pause()", "worker 1": killing})
     log = folder / "logs" / "fork-server.log"
-    what = "; --resume goes on" if is_saved else ""
-    assert failure(result, supervisor.StarterEnded) == f"the process that starts the tasks was killed by SIGKILL{what} (log: {log})"
+    words = f"the process that starts the tasks was killed by SIGKILL{'; --resume goes on' if is_saved else ''} (log: {log})"
+    assert failure(result, supervisor.StarterEnded) == words
     assert wait_until_gone(processes(folder)) == []
 
 
@@ -673,7 +673,12 @@ def test_fork_server_that_is_killed_when_the_workers_are_done(run, server, folde
     listen = server.listen
 
     def kills(ended, said):
-        listen(lambda *end: [ended(*end), end[0] == "worker 0" and os.kill(server._pid, signal.SIGKILL)], said)
+        def ended_and_kills(key, status):
+            ended(key, status)
+            if key == "worker 0":
+                os.kill(server._pid, signal.SIGKILL)
+
+        listen(ended_and_kills, said)
 
     monkeypatch.setattr(server, "listen", kills)
     result = run({"ps 0": "signal.pause()", "worker 0": ""})
@@ -730,6 +735,27 @@ def test_second_interruption_ends_the_patience(run):
     result = run({"worker 0": program}, lambda line, _: (first(line), second(line)))
     assert (result.status, result.lines) == (130, ["ready", "stopping; Ctrl-C again stops at once", "not yet"])
     assert time.monotonic() - began < supervisor.STOP_SECONDS
+
+
+@pytest.mark.parametrize("is_dead_before", [False, True])
+def test_interrupted_run_waits_for_no_ps_that_has_died(run, folder, monkeypatch, is_dead_before):
+    """Nobody starts it again, so nothing more can be saved. It may also wait for its restart when the run is interrupted."""
+    monkeypatch.setattr(supervisor, "WRITE_SECONDS", 0.1)
+    worker = "signal.signal(signal.SIGTERM, lambda *_: say('waits'))\nsay('ready')\nwhile True: signal.pause()"
+    ps, last = "say('ready'); hear('pipe'); sys.exit(5)", "ready"
+    if is_dead_before:
+        ps, last = "say('ready'); sys.exit(5)", "ps 0 failed (5); restart 2 of 3 in 1 s"
+    interrupting = Interrupting(signal.SIGINT, last, 1 if is_dead_before else 2)
+
+    def hear(line, settings):
+        interrupting(line)
+        if line == "waits" and not is_dead_before:
+            (folder / "pipe").write_text("end")
+
+    began = time.monotonic()
+    result = run({"ps 0": ps, "worker 0": worker}, hear)
+    assert result.status == 130 and time.monotonic() - began < supervisor.STOP_SECONDS
+    assert "ps 0 failed (5), and nobody starts it again: the run ends without it" in result.lines
 
 
 @pytest.mark.parametrize("first", [signal.SIGHUP, signal.SIGINT])

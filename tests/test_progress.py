@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 import types
 from pathlib import Path
 
@@ -344,6 +345,18 @@ def test_summary_of_unequal_shares(tmp_path, capsys, shares, more, is_said):
     """Of a worker that was started again only the last part is counted."""
     lines = summary(tmp_path, capsys, samples_per_worker=shares, **more)
     assert ("the workers' samples differ much" in lines[1]) is is_said
+
+
+def test_summary_of_a_run_that_was_stopped_says_what_is_saved(tmp_path, capsys):
+    """The checkpoint that was written last: one of a later step may be damaged, and training has gone on from one before."""
+    (tmp_path / "checkpoints").mkdir()
+    for step, written in (900, 1), (1234, 3), (2000, 2):
+        path = tmp_path / "checkpoints" / f"model.ckpt-{step}.index"
+        path.touch()
+        os.utime(path, (written, written))
+    assert summary(tmp_path, capsys, 130) == [
+        f"stopped; a checkpoint is saved, of step 1,234, and so is the model: --resume --run_dir={tmp_path} goes on from there"
+    ]
 
 
 def test_summary_says_who_has_left(tmp_path, capsys):
