@@ -186,7 +186,7 @@ def evaluate(task, settings):
     """
     from common import plots, streams
     from common.metrics import MetricsLog
-    from common.training import ENDED, STOP, last_step, samples_of, split
+    from common.training import ENDED, STOP, samples_of, split
 
     doing(LOADING)
     training, validation = split(dataset := streams.load(settings), settings)
@@ -198,7 +198,7 @@ def evaluate(task, settings):
     with tf.Graph().as_default():  # TensorBoard's writer of TensorFlow 1 refuses to begin outside a graph
         # The tags are those of the workers, so that TensorBoard draws both in one chart.
         tags = {"validation_loss": "loss", "validation_accuracy": "test_accuracy"}
-        log = MetricsLog(run_dir, "evaluator", last_step(settings, training.num_samples), tags)
+        log = MetricsLog(run_dir, "evaluator", None, tags)  # only the workers know how long the training is
     without_improvement = 0
     doing("waiting for a checkpoint", waits=True)
     for checkpoint in new_checkpoints(str(run_dir / "checkpoints"), (run_dir / ENDED).exists):

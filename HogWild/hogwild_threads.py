@@ -59,7 +59,6 @@ def train(task, settings):
         Interruption,
         build_model,
         fed_test_set,
-        last_step,
         samples_per_update,
         updates_before,
         write_result,
@@ -72,14 +71,14 @@ def train(task, settings):
             f"{dataset.num_samples} training samples are too few for {settings.num_threads} threads: --num_threads or the "
             "data must change"
         )
-    last = last_step(settings, dataset.num_samples)
     built = [build_model(settings, dataset, i) for i in range(settings.num_threads)]
 
     with tf.Graph().as_default():
         with tf.variable_scope("", custom_getter=None if settings.locked else lock_free):
             center = GlobalParameters(built[0].initial_parameters)
-        workers = [Worker(i, model, dataset, center, last, settings) for i, model in enumerate(built)]
-        chief = workers[0]
+        workers = [Worker(i, model, dataset, center, settings) for i, model in enumerate(built)]
+        chief, last = workers[0], workers[0].log.last_step
+        of_update = samples_per_update(settings, center, chief.local)
         parameters, step = center.read()
         final = parameters, chief.local.state_at(parameters)
         # A copy of a reference variable asks for its initial value, too, in case it has none yet.
@@ -95,11 +94,11 @@ def train(task, settings):
             local_init_feed_dict=local_init_feed_dict,
         )
         checkpoints, every_secs = str(Path(settings.run_dir, "checkpoints")), settings.checkpoint_secs
-        keeper = Keeper(center, checkpoints, every_secs, samples_per_update=samples_per_update(settings))
+        keeper = Keeper(center, checkpoints, every_secs, samples_per_update=of_update)
         with monitored_session(None, "", scaffold, checkpoints, every_secs, [interruption, evaluation], keeper) as session:
             # Hooks are not made for several threads: these run on the plain session inside, and this one calls the hooks.
             shared = session.run_step_fn(lambda step_context: step_context.session)
-            done = updates_before(session.run(keeper.samples_before), settings)
+            done = updates_before(session.run(keeper.samples_before), settings, of_update)
             most_seconds = settings.seconds or math.inf
             failed = threading.Event()
 
@@ -124,7 +123,7 @@ def train(task, settings):
     for worker in workers:
         worker.log.close()
     built[0].save(values, state, Path(settings.run_dir, "model.keras"))
-    write_result(settings, None, results, *evaluated, samples=samples)
+    write_result(settings, None, results, *evaluated, samples=samples, samples_per_gradient=of_update)
     return 0
 
 
@@ -143,13 +142,12 @@ class Worker:
       model: a `common.models.Model` of its own.
       dataset: all samples; this worker takes its share.
       center: the `GlobalParameters` that all share.
-      last: global step at which training is to end.
       settings: all flags.
     """
 
-    def __init__(self, index, model, dataset, center, last, settings):
+    def __init__(self, index, model, dataset, center, settings):
         from common.metrics import MetricsHook, MetricsLog
-        from common.training import build_calls
+        from common.training import build_calls, samples_per_gradient
 
         self._index, self._center = index, center
         x, y, *weights = data.shard(dataset, index, settings.num_threads)
@@ -157,9 +155,9 @@ class Worker:
         batches = Batches(x, y, settings.batch_size, settings.seed + index, name, weights[0] if weights else None)
         names = f"worker_{index}", index, settings.num_threads
         self.local = LocalParameters(center, model, batches, *names, must_be_finite=True)
-        _, self._next_call, *_ = build_calls(hogwild, center, self.local, settings, dataset.num_samples)
+        last, self._next_call, *_ = build_calls(hogwild, center, self.local, settings, dataset.num_samples)
         self.log = MetricsLog(settings.run_dir, index, last)
-        self._metrics = MetricsHook(self.log, settings.batch_size * settings.window)
+        self._metrics = MetricsHook(self.log, samples_per_gradient(settings, self.local))
 
     def train(self, session, last, done, stop):
         """Runs rounds up to global step `last` - `done`, or until `stop()`; returns its report, as `common.training.REPORT`."""

@@ -58,12 +58,17 @@ class Towers:
             self.init_feed_dict.update(tower.init_feed_dict)
         self.state = self.towers[0].state
         self.batches = [tower.batches for tower in self.towers]
-        self.name = "towers"
+        self.name, self.steps_per_update = "towers", None
 
     @property
     def windows(self):
         """How many copies of the model there are in the graph."""
         return sum(tower.windows for tower in self.towers)
+
+    @property
+    def local_steps(self):
+        """How many there are in the graph; all towers make the same one at the same time."""
+        return self.towers[0].local_steps
 
     def pull(self, center):
         """x_i ← x̃ on every device."""
@@ -182,7 +187,8 @@ def train(task, settings):
             local_init_feed_dict=feeds,
         )
         checkpoints = Path(settings.run_dir, "checkpoints")
-        keeper = Keeper(center, checkpoints, settings.checkpoint_secs, samples_per_update=samples_per_update(whole))
+        of_update = samples_per_update(whole, center, towers)
+        keeper = Keeper(center, checkpoints, settings.checkpoint_secs, samples_per_update=of_update)
         plan = Plan(last, center.step, next_call, evaluation, final, scaffold, keeper=keeper)
         outcome = run_worker(plan, None, whole, None, interruption, functools.partial(monitored_session, keeper=keeper))
     if outcome.final:

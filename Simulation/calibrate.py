@@ -105,7 +105,6 @@ def read(path):
 
 
 def _measured(path, result, lines, error):
-    per_gradient = result["batch_size"] * result["window"]
     by_worker: dict[int, list] = {i: [] for i in range(result["num_workers"])}
     for line in lines:
         if line["worker"] in by_worker and "samples" in line:
@@ -118,16 +117,16 @@ def _measured(path, result, lines, error):
         # Until the first round that counts as timed, a worker has prepared its graphs, and waited for others that did.
         begun = next((k for k, line in enumerate(own) if line.get("timed_rounds")), len(own))
         timed.append([seconds for line in own for seconds in line.get("timed_rounds") or []])
-        samples = seconds = 0.0
+        gradients = seconds = 0.0
         for line in own[begun + 1 :]:
             counts = {int(k): int(n) for k, n in line["staleness"].items()}
             staleness.update(counts)
             if rate := line.get("samples_per_second"):
-                made = per_gradient * (sum(counts.values()) + line.get("gradients_dropped", 0))
-                samples, seconds = samples + made, seconds + made / rate
+                made = sum(counts.values()) + line.get("gradients_dropped", 0)
+                gradients, seconds = gradients + made, seconds + made / rate  # as weights of the rates
         if not seconds:
             raise error(f"worker {i} has timed no round, or its run is too short: train for longer")
-        rates.append(samples / seconds)
+        rates.append(gradients / seconds)
     delays = [float(delay) / 1000 for delay in result["delays"]]
     return Measured(path, result, timed, [*delays, *[0.0] * (len(rates) - len(delays))], rates, staleness)
 

@@ -201,7 +201,7 @@ class Run:
         self.engine = engine = self._engine(settings)
         self.actions, self.waiting, self.costs = engine.actions, engine.waiting, costs_of(settings)
         self.optimizers, self.calibration = engine.optimizers, None
-        self.last = self._last_of(self._gradients())
+        self.last = self._last_of(engine.samples_per_update)
         if measured:
             self._calibrate(measured)
         if settings.clock_only:
@@ -241,8 +241,8 @@ class Run:
             )
         return engine
 
-    def _last_of(self, gradients):
-        return self._training.last_step(self.settings, self._dataset.num_samples, gradients)
+    def _last_of(self, samples_per_update):
+        return self._training.last_step(self.settings, self._dataset.num_samples, samples_per_update)
 
     def _calibrate(self, runs):
         """Finds the costs of steps and messages in what real runs have `Measured`, and how well they fit."""
@@ -250,8 +250,8 @@ class Run:
         found = calibrate.fit(clocks, self.settings.latency_given)
         windows = sum(action.local_steps > 0 for action in self.actions)
         updates, n = sum(action.writes for action in self.actions), self.settings.num_workers
-        at_once = n if self.waiting.quorum is None else 1
-        rounds = self._training.rounds_of_call(self.settings, self.model, windows, updates, at_once, self.last)
+        at_once, steps = n if self.waiting.quorum is None else 1, sum(action.local_steps for action in self.actions)
+        rounds = self._training.rounds_of_call(self.settings, self.model, windows, steps, updates, at_once, self.last)
         self.costs = found.costs(dataclasses.replace(self.costs, rounds_per_call=rounds))
         fits = [calibrate.report(clock, found) for clock in clocks]
         known = {name: None if value == math.inf else value for name, value in found._asdict().items()}

@@ -53,7 +53,7 @@ def train(task, settings):
     dataset = data.load(settings.data)
     x_train, y_train = data.shard(dataset, index, num_workers)
     batches = feeds(x_train, y_train, settings.batch_size, np.random.default_rng(settings.seed + index))
-    last = training.last_step(settings, len(dataset.x_train), num_workers)
+    last = training.last_step(settings, len(dataset.x_train), num_workers * settings.batch_size)
     delay = training.delay_of(settings.delays, index)
 
     place = tf.train.replica_device_setter(task.num_ps, worker_device=task.device) if task else None

@@ -248,7 +248,8 @@ class Keeper(tf.train.SessionRunHook):
       every_secs: seconds that may be lost.
       index: of this worker; 0 is the chief, or a process on its own.
       device: this worker's device, or None.
-      samples_per_update: number of samples; of a local step where their number changes, see `common.dynamic`.
+      samples_per_update: number of samples, an int or a `Fraction`, as an attribute, too; where that of an update changes, of
+        what `GlobalParameters.local_steps` counts.
       copies: operations that copy further values to save from the chief to the ps; the chief runs them before it saves.
 
     Attributes:
@@ -257,7 +258,7 @@ class Keeper(tf.train.SessionRunHook):
       samples: a tensor, int64: how many samples the present parameters were trained with.
       samples_before: a tensor, int64: those of them that are not steps (or local steps) × samples_per_update, since other flags
         held then.
-      is_of_local_steps: whether samples_per_update is of a local step.
+      is_of_local_steps: whether samples_per_update is not of an update.
       log: where the chief notes with which parameters a session begins, a `common.metrics.MetricsLog`, if it is set.
       export: the chief's, if it is set: a function of parameters `[size]` and state that writes them down as a model. It is
         called in the thread that saves, after each checkpoint; no round waits for it.
@@ -266,6 +267,7 @@ class Keeper(tf.train.SessionRunHook):
     def __init__(self, center, folder, every_secs, index=0, device=None, samples_per_update=1, copies=()):
         self.is_of_local_steps = center.local_steps is not None
         self._folder, self._every_secs, self._is_chief, self._copies = str(folder), every_secs, index == 0, list(copies)
+        self.samples_per_update = samples_per_update
         self._turn, self._thread, self._ended = threading.Lock(), None, threading.Event()
         self._failure: Exception | None = None
         self.log: Any = None
@@ -581,4 +583,9 @@ class Trained(tf.train.CheckpointSaverListener):
 
 def _samples_of(center, step, samples_per_update):
     """Returns of how many samples the updates up to this one are made, an int64 scalar."""
-    return (step if center.local_steps is None else center.local_steps.read_value()) * samples_per_update
+    return times(step if center.local_steps is None else center.local_steps.read_value(), samples_per_update)
+
+
+def times(count, samples):
+    """Returns a count times a number of samples, a `Fraction` or an int, rounded down; the count is a tensor or a number."""
+    return count * samples.numerator // samples.denominator

@@ -57,7 +57,8 @@ class LocalParameters:
       copies: the names of the vectors that begin as x does, see `copy`.
       dynamic: the `common.dynamic.Dynamic` of this worker, if it has one.
       window: local steps between two pulls, if there are tables; `common.schedules.hyperparameters` sets it.
-      local_steps: how many the calls of `train` have had together; those of `dynamic` count as one.
+      local_steps: how many the calls of `train` have had together; of `dynamic`, the most.
+      steps_per_update: how many of these each update of this worker is made of, a `Fraction`; None before a round is built.
       present: where workers come and go, how many there were when `compare` read x̃, a float32 variable; None elsewhere.
     """
 
@@ -105,6 +106,7 @@ class LocalParameters:
         self.decay = None
         self.optimizers = Optimizers()
         self.windows, self.local_steps = 0, 0
+        self.steps_per_update: Any = None
         self.tables, self.find, self.window = center.tables, center.find, 1
         self._window: Any = None
         self._left = 0  # local steps for which there are rows
@@ -347,7 +349,7 @@ class LocalParameters:
         if isinstance(window, tf.Tensor) != (self.dynamic is not None):
             raise UserError("the window of local.train is a number; where the scheme has center.dynamic, it is `dynamic.steps`")
         dynamic, first = self.dynamic, self._window.steps - self._left if self._window else 0
-        self.local_steps += 1 if dynamic else window
+        self.local_steps += dynamic.most if dynamic else window
         self._left -= 0 if dynamic else window
         if dynamic:
             slept = [dynamic.begin(window, self.delay)]

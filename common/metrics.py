@@ -28,7 +28,7 @@ class MetricsLog:
     Args:
       run_dir: folder of the run.
       worker: index of this worker, or "evaluator", whose files are called that.
-      last_step: global step at which training is to end.
+      last_step: global step at which training is to end; None if this task does not know.
       tags: {value: tag} of those that TensorBoard is to show in one chart with another's; otherwise a value's tag is its name.
       unit: of the loss, as "nats per character", for those who read the lines; None for none.
 
@@ -59,7 +59,7 @@ class MetricsLog:
         Then each of `listeners` is called, a function of the global step and {name: value}.
         """
         finite = {name: None if isinstance(v, float) and not np.isfinite(v) else v for name, v in values.items()}
-        constant = {"worker": self._worker, "last_step": int(self.last_step)}
+        constant = {"worker": self._worker, **({} if self.last_step is None else {"last_step": int(self.last_step)})}
         if self._unit and "test_loss" in values:
             constant["unit"] = self._unit
         line = json.dumps({"time": self.now(), "global_step": int(global_step), **constant, **finite})
@@ -157,7 +157,7 @@ class MetricsHook(tf.train.SessionRunHook):
 
     Args:
       log: a `MetricsLog`.
-      samples_per_update: batch size × window.
+      samples_per_update: how many this worker draws for each, a `Fraction` if a round has several.
       drawn: function that is told after each call how many samples it was made of, or None.
       batch_size: for rounds whose number of local steps changes, see `common.dynamic`.
 
@@ -210,7 +210,7 @@ class MetricsHook(tf.train.SessionRunHook):
         if run_values.results is None:
             return
         loss, steps, parts, local_steps = run_values.results
-        samples = len(steps) * self._samples_per_update
+        samples = int(len(steps) * self._samples_per_update)
         if local_steps and local_steps[0] >= 0:
             samples, self._made = (int(local_steps[0]) - self._made) * self._batch_size, int(local_steps[0])
         self._samples, self._new_samples = self._samples + samples, self._new_samples + samples

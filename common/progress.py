@@ -200,7 +200,7 @@ ENDLESS = 2**53  # the last step of a run that only --seconds ends
 
 def _steps(values):
     last = values.get("last_step")
-    return _number(values, "global_step", ",d") + ("" if last == ENDLESS else f" of {_number(values, 'last_step', ',d')}")
+    return _number(values, "global_step", ",d") + ("" if last in (None, ENDLESS) else f" of {last:,d}")
 
 
 def _number(values, key, form):

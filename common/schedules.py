@@ -27,7 +27,8 @@ class Schedule:
       warmup_steps: w.
 
     Attributes:
-      ask: function that returns n, to be set. It is called when the first factor is needed: n may not be known before.
+      ask: function that returns n, to be set. It is called when the first factor is needed: n may not be known before. Until it
+        is set, all factors are 1: of a round that is built to be counted, and never run.
 
     Raises:
       UserError: if there is no such function.
@@ -59,7 +60,10 @@ class Schedule:
         Raises:
           UserError: if FUNCTION raises, or returns no number.
         """
-        n, w, step = self.total, self._warmup_steps, tf.cast(step, tf.float32)
+        step = tf.cast(step, tf.float32)
+        if self.ask is None:
+            return 1.0 + 0.0 * step
+        n, w = self.total, self._warmup_steps
         p = tf.clip_by_value((step - w) / float(n - w), 0.0, 1.0)
         if self._function:
             factor = self._call(step, n)

@@ -35,8 +35,8 @@ class Engine:
       shards: the `Shards` of the workers.
       num_ps: pieces of the global parameters.
       schedule: a `common.schedules.Schedule` of the learning rate; None for none.
-      last_of: function of the number of gradients per update that returns the global step at which the schedule ends; None if
-        the schedule knows.
+      last_of: function of `samples_per_update` that returns the global step at which the schedule ends; None if the schedule
+        knows.
       clip_norm: see `common.local.LocalParameters`.
       compression: see `common.center.GlobalParameters`.
       messages: of each step the bytes (up, down), see `messages_of`; None for none.
@@ -46,6 +46,7 @@ class Engine:
       actions: the `common.virtual_time.Action`s of a round.
       waiting: the `common.virtual_time.Waiting` of the scheme.
       steps: the `common.steps.Step`s of a round.
+      samples_per_update: of all workers, a `Fraction`.
       graph, session: what it runs in.
 
     Raises:
@@ -85,10 +86,12 @@ class Engine:
                 samples_of_each=shards.counts.tolist(),
             )
             self._local = local
-            if schedule and last_of:
-                schedule.ask = lambda: last_of(_waiting_of(center, local).quorum or 1)
             own = _per_worker(hyperparameters(hp, center, local), local)
             self.steps = build_steps(scheme, center, local, own)
+            quorum = _waiting_of(center, local).quorum or 1
+            self.samples_per_update = quorum * shards.batch_size * local.steps_per_update
+            if schedule and last_of:
+                schedule.ask = lambda: last_of(self.samples_per_update)
             mine = [v for v in tf.local_variables() if v not in before]
             self._rows = {v.ref(): _rows(v, n, i) for i, v in enumerate(mine)}
             uses = [_uses(step.operations, mine) for step in self.steps]

@@ -11,6 +11,7 @@ import contextvars
 import copy
 import dataclasses
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 from common import tf
@@ -412,11 +413,12 @@ def build_steps(scheme, center, local, hp):
     Raises:
       UserError: if the round breaks a rule, see `build_rounds`.
     """
-    steps, generator = [], scheme(center, local, hp)
+    steps, generator, begun = [], scheme(center, local, hp), local.local_steps
     with _building(_Round([], [], [], local)) as round:
         while (step := _next_step(scheme, generator, round)) is not None:
             steps.append(step)
     _check_round(scheme, steps)
+    _count_round(scheme, steps, local, begun)
     return steps
 
 
@@ -572,6 +574,7 @@ class _Chain:
         for i in range(rounds):
             made = _variables()
             round.optimizers, round.num_packed, steps, generator = {}, 0, [], scheme(center, local, hp)
+            begun = local.local_steps
             while True:
                 with _building(round), tf.control_dependencies(self.here):
                     step = _next_step(scheme, generator, round)
@@ -580,6 +583,7 @@ class _Chain:
                 steps.append(step)
                 self._add(step, round)
             _check_round(scheme, steps)
+            _count_round(scheme, steps, local, begun)
             if i > 0 and (new := _variables() - made):
                 raise UserError(
                     f"{_name(scheme)} makes a new variable in every round, {sorted(new)[0]}: use local.vector or "
@@ -696,3 +700,19 @@ def _check_round(scheme, steps):
         )
     if len({step.step_before is None for step in steps if step.updated is not None}) > 1:
         raise UserError(f"{name} both pushes alone and takes part in updates of several workers: a round does one of these")
+
+
+def _count_round(scheme, steps, local, begun):
+    """Notes how many local steps an update of these rounds is made of, by which samples, epochs and speed are counted.
+
+    Raises:
+      UserError: if an earlier round had others.
+    """
+    updates = sum(step.updated.shape.num_elements() for step in steps if step.updated is not None)
+    found = Fraction(local.local_steps - begun, updates)
+    if local.steps_per_update not in (None, found):
+        raise UserError(
+            f"{_name(scheme)} makes {found} local steps for an update in one round, and {local.steps_per_update} in another: "
+            "samples are counted by the rounds that were built, so all have to be alike"
+        )
+    local.steps_per_update = found

@@ -203,7 +203,7 @@ class Together:
                 added = [total.add(part, counts) for total, part in zip(sums, gradients, strict=True)]
 
                 def apply():
-                    counted = self._count_local_steps(sums[0])
+                    counted = self._count_gradients(sums[0])
                     with tf.control_dependencies(counted):
                         taken = [total.take() for total in sums]
                     if of_all:
@@ -228,13 +228,13 @@ class Together:
         done = ((self, "push" if fragment is None else f"send {fragment}"),)
         return Step(operations, updated=updated, step_before=step_before, training_ended=ended, done=done)
 
-    def _count_local_steps(self, total):
-        """Operations that count the local steps of the gradients in a total, where workers come and go."""
+    def _count_gradients(self, total):
+        """Operations that count the gradients in a total, where workers come and go."""
         if not self.go:
             return []
         center = self._center
         with tf.device(center.step.device):
-            return [center.local_steps.assign_add(total.count() * self._local.window, read_value=False)]
+            return [center.local_steps.assign_add(total.count(), read_value=False)]
 
     def wait(self):
         """Ends when the update is made for which this worker computed a gradient, whether that counted or came too late."""

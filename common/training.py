@@ -17,7 +17,7 @@ from common import data, ending, limits, models, plots, run_dir, signals, stream
 from common.batches import Batches, Position, fed
 from common.callbacks import Callback, Patience
 from common.center import GlobalParameters, fragments_of
-from common.checkpoints import Keeper, checkpoints_in
+from common.checkpoints import Keeper, checkpoints_in, times
 from common.compression import BIASED, compression_of
 from common.flags import FITTING, UserError, sizes
 from common.hooks import EarlyStoppingHook, Gate, MeetingHook, StartHook, WarmStartHook
@@ -121,7 +121,7 @@ def train(scheme, task, settings):
                 settings.checkpoint_secs,
                 index,
                 task and task.device,
-                samples_per_update(settings, gradients) if center.local_steps is None else settings.batch_size,
+                unit_of_samples(settings, center, local),
                 copies,
             )
             if index == 0 and not model.tables:
@@ -146,7 +146,8 @@ def train(scheme, task, settings):
         farewell += [leased.leave, center.present.leave(index)] if leased else []
         how = next_call, evaluation, final, scaffold, gate, waits, gradients, keeper, position, unit, rows, goal, farewell
         begins = [leased.begin, center.present.enter(index)] if leased else None
-        plan = Plan(last, center.step, *how, lease=begins, had_left=had_left)
+        of_gradient = samples_per_gradient(settings, local)
+        plan = Plan(last, center.step, *how, lease=begins, had_left=had_left, samples_per_gradient=of_gradient)
         with streams.reading(dataset):
             is_short = local_steps < OPTIMIZED and is_small(model)
             open_session = functools.partial(monitored_session, keeper=keeper, is_short=is_short)
@@ -168,7 +169,8 @@ def train(scheme, task, settings):
                 tell(line)
         more |= {"delays": settings.delays or [], "rounds_per_call": rounds, "flags_of_scheme": own}
         is_dynamic, what = center.local_steps is not None, (settings, task, outcome.reports, *outcome.evaluated)
-        write_result(*what, gradients_per_update=1 if is_dynamic else gradients, is_dynamic=is_dynamic, **more)
+        more |= {"samples_per_gradient": of_gradient, "gradients_per_update": 1 if is_dynamic else gradients}
+        write_result(*what, is_dynamic=is_dynamic, **more)
     return outcome.status
 
 
@@ -184,16 +186,18 @@ def build_calls(scheme, center, local, settings, num_samples):
       The global step to stop at, a function that chooses the rounds, see `Plan.next_call`, how many a usual call has, and
       about how many local steps this worker makes.
     """
-    if center.schedule is not None:
-        center.schedule.ask = lambda: updates_of(center, local, settings, num_samples)
     hp = hyperparameters(settings, center, local)
     one = build_rounds(scheme, center, local, hp)
+    updates, windows = int(one.steps.shape[0]), local.windows  # of one round
     waits = center.waits(local)
     _check_pace(scheme, waits, settings.pace)
     gradients = waits.gradients_per_update if waits else 1
-    last = updates_of(center, local, settings, num_samples)
+    last = last_step(settings, num_samples, samples_per_update(settings, center, local))
+    if center.schedule is not None:  # the round says when the run ends, and that says what the round's learning rates are
+        center.schedule.ask = lambda: last
+        one = build_rounds(scheme, center, local, hp)
     check_rates(center, last)
-    updates, windows = int(one.steps.shape[0]), local.windows  # of one round
+    local_steps = updates * local.steps_per_update  # of one round
     # Every worker on its own, or all together, as fast as the slowest.
     are_together = isinstance(waits, Together) and local.begin_workers is not None
     at_once = 1 if gradients > 1 or are_together else local.num_workers
@@ -206,7 +210,7 @@ def build_calls(scheme, center, local, settings, num_samples):
                 return built
         return build_rounds(scheme, center, local, hp, rounds)
 
-    most = rounds_of_call(settings, local.model, windows, updates, at_once, last, in_ring)
+    most = rounds_of_call(settings, local.model, windows, local_steps, updates, at_once, last, in_ring)
     is_long = last > 10 * LONG_RUN * at_once * most * updates and not (settings.seconds and settings.seconds <= 60)
     if is_long and in_ring and local.model.size < 20_000 and not settings.rounds_per_call and not settings.delays:
         most *= 10  # at once, and by no clock, as all have to make the same calls
@@ -235,7 +239,7 @@ def build_calls(scheme, center, local, settings, num_samples):
         # Towards the end one round per call, so that the last step is overshot as little as can be without a lock.
         return (many if present + size <= last else one,)
 
-    return last, next_call, most, last * settings.window / at_once
+    return last, next_call, most, float(last * local.steps_per_update / at_once)
 
 
 # A worker that makes fewer calls than this has fewer rounds in each: to build one takes as long as a hundred calls.
@@ -277,19 +281,19 @@ def _check_pace(scheme, waits, pace):
         raise UserError(f'{scheme.__name__}: its script has to say main(..., pace="{right}"), not "{pace}"')
 
 
-def rounds_of_call(settings, model, windows, updates, at_once, last, in_ring=False):
+def rounds_of_call(settings, model, windows, local_steps, updates, at_once, last, in_ring=False):
     """Returns how many rounds a worker makes in a call.
 
     Args:
       settings: all flags.
       model: a `common.models.Model`.
-      windows, updates: local trainings, and updates, of a round.
+      windows, local_steps, updates: local trainings, their steps, and updates, of a round.
       at_once: how many workers make updates of their own.
       last: global step to end at.
       in_ring: whether the workers average among themselves.
     """
     own = last // (updates * at_once)  # in the whole run
-    most = settings.rounds_per_call or rounds_worth_a_call(model, windows, updates * settings.window, in_ring)
+    most = settings.rounds_per_call or rounds_worth_a_call(model, windows, local_steps, in_ring)
     if not settings.rounds_per_call and not in_ring:
         own //= SHORT_RUN
     return min(most, max(1, own))
@@ -305,7 +309,7 @@ def rounds_worth_a_call(model, windows, local_steps, in_ring=False):
     if in_ring:
         return 50 if model.size < 1_000_000 else 10
     most = 10 if local_steps == windows else 5
-    return max(1, min(most // windows, 400 // local_steps)) if is_small(model) else 1
+    return max(1, min(most // windows, int(400 // local_steps))) if is_small(model) else 1
 
 
 def is_small(model):
@@ -333,11 +337,12 @@ class Plan(NamedTuple):
     farewell: Any = ()  # operations of a worker that leaves for good
     lease: Any = None  # operations for the begin of a session of workers that come and go
     had_left: bool = False  # whether a worker of this number had left, as far as this machine knows
+    samples_per_gradient: Any = None  # see the function; None: of a batch
 
-    def last_of(self, present, samples, settings, gradients=1):
+    def last_of(self, present, samples, gradients=1):
         """Returns the global step to end at, by the samples so far: so many more updates until the goal, each of so many
         gradients; at least so many, where updates are of fewer local steps."""
-        left = math.ceil(max(0, self.goal - int(samples)) / samples_per_update(settings, gradients))
+        left = math.ceil(max(0, self.goal - int(samples)) / (self.samples_per_gradient * gradients))
         return int(present) + left
 
 
@@ -369,7 +374,8 @@ def run_worker(plan, task, settings, server, interruption, open_session):
     index = task.shard_index if task else 0
     log = MetricsLog(settings.run_dir, index, plan.last, unit=plan.unit)
     drawn = plan.position.add if plan.position else None
-    metrics = MetricsHook(log, settings.batch_size * settings.window, drawn=drawn, batch_size=settings.batch_size)
+    of_gradient = plan.samples_per_gradient or settings.batch_size
+    metrics = MetricsHook(log, of_gradient, drawn=drawn, batch_size=settings.batch_size)
     hooks: list = [interruption, metrics]
     if index == 0:
         step, results = plan.evaluation
@@ -415,7 +421,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
     seconds = plan.keeper.clock.seconds if plan.keeper else time.monotonic
     is_dynamic = plan.keeper is not None and plan.keeper.is_of_local_steps
     # As a number of updates, for the speed.
-    progress: Any = plan.keeper.samples / samples_per_update(settings) if is_dynamic else plan.step
+    progress: Any = tf.cast(plan.keeper.samples, tf.float64) / float(of_gradient) if is_dynamic else plan.step
     target, checkpoints = server.target if server else "", str(Path(settings.run_dir, "checkpoints"))
 
     if plan.keeper:
@@ -437,7 +443,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
         last = plan.last
         if plan.keeper:
             samples_before = session.run(plan.keeper.samples_before)
-            fewer = updates_before(samples_before, settings, plan.gradients_per_update)
+            fewer = updates_before(samples_before, settings, of_gradient * plan.gradients_per_update)
             if fewer and (settings.learning_rate_schedule or settings.warmup_steps):
                 raise UserError(
                     "--resume: this run has trained with another --batch_size or --window, so the schedule of the learning "
@@ -446,7 +452,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
             last -= fewer
             if plan.goal is not None:
                 counted = session.run(plan.keeper.samples)
-                last = plan.last_of(present, counted, settings, plan.gradients_per_update)
+                last = plan.last_of(present, counted, plan.gradients_per_update)
             log.last_step = last
         most_seconds = (settings.seconds or math.inf) + (0 if plan.keeper else first_time)
         if index > 0 and plan.gate and not session.run(plan.gate.variable):
@@ -466,11 +472,11 @@ def run_worker(plan, task, settings, server, interruption, open_session):
                 rounds = _run_rounds(session, plan, log, present + plan.last - last)
                 present, is_over, calls = rounds.steps[-1, 1], rounds.training_ended, calls + 1
                 if plan.goal is not None:
-                    now = samples_before + rounds.local_steps[1] * settings.batch_size
+                    now = samples_before + times(rounds.local_steps[1], plan.keeper.samples_per_update)
                     gradients = 1
                     if plan.waits and present > before:  # as many as of late
-                        gradients = max(1, round((now - counted) / (present - before) / samples_per_update(settings)))
-                    counted, last = now, plan.last_of(present, now, settings, gradients)
+                        gradients = max(1, round((now - counted) / (present - before) / of_gradient))
+                    counted, last = now, plan.last_of(present, now, gradients)
                     log.last_step = last
             leaves = interruption.leaves
             if interruption.requested and not leaves:
@@ -717,30 +723,41 @@ def delay_of(delays, index):
     return delays[index] / 1000 if delays and index < len(delays) else 0.0
 
 
-def samples_per_update(settings, gradients_per_update=1):
-    """Returns how many samples, of all workers, an update of the global parameters is made of."""
-    return settings.batch_size * settings.window * gradients_per_update
+def samples_per_gradient(settings, local):
+    """Returns how many samples a worker draws for each update that it takes part in, a `Fraction`.
+
+    It is that of the rounds that were built, and all that is counted in samples goes by it. With `center.dynamic` it is the
+    most.
+    """
+    return settings.batch_size * local.steps_per_update
 
 
-def last_step(settings, num_samples, gradients_per_update=1):
-    """Returns the global step to stop at, from `--steps` or else `--epochs`."""
+def samples_per_update(settings, center, local):
+    """Returns how many samples, of all workers, an update of the global parameters is made of, a `Fraction`."""
+    waits = center.waits(local)
+    return samples_per_gradient(settings, local) * (waits.gradients_per_update if waits else 1)
+
+
+def unit_of_samples(settings, center, local):
+    """Returns how many samples there are to each of what `Keeper` counts: updates, local steps or gradients."""
+    if center.local_steps is None:
+        return samples_per_update(settings, center, local)
+    return settings.batch_size if local.dynamic else samples_per_gradient(settings, local)
+
+
+def last_step(settings, num_samples, of_update=None):
+    """Returns the global step to stop at, from `--steps` or else `--epochs`, if so many samples, or a batch, make an update."""
     if settings.steps or num_samples is None:
         return settings.steps or streams.ENDLESS
-    return math.ceil(settings.epochs * num_samples / samples_per_update(settings, gradients_per_update))
+    return math.ceil(settings.epochs * num_samples / (of_update or settings.batch_size))
 
 
-def updates_of(center, local, settings, num_samples):
-    """Returns the global step to stop at, when the scheme has said how its workers wait for each other."""
-    waits = center.waits(local)
-    return last_step(settings, num_samples, waits.gradients_per_update if waits else 1)
-
-
-def updates_before(samples, settings, gradients_per_update=1):
+def updates_before(samples, settings, of_update=None):
     """Returns how many updates fewer `--epochs` takes, when more samples were trained with than the global step says.
 
-    That is so when a run goes on from one with another batch size or window.
+    That is so when a run goes on from one with another batch size or window. `of_update` as of `last_step`.
     """
-    return 0 if settings.steps else int(samples) // samples_per_update(settings, gradients_per_update)
+    return 0 if settings.steps else int(samples) // (of_update or settings.batch_size)
 
 
 # What a worker tells the chief at its end, as float64. Times are in seconds of training, or by one process's clock. A scheme's
@@ -760,22 +777,36 @@ def _as_json(value):
 
 
 def write_result(
-    settings, task, reports, global_step, evaluated, *, samples=None, gradients_per_update=1, is_dynamic=False, **more
+    settings,
+    task,
+    reports,
+    global_step,
+    evaluated,
+    *,
+    samples=None,
+    samples_per_gradient=None,
+    gradients_per_update=1,
+    is_dynamic=False,
+    **more,
 ):
     """Writes `result.json`, with what `more` there is to say, and `curve.png`, from all workers' reports and the last
-    evaluation. `samples` are those of `Outcome`."""
-    result = summarize(settings, task, reports, global_step, samples, gradients_per_update, is_dynamic)
+    evaluation. `samples` are those of `Outcome`, `samples_per_gradient` that of `Plan`."""
+    how = samples, samples_per_gradient, gradients_per_update, is_dynamic
+    result = summarize(settings, task, reports, global_step, *how)
     numbers = {name: value if math.isfinite(value) else None for name, value in measured(evaluated).items()}
     result.update(numbers, restarts=0, **more)
     run_dir.write_json(Path(settings.run_dir, "result.json"), result)
     plots.draw_curve(settings.run_dir)  # last, as it may fail
 
 
-def summarize(settings, task, reports, global_step, samples=None, gradients_per_update=1, is_dynamic=False):
-    """Returns the part of `result.json` about speed and staleness; `is_dynamic` with `common.dynamic`."""
+def summarize(
+    settings, task, reports, global_step, samples=None, samples_per_gradient=None, gradients_per_update=1, is_dynamic=False
+):
+    """Returns the part of `result.json` about speed and staleness; `is_dynamic` if `Keeper` counts no updates."""
+    of_gradient = samples_per_gradient or settings.batch_size
     columns = dict(zip((*REPORT, *PARTS, *STAY), np.array(reports, float).T, strict=False))
     if is_dynamic:
-        progress = samples / samples_per_update(settings)  # the reports have such numbers, too
+        progress = samples / of_gradient  # the reports have such numbers, too
     else:
         progress = global_step
     trained = columns["updates"] > 0
@@ -787,7 +818,7 @@ def summarize(settings, task, reports, global_step, samples=None, gradients_per_
         seconds_of_all = float(columns["stop_time"].max() - columns["first_time"][latest])
         if seconds_of_all > 0 and updates > 0:  # else what it saw was rolled back, and not trained again
             train_seconds = seconds_of_all
-            samples_per_second = updates * samples_per_update(settings, gradients_per_update) / train_seconds
+            samples_per_second = updates * float(of_gradient * gradients_per_update) / train_seconds
         staleness = columns["staleness_sum"].sum() / columns["updates"].sum()
     told = [part for part in PARTS if part in columns]
     seconds = [{part: float(columns[part][i]) for part in told if columns[part][i] > 0} for i in range(len(reports))]
@@ -796,7 +827,7 @@ def summarize(settings, task, reports, global_step, samples=None, gradients_per_
     if samples is None:
         samples = columns["samples"].sum()
     else:
-        samples += dropped * settings.batch_size * settings.window
+        samples += int(dropped) * of_gradient
     return {
         "scheme": settings.scheme,
         "num_ps": task.num_ps if task else 0,
@@ -940,10 +971,7 @@ def check(settings, dataset, scheme=None):
     num_samples, is_stream, dataset = dataset.num_samples, isinstance(dataset, Stream), samples_of(dataset, settings)
     options = {"tables_on_ps": scheme is not None, **sizes(settings)}
     model = models.build(settings.model, dataset, settings.seed, settings.loss, **options)
-    if schedule := schedule_of(settings):
-        schedule.ask = lambda: last_step(settings, num_samples)  # at most
-        with tf.Graph().as_default():
-            schedule(tf.placeholder(tf.int64, []))
+    schedule, of_update = schedule_of(settings), None
     if settings.model not in FITTING.get(settings.data, ()):
         with models.named(settings.model):
             _trace(model, dataset)
@@ -954,7 +982,7 @@ def check(settings, dataset, scheme=None):
         raise UserError("--num_evaluators: an evaluator has the model whole, and its tables (common.Embedding) are on the ps")
     sets = [dataset.train, dataset.test, *([held_out.test] if held_out and not is_stream else [])]
     tables.check_data(model, [x for x, *_ in sets], is_stream)
-    if scheme and (compression or model.tables or settings.max_workers):
+    if scheme and (compression or model.tables or settings.max_workers or schedule):
         with tf.Graph().as_default():
             pieces = {"num_ps": settings.num_ps or 1, "fragments": fragments_of(settings), "tables": model.tables}
             pieces["max_rows"] = settings.max_rows
@@ -964,11 +992,16 @@ def check(settings, dataset, scheme=None):
             own = center, model, batches, "worker_0", 0, settings.max_workers or settings.num_workers
             local = LocalParameters(*own, begin_workers=settings.begin_workers if settings.max_workers else None)
             build_steps(scheme, center, local, hyperparameters(settings, center, local))
+            of_update = samples_per_update(settings, center, local)
             if settings.max_workers and schedule and not settings.steps and isinstance(center.waits(local), Together):
                 raise UserError(
                     "--max_workers: nobody knows how many updates so many epochs take, as each is made of the gradients of all "
                     "workers, so the schedule of the learning rate would not know its end: give --steps"
                 )
+    if schedule:
+        schedule.ask = lambda: last_step(settings, num_samples, of_update)
+        with tf.Graph().as_default():
+            schedule(tf.placeholder(tf.int64, []))
 
 
 def _check_leases(settings, dataset):

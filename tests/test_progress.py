@@ -5,6 +5,7 @@ import json
 import math
 import os
 import types
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -425,9 +426,9 @@ def settings(**changes):
 
 def test_last_step():
     assert training.last_step(settings(), 1438) == math.ceil(60 * 1438 / 32)
-    assert training.last_step(settings(window=10), 1438) == math.ceil(60 * 1438 / 320)
+    assert training.last_step(settings(), 1438, 320) == math.ceil(60 * 1438 / 320)
+    assert training.last_step(settings(), 1438, Fraction(32 * 3, 2)) == math.ceil(60 * 1438 / 48)
     assert training.last_step(settings(epochs=1e-6), 1438) == 1
-    assert training.last_step(settings(), 1438, gradients_per_update=3) == math.ceil(60 * 1438 / 96)
     assert training.last_step(settings(steps=7), 1438) == 7
 
 
@@ -481,8 +482,8 @@ def test_an_outage_leaves_no_rate_that_is_negative(step, stop):
     assert (result["train_seconds"], result["samples_per_second"]) == (None, None)
 
 
-def test_window_counts_in_the_speed():
-    result = training.summarize(settings(window=10), None, [report(**FIRST)], 200)
+def test_local_steps_count_in_the_speed():
+    result = training.summarize(settings(), None, [report(**FIRST)], 200, samples_per_gradient=Fraction(320))
     assert result["samples_per_second"] == pytest.approx(200 * 320 / 10)
     assert result["num_ps"] == 0
 
