@@ -20,11 +20,13 @@ class TrainingClock:
       device: of the global step.
 
     Attributes:
+      is_training: whether this worker trains, or is about to; to be set False at its end: a wait for others is no training.
       variables: those on the ps; they have no values until `restart`.
       told: tensors of the same moment: the seconds that the ps has heard of, float64, and the number of their life, int64.
     """
 
     def __init__(self, device):
+        self.is_training = True
         self._mine: tuple[float, int] | None = None  # when this worker's clock showed zero seconds, and the number of the life
         self._next = 0.0
         options = {"trainable": False, "collections": [], "use_resource": True}
@@ -58,15 +60,17 @@ class TrainingClock:
         self._mine = None
 
     def tick(self, session):
-        """To be called before each call of a worker that trains."""
+        """To be called before each call of a worker."""
+        if self._mine is None and not self.is_training:
+            return
         if self._mine is None:
             seconds, life = session.run(self._look)
             self._mine, self._next = (time.monotonic() - seconds, life), 0.0
         now = time.monotonic()
-        if now >= self._next:
+        if now >= self._next or not self.is_training:
             (began, life), self._next = self._mine, now + TELL_SECS
             is_same, most, _ = session.run(self._tell, {self._seconds: now - began, self._life: life})
-            self._mine = (now - max(most, now - began), life) if is_same else None
+            self._mine = (now - max(most, now - began), life) if is_same and self.is_training else None
 
     def seconds(self, life=None):
         """Returns the seconds up to now, by this worker's clock; 0 if it does not train.

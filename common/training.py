@@ -459,6 +459,8 @@ def run_worker(plan, task, settings, server, interruption, open_session):
             present = last  # the chief has ended before there was anything to do for others
         is_over, calls, rounds = False, 0, Rounds(None, None, None)
         while True:
+            if plan.keeper:
+                plan.keeper.clock.is_training = True
             while present < last and not is_over:
                 is_told = early_stopping and early_stopping.requested
                 if seconds() >= most_seconds or interruption.requested or is_told:
@@ -487,7 +489,10 @@ def run_worker(plan, task, settings, server, interruption, open_session):
                     ending.say_done_for(task, server, rendezvous.absent(session))
                 return Outcome(130, session.run(plan.final) if index == 0 else None)
             doing("ending", whom=nobody)
-            stop_time, stop_step = seconds(), session.run(plan.step)
+            stop_time = seconds()
+            if plan.keeper:
+                plan.keeper.clock.is_training = False
+            stop_step = session.run(plan.step)
             if not leaves:
                 interruption.training_ends()
             if meeting and leaves:

@@ -363,6 +363,20 @@ def test_the_clock_of_training_goes_on_with_that_of_others(chief, now):
     assert 20 <= again.keeper.clock.seconds() <= 20 + 2 * clock.MOST_AHEAD  # by the ps's own clock, which runs on
 
 
+def test_the_clock_stands_still_while_a_worker_waits_for_others_at_its_end(chief, now):
+    opened, of_chief = chief.begin(), chief.keeper.clock
+    of_chief.tick(opened)
+    now.monotonic += 6
+    of_chief.is_training = False
+    for _ in range(2):
+        of_chief.tick(opened)
+        now.monotonic += 100
+    assert of_chief.seconds() == 0
+    opened.run(chief.update)
+    chief.keeper.save(opened)
+    assert tf.train.load_variable(str(chief.folder / "model.ckpt-1"), "seconds") == pytest.approx(6, abs=0.5)
+
+
 def test_parameters_that_are_not_finite_are_not_saved(chief, capsys):
     opened = chief.begin()
     opened.run(chief.spoil)
