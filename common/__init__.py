@@ -8,8 +8,11 @@ which reads its rows from a checkpoint.
 import contextlib
 import gc
 import importlib
+import itertools
+import linecache
 import os
 import sys
+import types
 from typing import Any
 
 
@@ -134,6 +137,7 @@ def _import_tensorflow():
     try:
         with silent() if is_quiet else contextlib.nullcontext(), without_garbage_collection():
             module = importlib.import_module("tensorflow.compat.v1")
+            _keep_generated_code_in_memory()
         default = module.logging.INFO if hasattr(sys, "ps1") else module.logging.WARN  # ps1: in a notebook
         if module.logging.get_verbosity() == default:  # otherwise a script has set what it wants to see
             module.logging.set_verbosity(module.logging.ERROR)  # it warns that it is deprecated, in most of its parts
@@ -141,6 +145,32 @@ def _import_tensorflow():
     finally:
         for package in hidden:
             del sys.modules[package]
+
+
+def _keep_generated_code_in_memory():
+    """From now on tf.autograph, which rewrites Python functions for a graph, loads what it has written without a file.
+
+    It writes one into the folder for temporary files, to be removed when the interpreter ends. Tasks end at once, without that.
+    """
+    with contextlib.suppress(ImportError, AttributeError):  # another version: then the files stay
+        loader = importlib.import_module("tensorflow.python.autograph.pyct.loader")
+        original = loader.load_source
+
+        def load_source(source, delete_on_exit):
+            if not delete_on_exit:
+                return original(source, delete_on_exit)
+            name = f"__autograph_generated_file{next(_numbers)}"
+            module = types.ModuleType(name)
+            module.__file__ = file = f"<{name}>"
+            linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file  # for tracebacks and inspect
+            exec(compile(source, file, "exec"), module.__dict__)
+            sys.modules[name] = module
+            return module, file
+
+        loader.load_source = load_source
+
+
+_numbers = itertools.count()
 
 
 tf: Any = _TensorFlow()

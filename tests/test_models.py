@@ -1,5 +1,8 @@
 """common/models.py: a Keras model as a function of one flat vector gives what Keras itself gives."""
 
+import inspect
+import tempfile
+
 import keras
 import numpy as np
 import pytest
@@ -908,3 +911,15 @@ def test_what_is_trained(user_model):
     size = sum(array.nbytes for part in dataset.train for array in data.arrays_in(part))
     said = training.what_is_trained(model, dataset, 2, "SGD on the ps", is_own=True)
     assert said == f"{text}, from arrays of {size / 1000:.1f} kB in memory"
+
+
+def doubled_if_positive(x):
+    return 2 * x if x > 0 else x
+
+
+def test_code_that_tensorflow_generates_leaves_no_file(tmp_path, monkeypatch):
+    """Tasks end at once, and would leave those of models and layers with a `tf.function`."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    made = tf.autograph.to_graph(doubled_if_positive)
+    assert made(3) == 6 and list(tmp_path.iterdir()) == []
+    assert "tf__doubled_if_positive" in inspect.getsource(made)
