@@ -153,7 +153,7 @@ def _keep_generated_code_in_memory():
     It writes one into the folder for temporary files, to be removed when the interpreter ends. Tasks end at once, without that.
     """
     with contextlib.suppress(ImportError, AttributeError):  # another version: then the files stay
-        loader = importlib.import_module("tensorflow.python.autograph.pyct.loader")
+        loader: Any = importlib.import_module("tensorflow.python.autograph.pyct.loader")
         original = loader.load_source
 
         def load_source(source, delete_on_exit):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common import limits
+from common import limits, words
 from common.flags import UserError
 from common.rows import LARGE, Rows, chunks, is_mapped
 
@@ -435,8 +435,9 @@ def share(data, descriptor):
 
 
 def shared():
-    """Returns the `Data` that was left for this task, or None."""
-    descriptor = int(os.environ.get("LAUNCHER_DATA") or -1)
+    """Returns the `Data` that was left for this task, or None. Only the process that forks tasks says which file it is in: a
+    program with that variable in its environment would unpickle any."""
+    descriptor = int(os.environ.get("LAUNCHER_DATA") or -1) if words.is_fork else -1
     if descriptor < 0 or not (size := os.fstat(descriptor).st_size):
         return None
     length = int.from_bytes(os.pread(descriptor, 8, size - 8), sys.byteorder)

@@ -82,12 +82,13 @@ def main(scheme=None, train=None, pace="own", without=(), check=None, evaluate=N
 
 def _stale_launcher():
     """Returns a line if the environment says that a launcher has started this process, and none has."""
-    given = [f"{name}={os.environ[name]}" for name in words.VARIABLES if os.environ.get(name)]
+    given = [name for name in (*words.VARIABLES, *words.MORE_VARIABLES) if os.environ.get(name)]
     is_of_parent = os.environ.get("LAUNCHER_PID") == str(os.getppid())
     # A launcher gives its tasks all of them; a program of a user may give its number alone, so that a task ends with it.
-    if not given or is_of_parent and len(given) in (1, len(words.VARIABLES)):
+    if not given or is_of_parent and (given == ["LAUNCHER_PID"] or set(words.VARIABLES) <= set(given)):
         return None
-    return f"{', '.join(given)} in the environment, but no launcher has started this process: unset it"
+    values = ", ".join(f"{name}={os.environ[name]}" for name in given)
+    return f"{values} in the environment, but no launcher has started this process: unset it"
 
 
 def _log_to(path):

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 # A task's environment has these: the process that has started it, its own name, and the pipe to the launcher.
 VARIABLES = ("LAUNCHER_PID", "LAUNCHER_KEY", "LAUNCHER_WORDS")
+# It may also have these: a file with data, a path for what the check of the input finds out, its log.
+MORE_VARIABLES = ("LAUNCHER_DATA", "LAUNCHER_FOUND", "LAUNCHER_LOG")
 
 STANDS_IN = "STANDS_IN"  # a variable, for a worker that leaves at once, in place of one that was lost
 

@@ -293,7 +293,14 @@ def test_what_memory_cannot_hold(in_process, line, command):
     refuses(in_process(program), f"{Path(program.path).name}: {line}")
 
 
-@pytest.mark.parametrize("more", [{"LAUNCHER_KEY": "ps 0"}, {"LAUNCHER_WORDS": "1"}])
+@pytest.mark.parametrize("name", ["LAUNCHER_DATA", "LAUNCHER_FOUND", "LAUNCHER_LOG"])
+def test_a_variable_that_only_a_launcher_gives(in_process, name):
+    """With LAUNCHER_DATA=0 a program would unpickle its standard input."""
+    line = f"hogwild.py: {name}=0 in the environment, but no launcher has started this process: unset it"
+    refuses(in_process(Program(str(CHECKOUT / "HogWild" / "hogwild.py"), [], {name: "0"})), line)
+
+
+@pytest.mark.parametrize("more", [{"LAUNCHER_KEY": "ps 0"}, {"LAUNCHER_WORDS": "1"}, {"LAUNCHER_DATA": "0"}])
 def test_a_parent_that_is_no_launcher(in_process, more):
     """It may give its number, as a notebook does whose task is to end with it; but only a launcher gives the rest."""
     environ = {"LAUNCHER_PID": str(os.getppid()), **more}

@@ -3,13 +3,14 @@
 import os
 import pickle
 import signal
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from runs import ENDLESS, finish, is_training, processes, read_until, start
 
-from common import data, fit, models, tf
+from common import data, fit, models, tf, words
 from common.batches import Batches, Position, fed
 from common.center import GlobalParameters
 from common.local import LocalParameters
@@ -200,6 +201,7 @@ def test_large_arrays_are_left_to_other_processes(monkeypatch):
     given = data.checked(((x, y), (x, y)), "")
     with open(os.memfd_create("data"), "rb") as shared:
         monkeypatch.setenv("LAUNCHER_DATA", str(shared.fileno()))
+        monkeypatch.setattr(words, "is_fork", True)
         assert data.shared() is None
         data.share(given, shared.fileno())
         found = data.load("no_such_file.py:load")
@@ -404,3 +406,13 @@ def not_of_worker_1(folder):
     """Which files of drawn samples are of worker 0, or of the check: that has the even ones, and this all."""
     files = {path.name: np.frombuffer(path.read_bytes(), np.int64) for path in folder.glob("drawn-*")}
     return {name for name, found in files.items() if (found % 2 == 0).any()}
+
+
+def test_a_variable_alone_lets_nobody_unpickle_a_file(monkeypatch):
+    """As `LAUNCHER_DATA=0` would standard input, in a program that no launcher has forked."""
+    with open(os.memfd_create("data"), "r+b") as planted:
+        evil = pickle.dumps("unpickled")
+        planted.write(evil + len(evil).to_bytes(8, sys.byteorder))
+        planted.flush()
+        monkeypatch.setenv("LAUNCHER_DATA", str(planted.fileno()))
+        assert data.shared() is None
