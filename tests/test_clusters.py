@@ -322,8 +322,14 @@ def began_together(run):
 
 
 def stopped_early(run):
-    """All workers end together, a measure reaches a function, and the line that this prints is shown."""
-    assert "in 2 evaluations: training ends" in run.output
+    """By the first two evaluations in turn that are no better than the best; all workers end together; a measure reaches a
+    function, and the line that this prints is shown. How much is learned by then depends on how often this machine evaluates.
+    """
+    losses = {line["global_step"]: line["validation_loss"] for line in metrics_of(run.folder, 0) if "validation_loss" in line}
+    best, *after = losses.values()
+    while len(after) > 1 and min(after[:2]) < best:
+        best, after = min(best, after[0]), after[1:]
+    assert f"no smaller validation loss than {best:.4f} in 2 evaluations: training ends" in run.output
     assert run.result["validation_loss"] > 0
     assert np.ptp(run.updates()) <= 1  # of the last one some may have come to the ps
     names = "['test_accuracy', 'test_loss', 'validation_accuracy', 'validation_loss']"
@@ -427,7 +433,7 @@ RUNS = [
     Row(
         ALL_REDUCE,
         "--validation=0.2 --patience=2 --epochs=1e6 --learning_rate=0.5 --evaluation_secs=0.1 --callback={files}/own.py:show",
-        (learned_most, stopped_early, counted),
+        (stopped_early, counted),
         pace="together",
     ),
     Row("Synchronous-SGD/sync_replicas_optimizer.py", "", (learned,)),  # whose workers do not contribute alike
@@ -435,7 +441,7 @@ RUNS = [
     Row(
         "Synchronous-SGD",
         "--validation=0.2 --patience=2 --epochs=1e6 --learning_rate=0.5 --evaluation_secs=0.1 --callback={files}/own.py:show",
-        (learned_most, stopped_early),
+        (stopped_early,),
     ),
     Row(
         "Synchronous-SGD",
