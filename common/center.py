@@ -49,6 +49,8 @@ class GlobalParameters:
       present: where workers come and go, which take part now, a `common.ending.Present`; None elsewhere.
       local_steps: of which all updates so far are made, a variable, int64; None if each is made of as many, see `dynamic`. It
         counts gradients, where workers come and go and make each update together.
+      dropped: the number of gradients that were dropped, and a correction of their samples, see `common.checkpoints.Keeper`, a
+        variable, int64 `[2]`; None if none ever is.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class GlobalParameters:
         self.schedule, self.decay, self.has_decayed = schedule, None, False
         self.present: Any = None  # `common.training` sets it
         self.compression, self.fragments, self.local_steps = compression, fragments, None
+        self.dropped: Any = None
         self.size = len(initial_parameters)
         if self.size < fragments:
             raise UserError(f"--fragments={fragments} are more than the {self.size} parameters of the model: give fewer")
@@ -363,6 +366,17 @@ class GlobalParameters:
             with tf.device(self.step.device), tf.control_dependencies(None):
                 zero = tf.zeros([], tf.int64)
                 self.local_steps = tf.get_variable("local_steps", initializer=zero, trainable=False, use_resource=True)
+
+    def count_dropped(self):
+        """From now on `dropped` counts."""
+        if self.dropped is None:
+            with tf.device(self.step.device), tf.control_dependencies(None):
+                zeros = tf.zeros([2], tf.int64)
+                self.dropped = tf.get_variable("gradients_dropped", initializer=zeros, trainable=False, use_resource=True)
+
+    def drop(self, number):
+        """Counts so many more dropped gradients, an int64 scalar on the ps of the global step; returns the operation."""
+        return self.dropped.assign_add(tf.stack([number, tf.zeros_like(number)]), read_value=False)
 
     def pace(self, local, staleness):
         """Returns the `common.together.Pace` of this worker: it waits when it is more than `staleness` ticks ahead."""

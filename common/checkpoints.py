@@ -25,6 +25,7 @@ from common.flags import TrainingFailed, UserError, why_unwritable
 from common.parts import TABLES, rows_in
 from common.words import say
 
+DROPPED = "gradients_dropped"
 KEPT = 5  # checkpoints in a folder; older ones are removed
 
 
@@ -240,7 +241,8 @@ class Keeper(tf.train.SessionRunHook):
     it. If an update without this lock is in progress, the checkpoint may contain its part on one ps but not on the next. Tables
     are read after that, some rows at a time, while training goes on: an update may be in some of them, and in x̃, or not. The
     name of a checkpoint has the step that it holds. It also holds `samples` and `seconds`: how many samples these parameters
-    were trained with, and for how long, in all runs together that it comes from.
+    were trained with, and for how long, in all runs together that it comes from; and `gradients_dropped`, if some may be: how
+    many there were, and of how many samples, which are not among `samples`.
 
     Args:
       center: the `common.center.GlobalParameters`.
@@ -251,11 +253,13 @@ class Keeper(tf.train.SessionRunHook):
       samples_per_update: number of samples, an int or a `Fraction`, as an attribute, too; where that of an update changes, of
         what `GlobalParameters.local_steps` counts.
       copies: operations that copy further values to save from the chief to the ps; the chief runs them before it saves.
+      samples_per_gradient: number of samples, an int or a `Fraction`, of one that is dropped.
 
     Attributes:
       has_lost: a tensor of names, empty if the parameters on the ps are whole: all from one checkpoint, or what came of it.
       clock: a `common.clock.TrainingClock`: the seconds of training up to now.
       samples: a tensor, int64: how many samples the present parameters were trained with.
+      dropped: a tensor, int64 `[2]`: how many gradients were dropped, and of how many samples.
       samples_before: a tensor, int64: those of them that are not steps (or local steps) × samples_per_update, since other flags
         held then.
       is_of_local_steps: whether samples_per_update is not of an update.
@@ -264,7 +268,17 @@ class Keeper(tf.train.SessionRunHook):
         called in the thread that saves, after each checkpoint; no round waits for it.
     """
 
-    def __init__(self, center, folder, every_secs, index=0, device=None, samples_per_update=1, copies=()):
+    def __init__(
+        self,
+        center,
+        folder,
+        every_secs,
+        index=0,
+        device=None,
+        samples_per_update=1,
+        copies=(),
+        samples_per_gradient=1,
+    ):
         self.is_of_local_steps = center.local_steps is not None
         self._folder, self._every_secs, self._is_chief, self._copies = str(folder), every_secs, index == 0, list(copies)
         self.samples_per_update = samples_per_update
@@ -278,7 +292,7 @@ class Keeper(tf.train.SessionRunHook):
         self._after = every_secs * (CHIEF_AFTER if self._is_chief else OTHERS_AFTER)
         self._mark = Path(folder, "folder-id")
         every = tf.global_variables()
-        self._variables = [v for v in every if not v.op.name.startswith(TABLES)]
+        self._variables = [v for v in every if not v.op.name.startswith(TABLES) and v is not center.dropped]
         self._parts_of_tables = [part for table in center.tables for part in table.parts(every)]
         options = {"trainable": False, "collections": [], "use_resource": True}
         self.clock = TrainingClock(center.step.device)
@@ -293,13 +307,21 @@ class Keeper(tf.train.SessionRunHook):
             self.samples, self._samples = self.samples_before + of_steps, tf.placeholder(tf.int64, [])
             self._go_on = before.assign(self._samples - of_steps, read_value=False)
         self._names, self._slices = map(list, zip(*map(_name_and_slice, self._variables)))
+        self._set_dropped, self._dropped = [], tf.placeholder(tf.int64, [2])
+        with tf.device(center.step.device), tf.control_dependencies(None):
+            self.dropped = _dropped_of(center, samples_per_gradient)
+            if center.dropped is not None:  # saved as it counts with these flags, and restored as it does with others
+                of_samples = times(self._dropped[0], samples_per_gradient)
+                value = tf.stack([self._dropped[0], self._dropped[1] - of_samples])
+                self._set_dropped = [center.dropped.assign(value, read_value=False)]
+                self._names, self._slices = [*self._names, DROPPED], [*self._slices, ""]
         trainable = set(map(id, tf.trainable_variables()))
         self._parts = [i for piece in center.pieces for i, variable in enumerate(self._variables) if variable is piece]
         self._trainable = [i for i, variable in enumerate(self._variables) if id(variable) in trainable]
-        self._snapshot = self._read(center, before, samples_per_update, device)
+        self._snapshot = self._read(center, before, samples_per_update, samples_per_gradient, device)
         self._take_turns(center)
 
-    def _read(self, center, before, samples_per_update, device):
+    def _read(self, center, before, samples_per_update, samples_per_gradient, device):
         """Returns tensors on this worker, of one moment: the time on the ps, step, samples, seconds, life, all variables."""
         with tf.control_dependencies(None), center.lock.held([]) as done:
             with tf.device(center.step.device):
@@ -310,6 +332,9 @@ class Keeper(tf.train.SessionRunHook):
             for variable in self._variables:
                 with tf.device(variable.device):
                     values.append(step if variable is center.step else variable.read_value())
+            if center.dropped is not None:
+                with tf.device(center.step.device):
+                    values.append(_dropped_of(center, samples_per_gradient))
             done += [value.op for value in (*scalars, *values)]
         with tf.device(device):  # where it is fetched, as large values would be slow on the way there otherwise
             return [tf.identity(value) for value in scalars], [tf.identity(value) for value in values], done
@@ -353,11 +378,14 @@ class Keeper(tf.train.SessionRunHook):
         Args:
           checkpoint: the path of the one that they were restored from; None if they have initial values.
         """
-        self._is_open, samples, seconds = False, 0, 0.0
+        self._is_open, samples, seconds, dropped = False, 0, 0.0, [0, 0]
         if checkpoint:
             reader = tf.train.load_checkpoint(checkpoint)
             if reader.has_tensor("seconds"):
                 samples, seconds = reader.get_tensor("samples"), reader.get_tensor("seconds")
+            if reader.has_tensor(DROPPED):
+                dropped = reader.get_tensor(DROPPED)
+        session.run(self._set_dropped, {self._dropped: dropped})
         step, _ = session.run([self._step, self._go_on], {self._samples: samples})
         self.clock.restart(session, seconds)
         if checkpoint:
@@ -584,6 +612,14 @@ class Trained(tf.train.CheckpointSaverListener):
 def _samples_of(center, step, samples_per_update):
     """Returns of how many samples the updates up to this one are made, an int64 scalar."""
     return times(step if center.local_steps is None else center.local_steps.read_value(), samples_per_update)
+
+
+def _dropped_of(center, samples_per_gradient):
+    """Returns how many gradients were dropped, and of how many samples, int64 `[2]`."""
+    if center.dropped is None:
+        return tf.zeros([2], tf.int64)
+    count, more = tf.unstack(center.dropped.read_value())
+    return tf.stack([count, more + times(count, samples_per_gradient)])
 
 
 def times(count, samples):

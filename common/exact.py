@@ -34,6 +34,8 @@ class Exact:
         if threshold is not None and (remember != "step" or not threshold > 0):
             raise UserError(f'a threshold of staleness goes with "step" and is more than 0, not {remember!r} and {threshold!r}')
         self.threshold = threshold
+        if threshold is not None:
+            center.count_dropped()
         self._center, self._local, self._step, self._pieces = center, local, None, []
         with tf.control_dependencies(None), tf.variable_scope(local.name):
             if remember == "step":
@@ -170,8 +172,8 @@ class Exact:
             with tf.control_dependencies([present.op, *read]):
                 applied = tf.cond(is_fresh, apply, tf.no_op).op
             with tf.control_dependencies([applied]):
-                counted = center.step.assign_add(made, read_value=False)
-            return [applied, counted], present + made, present - made * late
+                counted = [center.step.assign_add(made, read_value=False), center.drop(1 - made)]
+            return [applied, *counted], present + made, present - made * late
 
     def check_round(self, name, words):
         """Raises a `UserError` if a push comes before its pull; with a threshold each one needs a pull of its own."""

@@ -99,6 +99,7 @@ class Together:
         self.gradients_per_update = first - backup_workers
         if self.gradients_per_update < 1:
             raise UserError(f"{backup_workers} backup workers of {first} leave no worker: expected fewer")
+        center.count_dropped()
         with tf.control_dependencies(None):
             self._clocks = clocks = center.clocks(local, 0, local.num_workers - backup_workers)
             self.left = _left(local)
@@ -223,7 +224,7 @@ class Together:
                 with tf.control_dependencies([step_before, applied]):
                     counted = center.step.assign_add(tf.cast(is_last, tf.int64), read_value=False)
                 with tf.control_dependencies([counted]):
-                    done += [counted, *clocks.change(before, after, index)]
+                    done += [counted, center.drop(1 - tf.cast(counts, tf.int64)), *clocks.change(before, after, index)]
         operations = tuple([*sent, *kept, *done])
         done = ((self, "push" if fragment is None else f"send {fragment}"),)
         return Step(operations, updated=updated, step_before=step_before, training_ended=ended, done=done)

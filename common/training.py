@@ -123,6 +123,7 @@ def train(scheme, task, settings):
                 task and task.device,
                 unit_of_samples(settings, center, local),
                 copies,
+                samples_per_gradient(settings, local),
             )
             if index == 0 and not model.tables:
                 keeper.export = functools.partial(model.save, path=Path(settings.run_dir, "model.keras"))
@@ -157,7 +158,8 @@ def train(scheme, task, settings):
         save_model(model, outcome.final, settings)
     if outcome.evaluated:
         optimizers = ", ".join(sorted(center.optimizers.names | local.optimizers.names))
-        more = {"samples": outcome.samples, "parameters": model.size, "optimizer": optimizers, "minimizes": model.minimizes}
+        more = {"samples": outcome.samples, "dropped": outcome.dropped}
+        more |= {"parameters": model.size, "optimizer": optimizers, "minimizes": model.minimizes}
         more |= {"unit": unit} if unit else {}
         own = {name: _as_json(value) for name, value in settings.of_scheme.items()}
         more |= {name: getattr(settings, name) for name in ("compress", "compress_pull", "topk")}
@@ -355,6 +357,7 @@ class Outcome(NamedTuple):
     evaluated: Any = None  # global step, and loss and metrics on the test set, {name: number}
     rows: Any = None  # what this worker pulled of tables, values of the first of `Plan.rows`
     samples: Any = None  # how many the parameters were trained with, in all runs that they come from; None: see the reports
+    dropped: Any = None  # how many gradients were dropped, in all these runs, and of how many samples; None: see the reports
 
 
 def run_worker(plan, task, settings, server, interruption, open_session):
@@ -529,9 +532,9 @@ def run_worker(plan, task, settings, server, interruption, open_session):
             present = session.run(plan.step)
             if present >= last or is_over or meeting:
                 session.run_step_fn(lambda step_context: save(step_context.session))
-                samples = session.run(plan.keeper.samples) if plan.keeper else None
+                counts = session.run([plan.keeper.samples, plan.keeper.dropped]) if plan.keeper else (None, None)
                 rows = session.run(plan.rows[:1])
-                outcome = Outcome(0, session.run(plan.final), reports, evaluation.evaluate(session), rows, samples)
+                outcome = Outcome(0, session.run(plan.final), reports, evaluation.evaluate(session), rows, *counts)
                 if task:
                     rendezvous.dismiss(session)
                 break
@@ -789,14 +792,15 @@ def write_result(
     evaluated,
     *,
     samples=None,
+    dropped=None,
     samples_per_gradient=None,
     gradients_per_update=1,
     is_dynamic=False,
     **more,
 ):
     """Writes `result.json`, with what `more` there is to say, and `curve.png`, from all workers' reports and the last
-    evaluation. `samples` are those of `Outcome`, `samples_per_gradient` that of `Plan`."""
-    how = samples, samples_per_gradient, gradients_per_update, is_dynamic
+    evaluation. `samples` and `dropped` are those of `Outcome`, `samples_per_gradient` that of `Plan`."""
+    how = samples, dropped, samples_per_gradient, gradients_per_update, is_dynamic
     result = summarize(settings, task, reports, global_step, *how)
     numbers = {name: value if math.isfinite(value) else None for name, value in measured(evaluated).items()}
     result.update(numbers, restarts=0, **more)
@@ -804,8 +808,23 @@ def write_result(
     plots.draw_curve(settings.run_dir)  # last, as it may fail
 
 
+# Of these, a worker that was started again, and a run that goes on, tell no more than what came since.
+OF_LAST_START = (
+    *("samples_per_worker", "worker_seconds", "train_seconds", "wall_seconds", "samples_per_second", "parts", "round_seconds"),
+    *("staleness_mean", "staleness_max", "restarts"),
+)
+
+
 def summarize(
-    settings, task, reports, global_step, samples=None, samples_per_gradient=None, gradients_per_update=1, is_dynamic=False
+    settings,
+    task,
+    reports,
+    global_step,
+    samples=None,
+    dropped=None,
+    samples_per_gradient=None,
+    gradients_per_update=1,
+    is_dynamic=False,
 ):
     """Returns the part of `result.json` about speed and staleness; `is_dynamic` if `Keeper` counts no updates."""
     of_gradient = samples_per_gradient or settings.batch_size
@@ -827,12 +846,11 @@ def summarize(
         staleness = columns["staleness_sum"].sum() / columns["updates"].sum()
     told = [part for part in PARTS if part in columns]
     seconds = [{part: float(columns[part][i]) for part in told if columns[part][i] > 0} for i in range(len(reports))]
-    dropped = columns["dropped"].sum()
     left: Any = np.flatnonzero(columns["left"]) if "left" in columns else []
-    if samples is None:
-        samples = columns["samples"].sum()
-    else:
-        samples += int(dropped) * of_gradient
+    if dropped is None:
+        number = int(columns["dropped"].sum())
+        dropped = number, number * of_gradient
+    samples = columns["samples"].sum() if samples is None else samples + dropped[1]
     return {
         "scheme": settings.scheme,
         "num_ps": task.num_ps if task else 0,
@@ -855,7 +873,8 @@ def summarize(
         **(shares_of_parts(seconds) if told else {}),
         "staleness_mean": staleness,
         "staleness_max": int(columns["staleness_max"].max()),
-        "gradients_dropped": int(dropped),
+        "gradients_dropped": int(dropped[0]),
+        "of_last_start": list(OF_LAST_START),
     }
 
 

@@ -30,7 +30,7 @@ class Worker:
       index: 0 is the chief.
     """
 
-    def __init__(self, place, folder, index=0, every_secs=1000, samples_per_update=10):
+    def __init__(self, place, folder, index=0, every_secs=1000, samples_per_update=10, threshold=None):
         self.place = self._task, self._server = place
         self.folder, self.graph = folder, tf.Graph()
         folder.mkdir(exist_ok=True)
@@ -38,11 +38,12 @@ class Worker:
             center = GlobalParameters(np.zeros(SIZE, np.float32), self._task.num_ps, self._task.device_fn())
             with tf.device(self._task.device):
                 upwards = tf.train.GradientDescentOptimizer(-1.0)
-                exact = center.exact(types.SimpleNamespace(name=f"worker_{index}"), "step")
+                exact = center.exact(types.SimpleNamespace(name=f"worker_{index}"), "step", threshold)
                 self.update = exact.push(upwards, tf.ones([SIZE]), lambda part, at_update: part).operations
-                self.keeper = Keeper(center, folder, every_secs, index, self._task.device, samples_per_update)
+                how = every_secs, index, self._task.device, samples_per_update, (), samples_per_update
+                self.keeper = Keeper(center, folder, *how)
                 self.read = center.read()
-            saver = session.Saver(sharded=False, save_relative_paths=True)
+            saver = session.Saver(self.keeper.variables, sharded=False, save_relative_paths=True)
             self._scaffold = tf.train.Scaffold(saver=saver, init_feed_dict=center.init_feed_dict)
             self.spoil = [piece.assign(piece * np.inf) for piece in center.pieces]
             with center.lock.held([]) as done, tf.device(self._task.device_fn()):  # an update that stops midway
@@ -235,6 +236,25 @@ def test_samples_and_seconds_are_those_of_all_runs(chief, servers, tmp_path):
     assert samples == 4 * 10 + 1 * 100
     assert before == samples - 5 * 100
     assert later.keeper.clock.seconds() > seconds
+
+
+@pytest.mark.parametrize("threshold", [None, 1])
+def test_dropped_gradients_are_those_of_all_runs(servers, tmp_path, threshold):
+    """Each counts as many samples as it was made of. A checkpoint that does not tell how many there were has none."""
+    chief = Worker(servers(1), tmp_path / "checkpoints", threshold=threshold)
+    opened = chief.begin()
+    for _ in range(4):  # it pulls nothing, so all but the first are stale
+        opened.run(chief.update)
+    chief.keeper.save(opened)
+    made, dropped = (4, 0) if threshold is None else (1, 3)
+    samples, found = opened.run([chief.keeper.samples, chief.keeper.dropped])
+    assert (samples, *found) == (10 * made, dropped, 10 * dropped)
+
+    later = Worker(servers(1), chief.folder, samples_per_update=100, threshold=1)
+    opened = later.begin()
+    opened.run(later.update)
+    samples, found = opened.run([later.keeper.samples, later.keeper.dropped])
+    assert (samples, *found) == (10 * made, dropped + 1, 10 * dropped + 100)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from runs import metrics_of, result_of, run
+from runs import ROOT, metrics_of, result_of, run
 
 from common import data, models, tf, training
 from common.batches import Batches
@@ -211,3 +211,25 @@ def test_a_run_of_a_users_own_scheme(run_dir, tmp_path, flags):
         before = result["samples"]
     lines = [line for worker in range(2) for line in metrics_of(run_dir, worker) if "samples" in line]
     assert all(line["samples"] % of_update == 0 for line in lines)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        ("Ringmaster-ASGD/ringmaster_asgd.py", ["--staleness_threshold=2", "--delays=2,2,20"]),
+        ("Synchronous-SGD/synchronous_sgd.py", ["--backup_workers=1", "--delays=0,0,20"]),
+    ],
+)
+def test_samples_of_dropped_gradients_count_after_a_resume(run_dir, script, flags):
+    """Each with the batch that it was made of; and what is of the last start alone is called so."""
+    drawn = dropped = 0
+    for steps, more in (60, ["--batch_size=16"]), (120, ["--batch_size=32", "--resume"]):
+        run(run_dir, "--num_workers=3", "--rounds_per_call=1", f"--steps={steps}", *flags, *more, script=ROOT / script)
+        result = result_of(run_dir)
+        assert result["gradients_dropped"] > dropped
+        drawn, dropped = drawn + sum(result["samples_per_worker"]), result["gradients_dropped"]
+        assert result["samples"] == drawn
+        assert "samples_per_worker" in result["of_last_start"] and set(result["of_last_start"]) <= set(result)
+    lines = [line for worker in range(3) for line in metrics_of(run_dir, worker)]
+    assert sum(line.get("gradients_dropped", 0) for line in lines) == dropped
