@@ -479,6 +479,7 @@ def program(arguments):
     folder, settings = parse(arguments)
     run = Run(folder, settings)
     path, held = run_dir.prepare_run_dir(settings.but(scheme=f"Simulation-{settings.scheme}"))
+    run_dir.watch_locks(path)
     with held:
         return write(run, Path(path))
 

@@ -15,7 +15,7 @@ from common.flags import TrainingFailed, UserError
 from common.forkserver import ForkServer
 from common.forkserver import reserved_port as reserved_port  # for those that start tasks themselves
 from common.input_check import check_input
-from common.run_dir import prepare_run_dir, write_json
+from common.run_dir import check_locks, prepare_run_dir, write_json
 from common.supervisor import STARTER, Run, StarterEnded, Task
 
 
@@ -91,6 +91,7 @@ def _launch(script, arguments, settings, process=None, shared=None):
             display.say(f"{STARTER} has ended, but after worker 0 had written the result")
             status = 0
     if status == 0:
+        check_locks(settings.run_dir)
         if _version(result) in (None, before):  # what is there is of a run that this one goes on with
             raise TrainingFailed(f"worker 0 has ended, but written no {result}")
         _complete_result(settings, tasks)

@@ -257,6 +257,7 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
     if not launcher:
         path, _ = run_dir.prepare_run_dir(settings, task)  # which is locked from now on until this process ends
         settings = settings.but(run_dir=path)
+        run_dir.watch_locks(path)
         if os.environ.get("PLACES") and task and task.is_master():
             about = {"scheme": settings.scheme, "ps": task.ps_hosts, "worker": task.worker_hosts, "arguments": arguments}
             run_dir.write_json(Path(settings.run_dir, slurm.CLUSTER), about)

@@ -10,14 +10,17 @@ import fcntl
 import json
 import os
 import re
+import signal
 import socket
 import stat
+import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
-from common import progress
-from common.flags import UserError
+from common import progress, signals
+from common.flags import TrainingFailed, UserError
 
 # What a run writes into its folder; the names of files that are not complete yet begin with the names of those that are.
 FOLDERS = ("checkpoints", "logs", "metrics", "tensorboard", "best", "contributions")
@@ -28,8 +31,9 @@ WRITTEN_INTO = (".log", ".jsonl", ".position")  # what such files are called; ot
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 # How long a lock is waited for that another machine holds: NFS keeps it 90 s for a machine that was lost.
 OTHER_HOST_SECONDS = 120
+WATCH_SECONDS = 1  # from one look at the locks to the next
 
-_locks: set[int] = set()  # descriptors of this process
+_locks: dict[int, Path] = {}  # descriptors of this process, and the files that they are of
 
 
 def _forget_locks():
@@ -142,14 +146,51 @@ def _take_locks(stack, folder, flag, name):
     files = [("lock", fcntl.LOCK_EX)] if name is None else [("lock", fcntl.LOCK_SH), (f"lock-{name}", fcntl.LOCK_EX)]
     for file, how in files:
         descriptor = open_own(folder / file, os.O_RDWR)
-        _locks.add(descriptor)
+        _locks[descriptor] = folder.resolve() / file
         stack.callback(_release, descriptor)  # not when the stack is forgotten: a process that keeps none holds them to its end
         _lock(descriptor, how, folder, file, flag)
+        if not _is_there(descriptor, folder / file):
+            raise UserError(f"{flag}: {file} was removed while this run waited for it: start it again")
+
+
+def _is_there(descriptor, path):
+    """Whether a file that is open still has this name; if not, whoever opens that locks another file."""
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
+    except OSError as error:  # another one, of a network's file system, says nothing
+        return error.errno not in (errno.ENOENT, errno.ESTALE)
+
+
+def check_locks(folder):
+    """Raises `TrainingFailed` if a file is gone by which this process has locked the folder: others may lock it now."""
+    folder = Path(folder).resolve()
+    for descriptor, path in list(_locks.items()):
+        if path.parent == folder and not _is_there(descriptor, path) and descriptor in _locks:  # not given back meanwhile
+            raise TrainingFailed(f"{path} was removed, so another run may write into the folder too: this one has ended")
+
+
+def watch_locks(folder):
+    """As long as this process has locked the folder, it ends with a line and exit status 1 when `check_locks` raises."""
+    folder = Path(folder).resolve()
+
+    def watch():
+        while any(path.parent == folder for path in list(_locks.values())):
+            time.sleep(WATCH_SECONDS)
+            try:
+                check_locks(folder)
+            except TrainingFailed as error:
+                with contextlib.suppress(OSError):
+                    print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr, flush=True)
+                signals.exit_at_once(1)
+
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals.INTERRUPTING_SIGNALS)  # they are for other threads
+    threading.Thread(target=watch, daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _release(descriptor):
     if descriptor in _locks:  # not in a child
-        _locks.discard(descriptor)
+        del _locks[descriptor]
         os.close(descriptor)
 
 

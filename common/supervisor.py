@@ -17,7 +17,7 @@ from common import places, signals, words
 from common.deaths import RAN_OUT, count_oom_kills, killed_by, last_error, of_memory
 from common.flags import TrainingFailed, UserError
 from common.forkserver import EARLY, LEFT
-from common.run_dir import has_checkpoint
+from common.run_dir import check_locks, has_checkpoint
 
 STOP_SECONDS = 60  # to save a checkpoint and leave, before a task is killed
 WRITE_SECONDS = 5  # to write a checkpoint whose values were read, when a ps has died meanwhile
@@ -318,8 +318,10 @@ class Run:
         """Kills tasks that give no sign of life, or make no progress.
 
         Raises:
-          TrainingFailed: if the process that starts them is the one, or all wait for each other.
+          TrainingFailed: if the process that starts them is the one, or all wait for each other, or a lock is gone.
         """
+        if self._chief.run_dir:  # a check has none
+            check_locks(self._chief.run_dir)
         now, tasks = time.monotonic(), [task for task in self._tasks.values() if task.is_running]
         if now - last_look > 2:  # this process itself was stopped, and could not hear
             self._server.heard = max(now, self._server.heard)

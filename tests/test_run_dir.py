@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import errno
+import fcntl
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ import common.run
 from common import places, training
 from common import run_dir as of_runs
 from common.cluster import TaskSpecDef
+from common.flags import TrainingFailed
 from common.forkserver import reserved_port
 from common.run_dir import open_own, prepare_run_dir, write_json
 
@@ -274,6 +276,38 @@ def test_holder_that_does_not_say_who_it_is(hold, user_error, tmp_path, text):
             pass
 
 
+@pytest.mark.parametrize("task, name", [(None, "lock"), (CHIEF, "lock"), (CHIEF, "lock-worker-0"), (PS, "lock-ps-0")])
+@pytest.mark.parametrize("is_made_again", [False, True])
+def test_holder_notices_that_its_lock_was_removed(hold, tmp_path, task, name, is_made_again):
+    with hold(tmp_path / "other"), hold(tmp_path / "run", task=task):
+        of_runs.check_locks(tmp_path / "run")
+        (tmp_path / "run" / name).unlink()
+        if is_made_again:
+            (tmp_path / "run" / name).touch()
+        with pytest.raises(TrainingFailed, match=f"run/{name} was removed, so another run may write into the folder"):
+            of_runs.check_locks(tmp_path / "run")
+        of_runs.check_locks(tmp_path / "other")
+    of_runs.check_locks(tmp_path / "run")  # it is not held any more
+
+
+@pytest.mark.parametrize("is_made_again", [False, True])
+def test_lock_that_is_removed_while_it_is_taken(hold, user_error, tmp_path, monkeypatch, is_made_again):
+    flock = fcntl.flock
+
+    def remove_first(descriptor, how):
+        (tmp_path / "lock").unlink()
+        if is_made_again:
+            (tmp_path / "lock").touch()
+        flock(descriptor, how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", remove_first)
+        with user_error(f"--run_dir={tmp_path}: lock was removed while this run waited for it"), hold(tmp_path):
+            pass
+    with hold(tmp_path):
+        pass
+
+
 HOLDER = """
 import os, signal, sys, types
 from common.run_dir import prepare_run_dir
@@ -349,6 +383,16 @@ def test_logs_of_two_programs_of_ones_own(tmp_path, capsys):
         common.run.main([f"--log_dir={tmp_path}", str(tmp_path / "mine.py")])
     assert info.value.code == 2
     assert capsys.readouterr().err.startswith(f"common.run: --log_dir={tmp_path} is in use by process {os.getpid()}: ")
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("how", [["--launch"], []])
+def test_a_run_ends_when_its_lock_is_removed(run_dir, how):
+    """Launched, and a process that trains alone: otherwise a second run would train in the same folder."""
+    first = start(run_dir, *how, *ENDLESS)
+    read_until(first, is_training)
+    (run_dir / "lock").unlink()
+    assert finish(first, status=1).splitlines()[-1].startswith(f"hogwild.py: {run_dir}/lock was removed, so another run may ")
 
 
 @pytest.mark.cluster
