@@ -188,21 +188,22 @@ class GlobalParameters:
           fragment: the number of the one that the message is for; None for all of x̃.
 
         Returns:
-          The parts, and operations of the worker which keep what is not sent.
+          The parts, and a function that returns the operations of the worker which keep what is not sent, see
+          `common.compression.Packing.keep`.
 
         Raises:
           UserError: if nothing in it can be packed.
         """
         sizes = self.sizes if fragment is None else [self.sizes[i] for i in self.numbers(fragment)]
         if isinstance(message, WithRows):
-            return [*parts_of(message.vector, sizes), *message.parts()], []
+            return [*parts_of(message.vector, sizes), *message.parts()], _keep_nothing
         if self.tables:
             raise UserError(
                 "with common.Embedding, an update is made of `local.gradient`, or a multiple of it, which has the gradients of "
                 f"rows, as in {SCHEMES}; for other schemes take keras.layers.Embedding, whose table every worker has whole"
             )
         if self.compression is None or self.compression.push == "none":
-            return parts_of(message, sizes), []
+            return parts_of(message, sizes), _keep_nothing
         flag = f"--compress={self.compression.push}"
         if (sender := worker()) is None:
             raise UserError(f"{flag} needs to know whose message this is: build the steps by `common.steps.build_steps`")
@@ -211,7 +212,7 @@ class GlobalParameters:
             parts = parts_of(message, sizes, packing)
         if not packing.packed:
             raise UserError(f"{flag} is for a vector [{sum(sizes)}] of float32, and this scheme sends a message without one")
-        return parts, packing.operations
+        return parts, packing.keep
 
     def sparse(self, vector, chunk_size, top, value_bits):
         """Returns a message of few bytes, made of a vector `[size]`: each chunk's largest values, rounded, and their places.
@@ -242,8 +243,8 @@ class GlobalParameters:
         def apply(i, piece, part):
             return self.apply(optimizer, [(gradient_of(part, at_ps, AtUpdate(self, i)), piece)])
 
-        parts, kept = self.parts(message)
-        step = self._update(parts, kept, apply)
+        parts, keep = self.parts(message)
+        step = self._update(parts, keep(), apply)
         check_pieces(optimizer, self.targets)
         return step
 
@@ -253,7 +254,8 @@ class GlobalParameters:
         With `--compress` x̃ changes by what is sent of it, and x keeps the rest: x ← x + rest. So yield it together with
         `local.add(-difference)`.
         """
-        parts, kept = self.parts(difference, gives=True)
+        parts, keep = self.parts(difference, gives=True)
+        kept = keep()
         done = ((worker(), "give"),) if kept else ()
         return self._update(parts, kept, lambda i, piece, part: piece.assign_add(part, read_value=False), done)
 
@@ -419,6 +421,10 @@ class GlobalParameters:
                      for k, args in ((known, before), (kind, arguments)))  # fmt: skip
             raise UserError("a scheme uses one of these, with the same arguments everywhere, not both: " + " and ".join(calls))
         return thing
+
+
+def _keep_nothing(counts=None):
+    return []
 
 
 def fragments_of(settings):

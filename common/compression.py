@@ -270,10 +270,10 @@ def _uint64(number):
 
 
 class Packing:
-    """Packs the vectors of one message of a worker, and keeps what is not sent: `parts_of` calls it for each of them.
+    """Packs the vectors of one message of a worker: `parts_of` calls it for each of them. `keep` then keeps what is not sent.
 
     Error feedback (Seide et al. 2014; Karimireddy et al. 2019): v = g + E, C(v) is sent, E ← v − C(v). E, a vector of the
-    worker's own, is zero at first. Where rounding is unbiased there is none.
+    worker's own, is zero at first. Where rounding is unbiased there is none. If the ps drop the message, E stays as it was.
 
     If x gives what x̃ gets, x keeps what is not sent: x ← x + (e − C(e)) beside x ← x − e. So both change by the same C(e).
     The rest stays in x − x̃, of which the next e is made.
@@ -286,14 +286,14 @@ class Packing:
       gives: whether x gives what x̃ gets.
 
     Attributes:
-      operations: what the worker does besides, a list.
       packed: how many vectors there were.
     """
 
     def __init__(self, compression, sizes, worker, next_number, gives=False):
         self._compression, self._sizes, self._worker, self._next_number = compression, sizes, worker, next_number
         self._gives, self.packed = gives, 0
-        self.operations: list[Any] = []
+        self._operations: list[Any] = []
+        self._unsent: list[tuple[Any, Any, Any]] = []  # E, its value before, and after the message
 
     def __call__(self, vector):
         """Returns the parts of a vector, float32 `[size]`: a `Packed` for each piece."""
@@ -301,23 +301,37 @@ class Packing:
         self.packed += 1
         has_rest = compression.push in BIASED and not self._gives
         unsent = worker.vector(f"unsent_{number}", sum(self._sizes)) if has_rest else None
-        if unsent is not None:
-            vector += unsent.read_value()
+        before = unsent.read_value() if unsent is not None else None
+        vector = vector if before is None else vector + before
         pieces = tf.split(vector, self._sizes) if len(self._sizes) > 1 else [tf.identity(vector)]
         seeds: list[Any] = [None] * len(pieces)
         if compression.push in ("int8", "int4"):
             count = worker.counter(f"packed_{number}")
             turn = count.assign_add(1)
-            self.operations.append(turn.op)
+            self._operations.append(turn.op)
             first = tf.cast(compression.seed + worker.index, tf.int64)
             seeds = [tf.stack([first, turn + (number * len(pieces) + i) * 2**40]) for i in range(len(pieces))]
         parts = [pack(compression.push, *each, compression.topk) for each in zip(pieces, seeds, strict=True)]
         if unsent is not None or self._gives:
             rest = [piece - part.unpacked() for piece, part in zip(pieces, parts, strict=True)]
             whole = tf.concat(rest, axis=0) if len(rest) > 1 else rest[0]
-            change = worker.value.assign_add if unsent is None else unsent.assign
-            self.operations.append(change(whole, read_value=False))
+            if unsent is None:
+                self._operations.append(worker.value.assign_add(whole, read_value=False))
+            else:
+                self._unsent.append((unsent, before, whole))
         return parts
+
+    def keep(self, counts=None):
+        """Returns the operations of the worker that keep what is not sent, a list.
+
+        Args:
+          counts: whether the ps take the message, a boolean scalar; None if they take every one.
+        """
+        kept = []
+        for unsent, before, rest in self._unsent:
+            value = rest if counts is None else tf.where_v2(counts, rest, before)
+            kept.append(unsent.assign(value, read_value=False))
+        return [*self._operations, *kept]
 
 
 def read_packed(kind, value, i):

@@ -93,14 +93,14 @@ class Exact:
             at the moment of the update; returns the gradient that the optimizer gets, float32.
         """
         center, dynamic = self._center, getattr(self._local, "dynamic", None)
-        (parts, kept), here = center.parts(message), []
-        sent = [tensor.op for part in parts for tensor in tensors_of(part)]
+        (parts, keep), here = center.parts(message), []
+        sent, begun = [tensor.op for part in parts for tensor in tensors_of(part)], []
         made = []  # local steps, if they are to be counted
         if dynamic is not None:
             if self.threshold is not None:
                 raise UserError("center.dynamic counts the local steps of each push: no threshold may throw one away")
             steps, begin_anew = dynamic.take()
-            kept = [*kept, begin_anew]
+            begun = [begin_anew]
             with tf.device(center.step.device), tf.control_dependencies(None):
                 made = [tf.identity(steps)]
         with tf.control_dependencies(None):  # what went before reaches the ps with its part
@@ -109,6 +109,7 @@ class Exact:
                     here.append(arrived(part))
             with center.lock.held([tensor.op for part in [*here, *made] for tensor in tensors_of(part)]) as done:
                 step, late, staleness, read = None, None, None, []  # what depends on the global step before this update
+                is_fresh = None
                 scheduled: Any = contextlib.nullcontext()
                 if center.schedule is not None:
                     with tf.device(center.step.device):
@@ -129,7 +130,7 @@ class Exact:
 
                 with scheduled:
                     if self.threshold is not None:
-                        applied, updated, step_before = self._apply_if_fresh(optimizer, gradient, late, read)
+                        applied, updated, step_before, is_fresh = self._apply_if_fresh(optimizer, gradient, late, read)
                     else:
                         optimizer, applied, step_before = center.optimizers.use(optimizer), [], None
                         for i, piece in enumerate(center.targets):
@@ -142,8 +143,9 @@ class Exact:
                         with tf.device(center.step.device):
                             applied = [*applied, center.local_steps.assign_add(made[0], read_value=False)]
                 done += applied
-        done_words = ((self, "push"), *([(dynamic, "count")] if made else []))
-        return Step((*sent, *kept, *done), updated=updated, step_before=step_before, done=done_words)
+        kept, done_words = tuple(keep(is_fresh)), ((self, "push"), *([(dynamic, "count")] if made else []))
+        operations, of_answer = (*sent, *begun, *kept, *done), kept if self.threshold is not None else ()
+        return Step(operations, updated=updated, step_before=step_before, kept=of_answer, done=done_words)
 
     def _apply_if_fresh(self, optimizer, gradient, late, read):
         """Applies the gradients of all pieces, and counts the update, if the push is not too stale.
@@ -155,7 +157,7 @@ class Exact:
           read: operations that need the global step as it was.
 
         Returns:
-          Operations, and what `common.steps.Step` has as `updated` and `step_before`.
+          Operations, what `common.steps.Step` has as `updated` and `step_before`, and whether the gradients are applied.
         """
         center = self._center
         # Slots cannot be made under a condition. This is never run, nor is the optimizer's.
@@ -173,7 +175,7 @@ class Exact:
                 applied = tf.cond(is_fresh, apply, tf.no_op).op
             with tf.control_dependencies([applied]):
                 counted = [center.step.assign_add(made, read_value=False), center.drop(1 - made)]
-            return [applied, *counted], present + made, present - made * late
+            return [applied, *counted], present + made, present - made * late, is_fresh
 
     def check_round(self, name, words):
         """Raises a `UserError` if a push comes before its pull; with a threshold each one needs a pull of its own."""

@@ -31,6 +31,8 @@ class Step:
       training_ended: whether another worker has ended the training; None if the step does not ask.
       may_go_on: whether this step would end at once; None if it never waits.
       ahead: what this step has read for the next of its kind, a `ReadAhead`; None if it has read nothing ahead.
+      kept: those of the operations, on the worker, that come after the ps have taken or dropped its message: until the worker
+        reads x̃ again it does not wait for them.
       done: pairs (object, word), as (pace, "tick"). The object's `check_round` gets the words of a round.
     """
 
@@ -42,6 +44,7 @@ class Step:
     training_ended: Any = None
     may_go_on: Any = None
     ahead: Any = None
+    kept: tuple = ()
     done: tuple = ()
 
     @property
@@ -260,7 +263,7 @@ class _Timer:
     def end(self, step):
         """This step is the next one of the round. Returns the operations on the worker after which the step behind it comes."""
         there = [op for op in step.operations if is_on_ps(op)]
-        here = [op for op in step.operations if not is_on_ps(op)]
+        here = own_operations(step)
         # A round that begins with a read begins when the ps is ready for it. That is noted, too, before the worker goes on.
         self._looks_at_ps = self._looks_at_ps and step.ahead is None
         looks, self._looks_at_ps = self._looks_at_ps, self._looks_at_ps and not here and step.part != "train"
@@ -331,6 +334,11 @@ class _Timer:
                 seconds = tf.identity(seconds)  # and the next call begins with zero
             found[part], found[whole] = found.get(part, 0.0) + seconds, tf.maximum(found[whole] - seconds, 0.0)
         return found
+
+
+def own_operations(step):
+    """Returns the operations of a step on the worker, after which its next step comes."""
+    return [op for op in step.operations if not is_on_ps(op) and op not in step.kept]
 
 
 def is_on_ps(operation):
@@ -560,6 +568,7 @@ class _Chain:
         self.timer: _Timer | None = None
         self._losses: list[Any] = []
         self._blocking: list[Any] = []
+        self._kept: list[Any] = []
         self._updates: list[Any] = []
         self._pulled: Any = None
         self._last: Any = None
@@ -608,9 +617,12 @@ class _Chain:
         if step.training_ended is not None:
             self.training_ended = step.training_ended
         on_ps = [op for op in step.operations if is_on_ps(op)]
-        own = self.timer.end(step) if self.timer else [op for op in step.operations if not is_on_ps(op)]
+        own = self.timer.end(step) if self.timer else own_operations(step)
         own, round.reads = own + round.reads, []
         self.here = own or self.here  # the worker's of the step before
+        self._kept += step.kept
+        if step.pulled is not None:
+            self.here, self._kept = self.here + self._kept, []
         round.here = self.here
         self.there = self.there + on_ps  # on the ps since the last read
         # The ps began with a push after it had left the worker: no need to tell the ps again.
@@ -619,10 +631,11 @@ class _Chain:
             round.blocking += step.operations
 
     def end(self):
-        """No more rounds: what was read ahead is kept for the next call."""
+        """No more rounds: what was read ahead is kept for the next call, and so is what was not sent."""
         if self._ahead is not None:
             with tf.control_dependencies(self.here):
                 self.here = [*self.here, *self._ahead.keep(self._own_since_ahead)]
+        self.here, self._kept = self.here + self._kept, []
 
     def ended_on(self, device):
         """Returns the operations that must end before the next round begins on a ps: those there, and all that block."""

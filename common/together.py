@@ -165,7 +165,7 @@ class Together:
         center, clocks, index = self._center, self._clocks, self._local.index
         numbers = range(len(center.targets)) if fragment is None else center.numbers(fragment)
         pieces, sums = [center.targets[i] for i in numbers], [self._sums[i] for i in numbers]
-        (parts, kept), gradients = center.parts(message, fragment=fragment), []
+        (parts, keep), gradients = center.parts(message, fragment=fragment), []
         found = [AtUpdate(center, i) for i in numbers]
         sent = [tensor.op for part in parts for tensor in tensors_of(part)]
         with tf.control_dependencies(None):  # what went before reaches the ps with its part
@@ -225,9 +225,9 @@ class Together:
                     counted = center.step.assign_add(tf.cast(is_last, tf.int64), read_value=False)
                 with tf.control_dependencies([counted]):
                     done += [counted, center.drop(1 - tf.cast(counts, tf.int64)), *clocks.change(before, after, index)]
-        operations = tuple([*sent, *kept, *done])
-        done = ((self, "push" if fragment is None else f"send {fragment}"),)
-        return Step(operations, updated=updated, step_before=step_before, training_ended=ended, done=done)
+        kept, words = tuple(keep(counts)), ((self, "push" if fragment is None else f"send {fragment}"),)
+        operations = *sent, *kept, *done
+        return Step(operations, updated=updated, step_before=step_before, training_ended=ended, done=words, kept=kept)
 
     def _count_gradients(self, total):
         """Operations that count the gradients in a total, where workers come and go."""

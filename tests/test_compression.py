@@ -15,6 +15,7 @@ from skips import skip_for
 
 from common import isolation, notebook, tf
 from common.center import GlobalParameters
+from common.cluster import TaskSpecDef
 from common.compression import BIASED, Compression, _uniform, pack, pack_sparse
 from common.flags import COMPRESSIONS
 from common.local import LocalParameters
@@ -316,6 +317,46 @@ def test_error_feedback_loses_nothing(replay, model, kind, num_ps):
     np.testing.assert_allclose(sent + kept.sum(axis=0), sum(gradients), rtol=1e-5, atol=1e-5)
 
 
+def stale_is_dropped(center, local, hp):
+    exact, g = center.exact(local, "step", 1), tf.train.GradientDescentOptimizer(1.0)
+    yield exact.pull()
+    yield local.train(1, lambda g: tf.no_op())
+    yield exact.push(g, 0.01 * local.gradient)
+
+
+def late_is_dropped(center, local, hp):
+    others, g = center.together(local, backup_workers=1), tf.train.GradientDescentOptimizer(1.0)
+    yield local.pull(center)
+    yield local.train(1, lambda g: tf.no_op())
+    yield others.push(g, 0.01 * local.gradient)
+    yield others.wait()
+
+
+@pytest.mark.parametrize(("kind", "num_ps"), list(zip(BIASED, [1, 3, 2], strict=True)))
+@pytest.mark.parametrize("scheme", [stale_is_dropped, late_is_dropped])
+def test_a_message_that_is_dropped_changes_nothing(replay, model, scheme, kind, num_ps):
+    """Neither what it had of earlier ones is lost, nor does what it did not send come with a later one: all messages that were
+    taken, and E, are the sum of the gradients that were."""
+    gradients, length = [], 3 if scheme is stale_is_dropped else 4
+    ours, _ = replay(scheme, Compression(kind, topk=0.25), num_ps)
+    local = ours._engine._local
+    # Both pull and train, and the first to push is taken; the second every third time.
+    for i in range(30):
+        first = int(i % 3 == 0)
+        for worker in (0, 1, 0, 1, *([first] * (length - 2)), *([1 - first] * (length - 2))):
+            before, unsent = len(ours.updates), ours._engine.rows(local.vector("unsent_0"))[worker]
+            is_push = ours.next_step(worker) == 2
+            ours.step(worker)
+            if is_push and len(ours.updates) > before:
+                gradients.append(0.01 * ours._engine.rows(local.gradient)[worker].astype(float))
+            elif is_push:
+                np.testing.assert_array_equal(ours._engine.rows(local.vector("unsent_0"))[worker], unsent)
+    sent = model.initial_parameters - ours.center.astype(float)
+    kept = ours._engine.rows(local.vector("unsent_0")).astype(float)
+    assert np.abs(kept).max(axis=1).min() > 1e-6 and len(gradients) == len(ours.dropped) == 30
+    np.testing.assert_allclose(sent + kept.sum(axis=0), sum(gradients), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("value_bits", "num_ps"), [(2, 1), (32, 3)])
 def test_sparseloco_loses_nothing(replay, model, value_bits, num_ps):
@@ -371,6 +412,44 @@ def test_rounds_unrolled_or_in_a_loop(model, graph, initialized, known_batches, 
     for _ in range(3 * 8):
         next(worker)
     assert np.abs(session.run(center.read()[0]) - problem.center).max() < 1e-5 * np.abs(problem.center).max()
+
+
+@pytest.mark.slow
+def test_rounds_in_a_call_keep_what_step_by_step_is_kept(graph, model, initialized, known_batches, batches, servers, replay):
+    """Where the ps say afterwards whether they take a message: the next one comes after that."""
+    compression = Compression("topk", topk=0.25)
+    ours, hp = replay(stale_is_dropped, compression, num_ps=2)
+    task, server = servers(2)
+    center = GlobalParameters(model.initial_parameters, 2, task.device_fn(), compression=compression)
+    with tf.device(task.device):
+        local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
+        calls = [build_rounds(stale_is_dropped, center, local, hp, 3), repeat_rounds(stale_is_dropped, center, local, hp, 2, 3)]
+    session = initialized(center, local, target=server.target)
+    for rounds in calls:
+        session.run(rounds)
+    ours.take([0] * 3 * 9)
+    value, kept = session.run([center.read()[0], local.vector("unsent_0")])
+    np.testing.assert_allclose(value, ours.center, rtol=1e-6)
+    np.testing.assert_allclose(kept, ours._engine.rows(ours._engine._local.vector("unsent_0"))[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["none", "topk"])
+def test_local_steps_go_on_while_a_fragment_is_on_its_way(model, graph, known_batches, batches, load_scheme, kind):
+    """They do not wait until the ps, under the lock, say whether they take it."""
+    own = {"fragments": 1, "overlap_steps": 1, "mixing": 0.5, "momentum": 0.9, "weight_decay": 0.0, "local_learning_rate": 0.1}
+    hp, rule = types.SimpleNamespace(window=2, learning_rate=RATE, **own), load_scheme("Streaming-DiLoCo", "streaming_diloco")
+    task = TaskSpecDef("worker", 0, ps_hosts="localhost:1", worker_hosts="localhost:2")
+    center = GlobalParameters(model.initial_parameters, 1, task.device_fn(), compression=Compression(kind, topk=0.25))
+    with tf.device(task.device):
+        local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
+        rounds = build_rounds(rule, center, local, hp)
+
+    def kinds_before(fetch):
+        names = [tensor.op.name if isinstance(tensor, tf.Tensor) else tensor.name for tensor in tf.nest.flatten(fetch)]
+        return {node.op for node in tf.graph_util.extract_sub_graph(graph.as_graph_def(), names).node}
+
+    assert "MutexLock" in kinds_before(rounds.operations)
+    assert "MutexLock" not in kinds_before(rounds.loss)  # of both trainings, of which one is after the message
 
 
 @pytest.mark.slow
