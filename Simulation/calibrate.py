@@ -93,7 +93,7 @@ def read(path):
     if "all-reduce" in (result.get("parts") or {}):
         raise error("its workers average by an all-reduce, which cannot be simulated")
     damaged = error("its result.json or its metrics are damaged")
-    if not isinstance(result["flags_of_scheme"], dict):
+    if not isinstance(result["flags_of_scheme"], dict) or not isinstance(result.get("batch_size"), int):
         raise damaged
     lines = read_metrics(path)
     if result.get("restarts") or sum("parameters" in line for line in lines) > 1:
