@@ -804,11 +804,12 @@ def write_result(
     result = summarize(settings, task, reports, global_step, *how)
     numbers = {name: value if math.isfinite(value) else None for name, value in measured(evaluated).items()}
     result.update(numbers, restarts=0, **more)
+    result["of_last_start"] = [name for name in OF_LAST_START if name in result]
     run_dir.write_json(Path(settings.run_dir, "result.json"), result)
     plots.draw_curve(settings.run_dir)  # last, as it may fail
 
 
-# Of these, a worker that was started again, and a run that goes on, tell no more than what came since.
+# Values of `result.json` that cover what came since a run, or a worker, was started last.
 OF_LAST_START = (
     *("samples_per_worker", "worker_seconds", "train_seconds", "wall_seconds", "samples_per_second", "parts", "round_seconds"),
     *("staleness_mean", "staleness_max", "restarts"),
@@ -874,7 +875,6 @@ def summarize(
         "staleness_mean": staleness,
         "staleness_max": int(columns["staleness_max"].max()),
         "gradients_dropped": int(dropped[0]),
-        "of_last_start": list(OF_LAST_START),
     }
 
 
