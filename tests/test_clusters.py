@@ -262,11 +262,11 @@ def counted_all_runs(run):
 
 
 def counted_of_each(run):
-    """Those of three workers, and then of two, to the very step at which the run is to end."""
+    """Those of three workers, and then of two, to the very step at which the run is to end; and of what a death has dropped."""
     step, samples = run.saved
     assert samples == step * 3 * 32
-    last = step + run.row.steps
-    assert (run.result["global_steps"], run.result["samples"]) == (last, samples + run.row.steps * 2 * 32)
+    last, dropped = step + run.row.steps, 32 * run.result["gradients_dropped"]
+    assert (run.result["global_steps"], run.result["samples"]) == (last, samples + run.row.steps * 2 * 32 + dropped)
 
 
 def resumed(run):
