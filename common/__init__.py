@@ -148,9 +148,10 @@ def _import_tensorflow():
 
 
 def _keep_generated_code_in_memory():
-    """From now on tf.autograph, which rewrites Python functions for a graph, loads what it has written without a file.
+    """From now on tf.autograph loads the code that it generates from memory.
 
-    It writes one into the folder for temporary files, to be removed when the interpreter ends. Tasks end at once, without that.
+    By itself it writes a file into the folder for temporary files, and removes that when the interpreter ends. Tasks end by
+    `os._exit`, so their files would stay.
     """
     with contextlib.suppress(ImportError, AttributeError):  # another version: then the files stay
         loader: Any = importlib.import_module("tensorflow.python.autograph.pyct.loader")

@@ -250,8 +250,8 @@ class Keeper(tf.train.SessionRunHook):
       every_secs: seconds that may be lost.
       index: of this worker; 0 is the chief, or a process on its own.
       device: this worker's device, or None.
-      samples_per_update: number of samples, an int or a `Fraction`, as an attribute, too; where that of an update changes, of
-        what `GlobalParameters.local_steps` counts.
+      samples_per_update: number of samples, an int or a `Fraction`, as an attribute, too. Where updates differ, it is that of a
+        local step or a gradient, whichever `GlobalParameters.local_steps` counts.
       copies: operations that copy further values to save from the chief to the ps; the chief runs them before it saves.
       samples_per_gradient: number of samples, an int or a `Fraction`, of one that is dropped.
 
@@ -359,7 +359,7 @@ class Keeper(tf.train.SessionRunHook):
             zero = tf.zeros([], tf.float64)
         with Lock(center.step.device, "saving").held([]) as done, tf.device(center.step.device):
             now, claimed = tf.timestamp(), find(times, _CLAIMED, zero)
-            # By the ps's wall clock, which may have been set back since; and by this worker's own, if it has seen this claim.
+            # The wall clock of the ps may have been set back since the claim. So a worker's own clock counts, too.
             self._seen = tf.placeholder_with_default(zero - 1, [])
             is_due = tf.logical_or(now - claimed >= self._after, now < claimed)
             is_due = tf.logical_or(is_due, tf.equal(claimed, self._seen))
@@ -522,7 +522,7 @@ class Keeper(tf.train.SessionRunHook):
                 print(f"no checkpoints are saved in this session any more: {str(error).splitlines()[0]}", flush=True)
 
     def _claim_turn(self, session):
-        """Returns whether this worker is to save now; else, when to ask again, in seconds; and the step."""
+        """Returns whether this worker is to save now, the seconds after which it is to ask again if not, and the step."""
         claim, seen = self._claimed
         has_waited = time.monotonic() - seen >= self._after
         is_due, pause, step, claim, _ = session.run(self._claim, {self._seen: claim} if has_waited else None)
@@ -599,8 +599,10 @@ class Trained(tf.train.CheckpointSaverListener):
         return self.samples_before + int(step) * self._batch_size
 
     def before_save(self, session, global_step_value):
-        """Puts both into the variables, which are saved with the others. In the first call of a session that was created anew
-        they have just been restored: what the outage lasted, and what was rolled back, does not count."""
+        """Puts both into the variables, which are saved with the others.
+
+        In the first call of a new session they have just been restored: neither the outage nor lost updates count.
+        """
         if self._session not in (None, session):
             self.begin_run(session)
         self._session = session

@@ -157,7 +157,7 @@ class Exact:
           read: operations that need the global step as it was.
 
         Returns:
-          Operations, what `common.steps.Step` has as `updated` and `step_before`, and whether the gradients are applied.
+          Operations, `updated` and `step_before` of the `common.steps.Step`, and whether the gradients are applied.
         """
         center = self._center
         # Slots cannot be made under a condition. This is never run, nor is the optimizer's.

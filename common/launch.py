@@ -116,6 +116,7 @@ def _complete_result(settings, tasks):
     workers = [task for task in tasks if task.job == "worker" and task.index < most]
     result.update(
         restarts=sum(task.restarts for task in tasks),
+        restarts_of_workers=[worker.restarts for worker in workers],
         wall_seconds=time.monotonic() - settings.began,
         worker_seconds=sum(worker.lived() for worker in workers),
     )

@@ -127,9 +127,9 @@ _NOT_FINITE = "not finite"  # begins what the operation of `must_be_finite` prin
 
 
 def must_be_finite(loss, gradients):
-    """Returns an operation that fails unless a loss, a scalar, and the sum of its gradients, a list of tensors, are finite."""
-    total = tf.add_n([loss, *map(tf.reduce_sum, gradients)])
-    return tf.raw_ops.Assert(condition=tf.math.is_finite(total), data=[tf.constant(_NOT_FINITE), loss])
+    """Returns an operation that fails unless a loss, a scalar, and its gradients, a list of tensors, are finite."""
+    are_finite = [tf.reduce_all(tf.math.is_finite(value)) for value in (loss, *gradients)]  # a sum of finite ones may overflow
+    return tf.raw_ops.Assert(condition=tf.reduce_all(are_finite), data=[tf.constant(_NOT_FINITE), loss])
 
 
 def loss_of_failed(error):

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import sys
 import threading
@@ -326,7 +327,10 @@ def summary(settings, status):
     left = result.get("left") or []
     for gone in left:
         say(f"worker {gone['worker']} has left after {gone['updates']:,} updates")
-    if max(shares) > UNEQUAL * min(shares) and not settings.delays and not result["restarts"] and not left:
+    # A worker that was started again may have had more before.
+    restarts = result.get("restarts_of_workers", [])
+    least = min((n for i, n in enumerate(shares) if not any(restarts[i : i + 1])), default=math.inf)
+    if max(shares) > UNEQUAL * least and not settings.delays and not left:
         say("the workers' samples differ much, so the parameters are mostly of some workers' data: train for longer")
     reached = max((line["global_step"] for line in lines), default=0)
     if reached > result["global_steps"]:

@@ -220,12 +220,11 @@ def _is_given(descriptor, how):
     given, same = threading.Event(), os.dup(descriptor)  # the caller may close its own before the thread ends
 
     def wait():
-        try:
-            fcntl.flock(same, how)
-        except OSError:
-            os.close(same)
-        else:
-            os.close(same)  # first: until then the caller could not give the lock back
+        with contextlib.suppress(OSError):
+            try:
+                fcntl.flock(same, how)
+            finally:
+                os.close(same)  # before the caller goes on: until then it could not give the lock back
             given.set()
 
     threading.Thread(target=wait, daemon=True).start()
@@ -280,7 +279,7 @@ def _problem(path, found, owners):
     if found.st_uid not in owners:
         return "belongs to another user"
     if str(path) == SOCKET:
-        return None if kind == stat.S_IFSOCK else "is none of a run, which makes a socket of that name"
+        return None if kind == stat.S_IFSOCK else "is not the socket that a run makes"
     if kind == stat.S_IFDIR:
         is_file = path.name.startswith((*FILES, "checkpoint")) or path.suffix in (*WRITTEN_INTO, ".json", ".index")
         return "is a folder, where a file belongs" if is_file and path.name not in FOLDERS else None

@@ -110,7 +110,7 @@ def _cluster_of(run_dir):
 
 
 def _without_run_dir(arguments):
-    """Returns a command line of a run without --run_dir, which may be one word or two."""
+    """Returns a command line of a run without --run_dir, given as one word or as two."""
     pairs = zip(["", *arguments], arguments, strict=False)
     return [word for before, word in pairs if not (re.match("--?run_dir(=|$)", word) or re.fullmatch("--?run_dir", before))]
 

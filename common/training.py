@@ -747,7 +747,7 @@ def samples_per_update(settings, center, local):
 
 
 def unit_of_samples(settings, center, local):
-    """Returns how many samples there are to each of what `Keeper` counts: updates, local steps or gradients."""
+    """Returns the number of samples of an update, a local step or a gradient, whichever `Keeper` counts."""
     if center.local_steps is None:
         return samples_per_update(settings, center, local)
     return settings.batch_size if local.dynamic else samples_per_gradient(settings, local)
@@ -803,7 +803,7 @@ def write_result(
     how = samples, dropped, samples_per_gradient, gradients_per_update, is_dynamic
     result = summarize(settings, task, reports, global_step, *how)
     numbers = {name: value if math.isfinite(value) else None for name, value in measured(evaluated).items()}
-    result.update(numbers, restarts=0, **more)
+    result.update(numbers, restarts=0, restarts_of_workers=[], **more)
     result["of_last_start"] = [name for name in OF_LAST_START if name in result]
     run_dir.write_json(Path(settings.run_dir, "result.json"), result)
     plots.draw_curve(settings.run_dir)  # last, as it may fail
@@ -812,7 +812,7 @@ def write_result(
 # Values of `result.json` that cover what came since a run, or a worker, was started last.
 OF_LAST_START = (
     *("samples_per_worker", "worker_seconds", "train_seconds", "wall_seconds", "samples_per_second", "parts", "round_seconds"),
-    *("staleness_mean", "staleness_max", "restarts"),
+    *("staleness_mean", "staleness_max", "restarts", "restarts_of_workers"),
 )
 
 

@@ -197,7 +197,7 @@ class Round:
             )
 
     def _wait_for_tasks(self, process):
-        """Waits until there are tasks, which train if there are to be outages, or the run has ended; returns the time."""
+        """Waits until there are tasks, and with outages until they train, or until the run has ended; returns the time."""
 
         def are_there():
             return self._reported() if self.has_outages else processes(self.folder, "--job_name=worker")

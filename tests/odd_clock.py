@@ -15,7 +15,7 @@ def timestamp():
 
 
 def build():
-    """`--model=mlp` for the digits. A worker that builds it builds its graph with this clock, which the ps looks at."""
+    """`--model=mlp` for the digits. The graph of a worker that builds it asks this clock on the ps."""
     tf.timestamp = timestamp
     layers = [keras.layers.Dense(units, activation="relu") for units in (128, 128)]
     return keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten(), *layers, keras.layers.Dense(10)])

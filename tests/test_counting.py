@@ -79,7 +79,7 @@ def problem():
 
 @pytest.fixture
 def built(graph, problem, monkeypatch):
-    """A function that builds the calls of one of three workers, who has `--window=1`; none is timed, or a loop."""
+    """A function that builds the calls of one of three workers, with `--window=1`: no timed call, no loop."""
     monkeypatch.setattr(training, "LEAST_TIMED", math.inf)
     monkeypatch.setattr(training, "LONG_RUN", math.inf)
 

@@ -641,7 +641,10 @@ def test_what_is_not_finite_reaches_nobody(make, initialized, batches_of, hogwil
     assert np.isfinite(value).all() or not is_in_ring
 
 
-@pytest.mark.parametrize("loss, gradient, fails", [(0.5, [1, 2], False), (0.5, [np.nan, 1], True), (np.inf, [0, 0], True)])
+@pytest.mark.parametrize(
+    "loss, gradient, fails",
+    [(0.5, [1, 2], False), (0.5, [3e38, 3e38], False), (0.5, [np.nan, 1], True), (np.inf, [0, 0], True)],
+)
 def test_loss_and_gradient_must_be_finite(graph, loss, gradient, fails):
     operation = must_be_finite(tf.constant(loss), [tf.constant(gradient, tf.float32)])
     with tf.Session() as session:

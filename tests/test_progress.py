@@ -339,7 +339,11 @@ def test_summary(tmp_path, capsys):
         ([100, 300], {}, False),
         ([0, 5], {}, True),
         ([1, 9], {"delays": [0, 5]}, False),
-        ([1, 9], {"restarts": 1}, False),
+        ([1, 9], {"restarts": 1}, True),  # of the ps
+        ([1, 9], {"restarts": 1, "restarts_of_workers": [0, 1]}, True),
+        ([1, 9], {"restarts": 1, "restarts_of_workers": [1, 0]}, False),
+        ([1, 9], {"restarts": 2, "restarts_of_workers": [1, 1]}, False),
+        ([1, 4, 20], {"restarts": 1, "restarts_of_workers": [1, 0, 0]}, True),
     ],
 )
 def test_summary_of_unequal_shares(tmp_path, capsys, shares, more, is_said):

@@ -469,7 +469,7 @@ def test_what_is_called_control_and_is_no_socket(hold, user_error, finished_run,
         "pipe": lambda: os.mkfifo(path),
     }
     make[kind]()
-    with user_error(f"--run_dir={finished_run} cannot be used: control is none of a run, which makes a socket of that name"):
+    with user_error(f"--run_dir={finished_run} cannot be used: control is not the socket that a run makes"):
         with hold(finished_run, resume=True):
             pass
     assert os.path.lexists(path)
