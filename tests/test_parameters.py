@@ -13,8 +13,8 @@ import pytest
 from common import launch, models, tf
 from common.center import GlobalParameters
 from common.cluster import TaskSpecDef
+from common.finite import loss_of_failed, must_be_finite
 from common.local import LocalParameters
-from common.metrics import loss_of_failed, must_be_finite
 from common.steps import Step, build_rounds, build_steps
 
 RATE = 0.05
