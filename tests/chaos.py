@@ -9,7 +9,8 @@ A round is one run of a scheme through its launcher. At times drawn from the see
 the launcher gets SIGKILL and is started again with --resume. With --places a run has more places than workers; workers join,
 are asked to leave, or get SIGTERM, as a machine that is taken away sends it. With --outages a run has to train for some
 seconds, and its ps are killed so often that they are away for longer. With --clocks the wall clock of the ps is set an hour
-forward or back every four seconds, for the code that asks for the time. `Round.problems` has what must hold in the end,
+forward or back every four seconds, for the code that asks for the time. With any of these three, updates are counted inside the
+model, too, where a scheme's updates can be: `COUNTED`. `Round.problems` has what must hold in the end,
 `Round._losses` how much training is lost with a ps. The folder of a round that failed is kept.
 """
 
@@ -62,6 +63,8 @@ COME_AND_GO = {
     "Semi-Synchronous-SGD": SCHEMES["Semi-Synchronous-SGD"],
     "DiLoCo": SCHEMES["DiLoCo"],
 }
+# Schemes whose every update subtracts the learning rate, this one, times a mean of gradients.
+COUNTED, COUNTED_RATE = ("HogWild", "Synchronous-SGD", "Semi-Synchronous-SGD", "Ringmaster-ASGD"), 0.125
 TRAIN_SECS = 6  # of a run with outages
 MORE_PLACES = 2  # than workers at the beginning
 TOGETHER = "Synchronous-SGD", "DiLoCo"  # schemes whose updates are of all workers
@@ -82,7 +85,7 @@ METRICS_SECS = 0.5  # from one line of metrics to the next
 # Every eleventh round has 4 ps and 16 workers, so that each scheme has its turn. They take longer to start, and again. The
 # gradients of sixteen workers that do not wait, or not for long, are too stale for the usual learning rate.
 LARGE_EVERY, LARGE_TASKS, LARGE_SLOWER = 11, (4, 16), 4
-LARGE_RATES = {"HogWild": 0.02, "Semi-Synchronous-SGD": 0.02}
+LARGE_RATES = {"HogWild": 1 / 64, "Semi-Synchronous-SGD": 1 / 64}
 
 
 @dataclass
@@ -123,6 +126,10 @@ class Round:
         if is_large:
             self.num_ps, self.num_workers = LARGE_TASKS
         self._slower = LARGE_SLOWER if is_large else 1
+        self._counts = self.scheme in COUNTED and (self.has_places or self.has_outages or self.has_odd_clocks)
+        self._rate = LARGE_RATES.get(self.scheme) if is_large else None
+        if self._counts:
+            self._rate = self._rate or COUNTED_RATE
         tasks = [("ps", i) for i in range(self.num_ps)] + [("worker", i) for i in range(self.num_workers)]
         self.plan: list[tuple] = []
         until = FAULTS_UNTIL * self._slower * self.share
@@ -179,9 +186,9 @@ class Round:
         resume = ["--resume"] if any(self.folder.glob("checkpoints/*.index")) else []
         flags = [f"--num_ps={self.num_ps}", f"--num_workers={self.num_workers}", *resume]
         flags += [f"--seconds={TRAIN_SECS * self._slower}", "--epochs=1e9"] if self.has_outages else [f"--steps={steps}"]
-        flags += ["--model=tests/odd_clock.py:build"] if self.has_odd_clocks else []
-        if self._is_large and self.scheme in LARGE_RATES:
-            flags.append(f"--learning_rate={LARGE_RATES[self.scheme]}")
+        if self.has_odd_clocks or self._counts:
+            flags.append(f"--model=tests/{'odd_clock' if self.has_odd_clocks else 'counting_model'}.py:build")
+        flags += [f"--learning_rate={self._rate}"] if self._rate else []
         flags += [*more.split(), *([f"--max_workers={self.places}"] if self.has_places else [])]
         patient = self._slower * (3 if self.has_odd_clocks else 1)  # the check of a model is a call, too
         flags += [f"--hang_secs={HANG_SECS * patient}", f"--checkpoint_secs={CHECKPOINT_SECS}", "--max_restarts=10"]
@@ -279,6 +286,24 @@ class Round:
                     yield f"worker {worker} was at step {step} after step {reached}, though no parameters were restored"
         yield from self._unreadable()
         yield from self._seconds(training)
+        if self._counts:
+            yield from self._miscounted(len(restored))
+
+    def _miscounted(self, restored):
+        """Yields what is wrong with the updates that `result.json` tells, whose samples it derives from them.
+
+        A ps that is saved, or a worker that dies, may be between an update and its count, once for each worker.
+        """
+        import keras
+
+        model = keras.models.load_model(self.folder / "model.keras")
+        counted, told = -float(model.layers[-1].total) / self._rate, json.loads((self.folder / "result.json").read_text())
+        if abs(counted - told["global_steps"]) > 0.5 + self.places * (restored + len(self.injected)):
+            yield f"{told['global_steps']} updates are told, {counted:.0f} were made"
+        gradients = self.num_workers if self.scheme in TOGETHER else 1
+        samples = (told["global_steps"] * gradients + told["gradients_dropped"]) * told["batch_size"]
+        if samples != told["samples"] and not (self.has_places and self.scheme in TOGETHER):  # of so many as are there
+            yield f"{told['samples']:,} samples are told, {told['global_steps']} updates take {samples:,}"
 
     def _seconds(self, training):
         """Yields what is wrong with the seconds of training: neither an outage counts, nor updates that were lost with a ps."""
@@ -339,6 +364,7 @@ class Round:
                 yield "a checkpoint that cannot be read"
         if (self.folder / "curve.png").read_bytes()[-8:-4] != b"IEND":
             yield "curve.png is cut short"
+        import counting_model  # noqa: F401, which has a layer of the model
         import keras
 
         keras.models.load_model(self.folder / "model.keras")

@@ -21,7 +21,7 @@ shopt -s nullglob
 what=(--ignore=tests/test_slurm.py tests */*.ipynb)
 # A notebook runs in its own folder, with this Python as its kernel whatever kernel it was saved with. Of its outputs,
 # those of cells tagged `nbval-check-output` are compared with the committed ones; elsewhere an error is what fails.
-notebooks=(-p tests.nbval_numbers -p tests.warm_kernels --nbval-lax --nbval-current-env)
+notebooks=(-p tests.nbval_numbers -p tests.warm_kernels --nbval-lax --nbval-current-env --nbval-cell-timeout=600)
 # One more at a time than there are cores: much of a test is waiting for processes to start or to be missed. The longest come
 # first (timings.py).
 cores=$(nproc)
