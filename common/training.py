@@ -812,7 +812,7 @@ def write_result(
 # Values of `result.json` that cover what came since a run, or a worker, was started last.
 OF_LAST_START = (
     *("samples_per_worker", "worker_seconds", "train_seconds", "wall_seconds", "samples_per_second", "parts", "round_seconds"),
-    *("staleness_mean", "staleness_max", "restarts", "restarts_of_workers"),
+    *("staleness_mean", "staleness_max", "left", "restarts", "restarts_of_workers"),
 )
 
 

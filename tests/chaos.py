@@ -127,7 +127,7 @@ class Round:
             self.num_ps, self.num_workers = LARGE_TASKS
         self._slower = LARGE_SLOWER if is_large else 1
         self._counts = self.scheme in COUNTED and (self.has_places or self.has_outages or self.has_odd_clocks)
-        self._rate = LARGE_RATES.get(self.scheme) if is_large else None
+        self._rate = LARGE_RATES.get(self.scheme, 0.0) if is_large else 0.0  # 0: that of the scheme
         if self._counts:
             self._rate = self._rate or COUNTED_RATE
         tasks = [("ps", i) for i in range(self.num_ps)] + [("worker", i) for i in range(self.num_workers)]

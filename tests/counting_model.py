@@ -5,7 +5,7 @@ import keras
 
 @keras.saving.register_keras_serializable("tests")
 class Updates(keras.layers.Layer):
-    """Passes its input on. The gradient of its weight is 1: after n updates with SGD the weight is −n times the learning rate."""
+    """Passes its input on. The gradient of its weight is 1: after n updates with SGD that is −n times the learning rate."""
 
     def build(self, shape):
         self.total = self.add_weight(name="total", shape=(), initializer="zeros", regularizer=lambda total: total)
