@@ -5,6 +5,7 @@ To read this from the environment needs no tensorflow; to use it does.
 
 import contextlib
 import dataclasses
+import ipaddress
 import json
 import os
 import re
@@ -83,7 +84,7 @@ class TaskSpecDef:
             for i, host in enumerate(hosts):
                 # A name with a dash first would be an option to the programs that get it, as ssh.
                 address = re.fullmatch(r"[\w.:%[\]][\w.:%[\]-]*:(\d{1,5})", str(host), re.ASCII)
-                if not address or not 0 < int(address[1]) < 2**16:
+                if not address or not 0 < int(address[1]) < 2**16 or _is_like_no_ip(str(host).rpartition(":")[0]):
                     raise UserError(f"the {job} {_short(host)} is no address: expected host:port")
                 other = tasks.setdefault(host.lower(), f"{job} {i}")
                 if other != f"{job} {i}":
@@ -202,6 +203,17 @@ class TaskSpecDef:
         is_last = self.type == "worker" and self.index == len(self.worker_hosts) - 1
         job, index = ("evaluator", 0) if is_last else (self.type, self.index)
         return TaskSpecDef(job, index, self.trial, self.ps_hosts, self.worker_hosts[:-1], self.master)
+
+
+def _is_like_no_ip(name):
+    """Whether a name has the digits and dots of an IP address, but is none, as `127.0.0.1.`."""
+    if "." not in name or name.strip("0123456789."):
+        return False
+    try:
+        ipaddress.IPv4Address(name)
+    except ValueError:
+        return True
+    return False
 
 
 def _short(value, quoted=True):

@@ -60,20 +60,27 @@ class Data(NamedTuple):
 def mapped(function, part):
     """Returns what the function gives for each array of samples, labels or weights, in the same structure."""
     if isinstance(part, dict):
-        return {key: mapped(function, value) for key, value in part.items()}
+        return {key: mapped(function, value) for key, value in _items(part)}
     return tuple(mapped(function, value) for value in part) if isinstance(part, tuple) else function(part)
 
 
+def _items(part):
+    """Returns (key, value) of a dict in the order of the alphabet, as `tf.nest` and Keras take it apart, or of a tuple."""
+    return sorted(part.items()) if isinstance(part, dict) else enumerate(part)
+
+
 def arrays_in(part):
-    """Returns the arrays of samples, labels or weights, which may be one, or several in a tuple or dict, as a list."""
+    """Returns the arrays of samples, labels or weights, which may be one, or several in a tuple or dict, as a list.
+
+    Those of a dict in the order of their keys, as `tf.nest.flatten`, whatever order it was made in.
+    """
     return list(_named(part, "").values())
 
 
 def _named(part, name):
     """Returns the same as {name: array}, as {"x_train['left']": array}."""
     if isinstance(part, (dict, tuple)):
-        items = part.items() if isinstance(part, dict) else enumerate(part)
-        return {key: array for k, value in items for key, array in _named(value, f"{name}[{k!r}]").items()}
+        return {key: array for k, value in _items(part) for key, array in _named(value, f"{name}[{k!r}]").items()}
     return {name: part}
 
 
@@ -303,7 +310,7 @@ def _as_arrays(part, name):
     if isinstance(part, dict):
         if other := [key for key in part if not isinstance(key, str)]:
             raise UserError(f"{name} has the key {other[0]!r}: expected a name, as that of an input or output of the model")
-        return {key: _as_arrays(value, f"{name}[{key!r}]") for key, value in part.items()}
+        return {key: _as_arrays(value, f"{name}[{key!r}]") for key, value in _items(part)}
     if isinstance(part, tuple) or (isinstance(part, list) and part and all(hasattr(value, "shape") for value in part)):
         if all(hasattr(value, "shape") and len(value.shape) > 0 for value in part) or any(isinstance(v, dict) for v in part):
             return tuple(_as_arrays(value, f"{name}[{i}]") for i, value in enumerate(part))
@@ -312,8 +319,7 @@ def _as_arrays(part, name):
 
 def _map_named(function, part, name):
     if isinstance(part, (dict, tuple)):
-        items = part.items() if isinstance(part, dict) else enumerate(part)
-        found = {key: _map_named(function, value, f"{name}[{key!r}]") for key, value in items}
+        found = {key: _map_named(function, value, f"{name}[{key!r}]") for key, value in _items(part)}
         return found if isinstance(part, dict) else tuple(found.values())
     return function(part, name)
 

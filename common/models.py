@@ -230,6 +230,7 @@ def checked(keras_model, data, loss=None, last_operation=None):
     from common import objectives
 
     _refuse_layers(keras_model)  # before they are called: Keras's own complaints about them say something else
+    _refuse_other_names(keras_model, data.x_train)
     x, y, *weights = _telling_samples(data.train)
     shapes = ", ".join(str(list(array.shape[1:])) for array in arrays_in(x))
     with _as_user_error(f"the model cannot be called on samples of shape {shapes}"):
@@ -258,6 +259,22 @@ def checked(keras_model, data, loss=None, last_operation=None):
         measures = list(keras_model.compute_metrics(x, y, outputs, *weights))
     places = max(math.prod(output.shape[1:-1]) for output in tf.nest.flatten(outputs))
     return Model(keras_model, measures, own_optimizer, places)
+
+
+def _refuse_other_names(keras_model, x):
+    """Raises a `UserError` if samples in a dict have other keys than a functional model has inputs.
+
+    Keras would take them apart by the alphabet and, with one key more or less, give the inputs each other's samples.
+    """
+    inputs = getattr(keras_model, "_inputs_struct", None)
+    if not isinstance(x, dict) or inputs is None:
+        return
+    expected = set(inputs) if isinstance(inputs, dict) else {tensor.name for tensor in keras_model.inputs}
+    names = ", ".join(map(repr, sorted(expected)))
+    if others := sorted(x.keys() - expected):
+        raise UserError(f"the samples have {others[0]!r}, which is none of the model's inputs, {names}: leave it out")
+    if missing := sorted(expected - x.keys()):
+        raise UserError(f"the samples lack {missing[0]!r}, one of the model's inputs, {names}")
 
 
 def _telling_samples(samples):
@@ -470,7 +487,7 @@ class Model:
         self.tables = tables.specs_of(self._on_ps)
         self.size = sum(self.sizes)
         self.initial_parameters = np.concatenate([v.numpy().ravel() for v in keras_model.trainable_variables])
-        self.initial_state = [v.numpy() for v in keras_model.non_trainable_variables]
+        self.initial_state = [v.numpy().copy() for v in keras_model.non_trainable_variables]
         for metric in keras_model.metrics:
             metric.reset_state()
         self._metrics = [v.numpy() for v in keras_model.metrics_variables]
@@ -480,6 +497,19 @@ class Model:
         """Names and shapes of all variables, a list: of which model a vector of parameters is."""
         variables = [*self.keras_model.trainable_variables, *self.keras_model.non_trainable_variables]
         return [[v.name, list(v.shape)] for v in variables] + [[t.name, [t.rows, t.width]] for t in self.tables]
+
+    def seeds(self, state):
+        """Returns those values of the state, a list, that are generators of random numbers, `[2]` each, as of Dropout."""
+        variables = self.keras_model.non_trainable_variables
+        return [own for own, v in zip(state, variables, strict=True) if "seed_generator_state" in v.path]
+
+    def draw_apart(self, number):
+        """From now on the initial state draws other random numbers than for another number; with 0 it stays as it is.
+
+        Also where the user has given the seeds, as `Dropout(0.5, seed=1)`.
+        """
+        for own in self.seeds(self.initial_state):
+            own += np.array([number, 0], own.dtype)
 
     def split(self, parameters):
         """Returns the flat vector `[size]` as the list of the model's trainable variables."""

@@ -106,7 +106,7 @@ class Engine:
                 tf.variables_initializer(tf.get_collection(_SHARED)),
                 tf.local_variables_initializer(),
                 [rows.initializer for rows in self._rows.values()],
-                _apart(self._rows, _seeds(model, local.state), n),
+                _apart(self._rows, model.seeds(local.state), n),
             ]
         self._evaluations: dict[Any, Any] = {}  # by the shapes of x and y
         self._config = _config(optimize)
@@ -530,12 +530,6 @@ def _rows(variable, num_workers, i):
     first = variable.read_value()
     rows = tf.tile(first[None], [num_workers + 1, *[1] * first.shape.rank])
     return tf.get_variable(f"rows_{i}", initializer=rows, trainable=False, collections=[], use_resource=True)
-
-
-def _seeds(model, state):
-    """Returns those variables of the state of a model that are generators of random numbers, `[2]`."""
-    variables = model.keras_model.non_trainable_variables
-    return [own for own, variable in zip(state, variables, strict=True) if "seed_generator_state" in variable.path]
 
 
 def _apart(rows, seeds, num_workers):

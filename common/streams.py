@@ -186,14 +186,15 @@ class Stream:
 
         def draw_or_note(number):
             try:
-                return arrays_in(draw(number))
+                return tf.nest.flatten(draw(number))
             except UserError as error:
                 self._failures.append(error)
                 raise
 
         like = self.first.train
-        flat = tf.numpy_function(draw_or_note, [argument], [array.dtype for array in arrays_in(like)])
-        for tensor, array in zip(flat, arrays_in(like), strict=True):
+        arrays = tf.nest.flatten(like)
+        flat = tf.numpy_function(draw_or_note, [argument], [array.dtype for array in arrays])
+        for tensor, array in zip(flat, arrays, strict=True):
             tensor.set_shape([batch_size, *array.shape[1:]])
         return tf.nest.pack_sequence_as(like, flat)
 

@@ -599,9 +599,10 @@ def build_model(settings, dataset, index=0, tables_on_ps=False):
     Raises:
       UserError: if there is no such model, it does not fit the data, or its parameters are not those of the checkpoint.
     """
-    # Of the initial values only the chief's count; the seed of Dropout is to differ.
+    # Of the initial values only the chief's count; the seeds of Dropout are to differ.
     options = {"tables_on_ps": tables_on_ps, "tables_seed": settings.seed, **sizes(settings)}
     model = models.build(settings.model, dataset, settings.seed + index, settings.loss, **options)
+    model.draw_apart(index)
     if index == 0:
         _check_model(settings, model)
     return model

@@ -222,7 +222,8 @@ def test_an_address_of_two_tasks(user_error):
 
 @pytest.mark.parametrize(
     "host",
-    ["-oProxyCommand=x:1", "a b:1", "a\n:1", "a\x00b:1", "http://a:1", "`id`:1", "a;b:1", "a@b:1", "a:1e3", "a:٣", "a:000080"],
+    ["-oProxyCommand=x:1", "a b:1", "a\n:1", "a\x00b:1", "http://a:1", "`id`:1", "a;b:1", "a@b:1", "a:1e3", "a:٣", "a:000080"]
+    + ["127.0.0.1.:1", "10.0.0:1", "10.0.0.256:1", ".:1"],
 )
 def test_host_that_is_no_name(user_error, host):
     with user_error(repr(host), "expected host:port"):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from common import data, models, tf, training
+from common import flags as flag_defaults
 from common.batches import Batches
 from common.center import GlobalParameters
 from common.local import LocalParameters
@@ -444,6 +445,35 @@ def test_layers_of_many_kinds(initialized, hogwild, hyperparameters, layers, win
         np.testing.assert_allclose(session.run(rounds).loss, expected, rtol=1e-4)
 
 
+def named_inputs(is_dict):
+    """A model of two inputs in a dict, or in a list, that gives 3 price − area."""
+    inputs = {name: keras.Input([1], name=name) for name in ("price", "area")}
+    outputs = keras.layers.Dense(1)(keras.layers.concatenate(list(inputs.values())))
+    return keras.Model(inputs if is_dict else list(inputs.values()), outputs)
+
+
+@pytest.mark.parametrize("is_dict", [True, False])
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ("price area zip", "the samples have 'zip', which is none of the model's inputs, 'area', 'price': leave it out"),
+        ("price area age", "the samples have 'age', which is none of the model's inputs, 'area', 'price': leave it out"),
+        ("price", "the samples lack 'area', one of the model's inputs, 'area', 'price'"),
+    ],
+)
+def test_inputs_are_found_by_their_names(user_error, is_dict, keys, text):
+    def samples(*names):
+        x = {name: np.full([4, 1], place, np.float32) for place, name in enumerate(names, 1)}
+        return data.checked([(x, np.full([4, 1], 2.5))] * 2, "d.py:f")
+
+    model = models.checked(named_inputs(is_dict), samples("price", "area"))
+    dense = model.keras_model.layers[-1]
+    dense.set_weights([np.array([[3.0], [-1.0]]), np.zeros(1)])
+    assert model.keras_model(samples("price", "area").x_train).numpy()[0] == 3 * 1 - 2
+    with user_error(text):
+        models.checked(named_inputs(is_dict), samples(*keys.split()))
+
+
 def test_training_changes_moving_means_and_seeds_and_nothing_frozen(model, images):
     _, state = loss(model, images.x_train, images.y_train)
     changed = [
@@ -460,6 +490,24 @@ def test_dropout_draws_anew_in_each_step(model, images):
     names = [v.name for v in model.keras_model.non_trainable_variables]
     state = [new if "seed" in name else old for name, new, old in zip(names, state, model.initial_state)]
     assert loss(model, images.x_train, images.y_train, state)[0] != first
+
+
+def test_workers_draw_apart_where_the_model_has_seeds_of_its_own(tmp_path, images):
+    """Their masks differ, also when its function sets all seeds; worker 0 draws as `fit` would."""
+    (tmp_path / "m.py").write_text(
+        "import keras\n"
+        "def build():\n"
+        "    keras.utils.set_random_seed(5)\n"
+        "    dropout = keras.layers.Dropout(0.5, seed=3), keras.layers.Dropout(0.5)\n"
+        "    return keras.Sequential([keras.Input([8, 8, 1]), keras.layers.Flatten(), *dropout, keras.layers.Dense(3)])\n"
+    )
+    flags = {"seed": 7, "loss": None, "resume": False, "run_dir": str(tmp_path), **flag_defaults.TRANSFORMER}
+    settings = flag_defaults.Settings(model=f"{tmp_path}/m.py:build", **flags)
+    workers = [training.build_model(settings, images, i) for i in range(3)]
+    seeds = [[own.tolist() for own in model.seeds(model.initial_state)] for model in workers]
+    first = [v.numpy().tolist() for v in workers[0].keras_model.non_trainable_variables]
+    assert len(first) == 2 and seeds == [[[own[0] + i, own[1]] for own in first] for i in range(3)]
+    assert len({float(loss(model, images.x_train, images.y_train)[0]) for model in workers}) == 3
 
 
 def evaluate(model, state, x, y, **settings):

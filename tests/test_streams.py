@@ -288,6 +288,22 @@ def test_inputs_of_several_arrays_and_weights():
     assert w.dtype == np.float32 and np.array_equal(w, y / 2)
 
 
+def test_keys_that_are_not_in_the_order_of_the_alphabet():
+    """Each array of a batch in the graph is that of its key in the dataset's own elements: of samples, labels and weights."""
+
+    def named(x, y):
+        values = {"price": x[:1], "area": x[1:], "floor": (x[:1] + 1, {"up": x[1:] + 2, "down": x[:1] + 3})}
+        return values, {"sold": x[:1] / 2, "days": x[1:] / 2}, {"sold": x[0] + 5, "days": x[1] + 5}
+
+    own = dataset().map(named)
+    stream = of(lambda: (own, own))
+    with tf.Graph().as_default(), tf.Session() as session:
+        batch = session.run(stream.as_tensors(streams.TestSet(stream, 4)._draw, tf.constant(0, tf.int64), None))
+    expected = next(own.batch(4).as_numpy_iterator())
+    tf.nest.map_structure(np.testing.assert_array_equal, batch, expected)
+    assert batch[0]["price"][1, 0] == 1 and batch[0]["area"][1, 0] == 10
+
+
 def _generator(*elements):
     kinds = tensorflow.TensorSpec(None, tensorflow.float32), tensorflow.TensorSpec([], tensorflow.int32)
     return tensorflow.data.Dataset.from_generator(lambda: iter(elements), output_signature=kinds)
