@@ -365,6 +365,8 @@ def _in_types_of_training(axis, array, name):
             raise UserError(f"{name} holds {count} values that are NaN or infinite")
         if array.dtype != dtype and (most := max(np.abs(chunk).max() for chunk in chunks(array))) > np.finfo(dtype).max:
             raise UserError(f"{name} holds {most:.3g}, too large for float32; scale it")
+        if axis == "x" and array.dtype.itemsize > 4 and (found := rounded(array)) is not None:
+            raise UserError(f"{name} holds {found}: give whole numbers as int64, or scale them")
     elif axis == "w" or (axis == "x" and kind == "b"):
         dtype = np.dtype(np.float32)
     elif axis == "y":
@@ -374,6 +376,33 @@ def _in_types_of_training(axis, array, name):
     if is_mapped(array) and array.size * dtype.itemsize > LARGE:
         return Rows(array, dtype)
     return array.astype(dtype, copy=False)
+
+
+EXACT = 2**24, 2**53  # below these, float32 and float64 hold each whole number
+
+
+def rounded(array):
+    """Returns a text on the first of an array of whole numbers that float32 would change; None if there is none.
+
+    None also if some are no whole numbers: then they are measured, not ids.
+    """
+    if all(chunk.max() <= EXACT[0] and chunk.min() >= -EXACT[0] for chunk in chunks(array)):
+        return None
+    found = None
+    for chunk in chunks(array):
+        if chunk.dtype.kind == "f" and (chunk != np.floor(chunk)).any():
+            return None
+        if found is None:
+            with np.errstate(over="ignore"):  # to infinity, which differs
+                changes = (chunk.astype(np.float32) != chunk) | (chunk >= EXACT[1]) | (chunk <= -EXACT[1])
+            found = next(iter(chunk[changes]), None)
+    if found is None:
+        return None
+    with np.errstate(over="ignore"):
+        near = np.float32(found)
+    if not np.isfinite(near):
+        return f"{found:.3g}, too large for float32"
+    return f"the whole number {int(found):,}, which float32 rounds to {int(near):,}"
 
 
 def _is_masked(part):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common.data import one_line
+from common.data import one_line, rounded
 from common.flags import UserError
 
 HELD = 10  # without --test_data every tenth record of each file is for the test
@@ -288,8 +288,8 @@ class Tables:
                 import pyarrow
                 import pyarrow.csv as csv
 
-                # A CSV file does not state the types of its numbers: samples become float32, labels the type of the first file.
-                types = {name: pyarrow.float32() for name in columns}
+                # A CSV file does not state the types of its numbers: samples are floats, labels of the type of the first file.
+                types = {name: pyarrow.float64() for name in columns}
                 label = self._known["label"]
                 if label in types:
                     of_label = self._known["types"][label]
@@ -312,6 +312,8 @@ class Tables:
                     continue
                 columns = [_values(batch.column(batch.schema.get_field_index(n)), n, part.path)[rows] for n in features]
                 x = np.concatenate([c if c.ndim > 1 else c[:, None] for c in columns], axis=1)
+                if x.dtype.kind == "f":
+                    _check_exact(dict(zip(features, columns, strict=True)), part.path)
                 y = _values(batch.column(batch.schema.get_field_index(known["label"])), known["label"], part.path)[rows]
                 held.append((x, y))
                 count += len(rows)
@@ -351,6 +353,14 @@ def _values(column, name, path):
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         raise UserError(f"{of} {np.sum(~np.isfinite(array))} values that are NaN or infinite")
     return array if values is column else array.reshape(len(column), -1)
+
+
+def _check_exact(columns, path):
+    """Raises a `UserError` if whole numbers of a column would be rounded, as they stand beside fractions, or in a CSV file."""
+    for name, values in columns.items():
+        if found := rounded(values):
+            otherwise = "scale them, or, if they are ids, give them an input of their own with --data=FILE.py:FUNCTION"
+            raise UserError(f"{path}: the column {name!r} holds {found}: {otherwise}")
 
 
 def _is_number(text):

@@ -330,6 +330,7 @@ def with_value(value):
     "parts, texts",
     [
         (dict(x_train=with_value(np.nan)), ["x_train holds 1 values that are NaN or infinite"]),
+        (dict(x_train=with_value(2**24 + 1)), ["x_train holds the whole number 16,777,217, which float32 rounds to"]),
         (dict(x_train=with_value(-np.inf)), ["x_train holds 1 values that are NaN or infinite"]),
         (dict(x_train=with_value(1e300)), ["x_train"]),  # infinite as the float32 that training uses
         (dict(x_test=np.full([3, 2], np.nan)), ["x_test holds 6 values"]),

@@ -357,6 +357,16 @@ def test_datasets_of_a_program_have_to_be_sent_as_a_function(user_error):
     assert fit._loaded(lambda: (dataset(), dataset(4))).x_test.shape == (4, 2)
 
 
+def test_whole_numbers_keep_their_bits(tmp_path):
+    """Of Parquet, where all columns are whole numbers; beside fractions up to 2 to the power of 24, and numbers that fit."""
+    write_table(tmp_path / "a.parquet", [], good(a=[2**24 + n for n in range(12)]))
+    x = streams.load(settings(tmp_path / "*.parquet")).first.x_train
+    assert x.dtype == np.int64 and x[:3, 0].tolist() == [2**24, 2**24 + 1, 2**24 + 2]
+    write_table(tmp_path / "b.csv", [], good(a=[2**24 - n for n in range(11)] + [2**30], b=[0.5] * 12))
+    x = streams.load(settings(tmp_path / "*.csv")).first.x_train
+    assert x.dtype == np.float32 and x[:3, 0].tolist() == [2**24, 2**24 - 1, 2**24 - 2]
+
+
 # --- Files that are refused -----------------------------------------------------------------------------------------------
 
 
@@ -372,7 +382,7 @@ def good(**columns):
             "a.csv",
             good(name=["x"] * 12),
             {},
-            "a.csv cannot be read: ArrowInvalid: In CSV column #2: Row #2: CSV conversion error to float",
+            "a.csv cannot be read: ArrowInvalid: In CSV column #2: Row #2: CSV conversion error to double",
         ),
         (
             "a.parquet",
@@ -389,6 +399,15 @@ def good(**columns):
         ("a.parquet", good(a=[*range(11), None]), {}, "a.parquet: the column 'a' holds 1 empty values"),
         ("a.parquet", good(a=[[1], [1, 2]] * 6), {}, "a.parquet: the column 'a' holds lists of different lengths, as 1 and 2"),
         ("a.parquet", good(a=[np.nan] * 12), {}, "a.parquet: the column 'a' holds 12 values that are NaN or infinite"),
+        ("a.csv", good(a=[2**24 + 1] * 12), {}, "a.csv: the column 'a' holds the whole number 16,777,217, which float32"),
+        (
+            "a.parquet",
+            good(a=[2**24 + 1] * 12, b=[0.5] * 12),
+            {},
+            "a.parquet: the column 'a' holds the whole number 16,777,217, which float32 rounds to 16,777,216: scale",
+        ),
+        ("a.csv", good(a=[-(2**53) - 1] * 12), {}, "a.csv: the column 'a' holds the whole number -9,007,199,254,740,992"),
+        ("a.csv", good(a=[1e300] * 12), {}, "a.csv: the column 'a' holds 1e+300, too large for float32: scale them"),
         ("a.csv", good(), {"label": "b"}, "--label=b: "),
         ("a.csv", {"label": [1] * 12}, {}, "a.csv has one column alone, 'label': expected samples and labels"),
         ("a.csv", {"1": [1] * 12, "2": [1] * 12}, {}, "a.csv has no line of names of columns: it begins with '1', '2'"),
