@@ -236,7 +236,8 @@ def checked(keras_model, data, loss=None, last_operation=None):
     with _as_user_error(f"the model cannot be called on samples of shape {shapes}"):
         outputs = keras_model(x, **_training(keras_model, False))
     if not keras_model.trainable_variables:
-        others = " but the tables on the ps, and workers need some: give it a layer of weights" if tables.are_on_ps() else ""
+        has_tables = any(getattr(layer, "is_on_ps", False) for layer in keras_model._flatten_layers())
+        others = " but the tables on the ps, and workers need some: give it a layer of weights" if has_tables else ""
         raise UserError(f"the model has no trainable variables{others}")
     for v in [*keras_model.trainable_variables, *keras_model.non_trainable_variables]:
         values = v.numpy()
@@ -256,7 +257,7 @@ def checked(keras_model, data, loss=None, last_operation=None):
         x_test, y_test, *weights_test = _telling_samples(data.test)
         keras_model._compute_loss(x_test, y_test, keras_model(x_test, **_training(keras_model, False)), *weights_test)
     with _as_user_error("the metrics of the model do not fit the labels"):
-        measures = list(keras_model.compute_metrics(x, y, outputs, *weights))
+        measures = list(_numbers(keras_model.compute_metrics(x, y, outputs, *weights)))
     places = max(math.prod(output.shape[1:-1]) for output in tf.nest.flatten(outputs))
     return Model(keras_model, measures, own_optimizer, places)
 
@@ -277,6 +278,26 @@ def _refuse_other_names(keras_model, x):
         raise UserError(f"the samples lack {missing[0]!r}, one of the model's inputs, {names}")
 
 
+def _numbers(results):
+    """Returns the results of metrics as {name: scalar}.
+
+    Those of a metric that gives several, as F1Score, are name_0, name_1, ...; those of one that gives a dict have its keys.
+    """
+    found: dict = {}
+    for name, value in results.items():
+        if isinstance(value, dict):
+            found |= {f"{name}_{key}" if key in found else key: number for key, number in _numbers(value).items()}
+            continue
+        value = tf.convert_to_tensor(value)
+        if value.shape.rank == 0:
+            found[name] = value
+            continue
+        if (count := value.shape.num_elements()) is None:
+            raise UserError(f"the metric {name} of the model gives numbers of shape {value.shape}: expected a fixed shape")
+        found |= {f"{name}_{i}": number for i, number in enumerate(tf.unstack(tf.reshape(value, [count])))}
+    return found
+
+
 def _telling_samples(samples):
     """Returns the first three samples, and those with the smallest and the largest label, where labels may be classes."""
     import keras
@@ -292,6 +313,10 @@ def _telling_samples(samples):
     return [mapped(as_input, x), *others]  # tensors, as `fit` has them
 
 
+# Methods by which a model changes what `fit` does.
+_OF_FIT = ("train_step", "test_step", "make_train_function", "make_test_function", "train_on_batch", "fit")
+
+
 def _refuse_what_is_not_honoured(keras_model):
     """Raises a `UserError` for what `fit` would do with a model, and the update of a vector of parameters does not."""
     import keras
@@ -305,8 +330,8 @@ def _refuse_what_is_not_honoured(keras_model):
     others = {v.dtype for v in keras_model.trainable_variables} - {"float32"}
     if others:
         raise UserError(f"the model has trainable variables of type {', '.join(sorted(others))}, expected float32")
-    for name in ("train_step", "test_step"):
-        if getattr(type(keras_model), name) is not getattr(keras.Model, name):
+    for name in _OF_FIT:
+        if name in vars(keras_model) or getattr(type(keras_model), name) is not getattr(keras.Model, name):
             raise UserError(
                 f"the model has a {name} of its own, which no worker calls: what it computes belongs in compute_loss"
             )
@@ -668,10 +693,7 @@ class Model:
             scope, loss, outputs = self._call(variables, state, metrics, x, y, weights, training=False)
             with _as_user_error("the metrics of the model cannot be a part of a graph"), scope, _compared_by_value():
                 found = model.compute_metrics(tf.nest.map_structure(as_input, x), y, outputs, weights)
-                found = {name: tf.cast(value, tf.float32) for name, value in found.items()}
-            for name, value in found.items():
-                if value.shape.rank != 0:
-                    raise UserError(f"the metric {name} of the model is {value.shape}, expected one number")
+                found = {name: tf.cast(value, tf.float32) for name, value in _numbers(found).items()}
             metrics = [scope.get_current_value(v) for v in model.metrics_variables]
             size = tf.cast(tf.shape(tf.nest.flatten(samples)[0])[0], tf.float32)
             return start + batch_size, total + loss * size, metrics, found

@@ -270,6 +270,9 @@ class Tables:
 
                 with csv.open_csv(path) as reader:
                     schema = reader.schema
+                if "" in schema.names:
+                    index = "; pandas writes its index so: to_csv(index=False)" if schema.names[0] == "" else ""
+                    raise UserError(f"{path} has a column without a name, number {schema.names.index('') + 1}{index}")
                 if all(_is_number(name) for name in schema.names):
                     raise UserError(f"{path} has no line of names of columns: it begins with {_listed(schema.names)}")
         if len(set(schema.names)) < len(schema.names):
@@ -384,6 +387,8 @@ def _as_user_error(path):
         raise UserError("files of Parquet and CSV need pyarrow, which is not installed: pip install pyarrow") from None
     try:
         yield
+    except UnicodeDecodeError:
+        raise UserError(f"{path} cannot be read: it is not in UTF-8, as `iconv -f latin1 -t utf8` makes it") from None
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path} cannot be read: {one_line(error)}") from None
 

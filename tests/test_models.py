@@ -206,6 +206,20 @@ class OwnTrainStep(keras.Sequential):
         return {}
 
 
+class OwnFit(OwnTrainStep):
+    train_step = keras.Model.train_step
+
+    def fit(self, *given, **named):
+        return super().fit(*given, **named)
+
+
+def with_own(name):
+    """A model that has a method of its own put on the instance."""
+    model = dense(4)
+    setattr(model, name, lambda *given: {})
+    return model
+
+
 class VectorLoss(keras.Sequential):
     """Has a loss for each sample."""
 
@@ -271,6 +285,9 @@ def several_outputs():
         (lambda: dense(4, kernel_constraint="non_neg"), ["kernel has the constraint NonNeg", "use a regularizer"]),
         (lambda: compiled(dense(4)), ["is compiled without a loss, and its layers have none"]),
         (lambda: OwnTrainStep.of(dense(4)), ["has a train_step of its own", "belongs in compute_loss"]),
+        (lambda: with_own("train_step"), ["has a train_step of its own", "belongs in compute_loss"]),
+        (lambda: with_own("make_train_function"), ["has a make_train_function of its own, which no worker calls"]),
+        (lambda: OwnFit.of(dense(4)), ["has a fit of its own, which no worker calls"]),
         (lambda: subclassed(keras.ops.stop_gradient), ["the loss of the model depends on no trainable variable"]),
         (
             lambda: subclassed(lambda x: 1 / 0),
@@ -934,18 +951,30 @@ class NeedsPython(Counts):
             pass
 
 
-@pytest.mark.parametrize(
-    "metric, text",
-    [
-        (Counts(), "the metric counts of the model is (2,), expected one number"),
-        (NeedsPython(), "the metrics of the model cannot be"),
-    ],
-)
-def test_metrics_that_cannot_be(user_model, user_error, metric, text):
+class InADict(Counts):
+    def result(self):
+        return {"least": keras.ops.zeros([]), "both": keras.ops.ones(2)}
+
+
+def test_a_metric_that_cannot_be(user_model, user_error):
     dataset = classes(9, [3], 4)
-    model = compiled(dense(4), loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=[metric])
-    with user_error(text):
+    model = compiled(dense(4), loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=[NeedsPython()])
+    with user_error("the metrics of the model cannot be"):
         training._trace(user_model(model, dataset), dataset)
+
+
+def test_metrics_of_several_numbers(user_model):
+    """Each of them is named, by its place or as the metric names it, and is what Keras computes."""
+    x, y = np.random.default_rng(0).random([40, 3]), np.eye(4)[np.arange(40) % 4]
+    dataset = data.checked(((x, y), (x[:23], y[:23])), "one-hot")
+    metrics = [keras.metrics.F1Score(), Counts(), InADict()]
+    loss = keras.losses.CategoricalCrossentropy(from_logits=True)
+    model = user_model(compiled(dense(4), loss=loss, metrics=metrics), dataset)
+    found = evaluate(model, model.initial_state, dataset.x_test, dataset.y_test, batch_size=10)
+    expected = model.keras_model.evaluate(dataset.x_test, dataset.y_test, verbose=0, return_dict=True)
+    assert [found[f"f1_score_{i}"] for i in range(4)] == pytest.approx(expected["f1_score"])
+    numbers = {"counts_0": 0, "counts_1": 0, "least": 0, "both_0": 1, "both_1": 1}
+    assert {name: found[name] for name in numbers} == numbers and len(found) == 4 + 5 + 1
 
 
 def test_what_is_trained(user_model):

@@ -357,6 +357,12 @@ def test_datasets_of_a_program_have_to_be_sent_as_a_function(user_error):
     assert fit._loaded(lambda: (dataset(), dataset(4))).x_test.shape == (4, 2)
 
 
+def test_a_csv_file_that_is_not_in_utf_8(user_error, tmp_path):
+    (tmp_path / "a.csv").write_bytes("größe,label\n1,0\n2,1\n".encode("latin1"))
+    with user_error("a.csv cannot be read: it is not in UTF-8, as `iconv -f latin1 -t utf8` makes it"):
+        streams.load(settings(tmp_path / "*.csv"))
+
+
 def test_whole_numbers_keep_their_bits(tmp_path):
     """Of Parquet, where all columns are whole numbers; beside fractions up to 2 to the power of 24, and numbers that fit."""
     write_table(tmp_path / "a.parquet", [], good(a=[2**24 + n for n in range(12)]))
@@ -408,6 +414,8 @@ def good(**columns):
         ),
         ("a.csv", good(a=[-(2**53) - 1] * 12), {}, "a.csv: the column 'a' holds the whole number -9,007,199,254,740,992"),
         ("a.csv", good(a=[1e300] * 12), {}, "a.csv: the column 'a' holds 1e+300, too large for float32: scale them"),
+        ("a.csv", {"": range(12), **good()}, {}, "a.csv has a column without a name, number 1; pandas writes its index so"),
+        ("a.csv", {**good(), "": range(12)}, {}, "a.csv has a column without a name, number 3"),
         ("a.csv", good(), {"label": "b"}, "--label=b: "),
         ("a.csv", {"label": [1] * 12}, {}, "a.csv has one column alone, 'label': expected samples and labels"),
         ("a.csv", {"1": [1] * 12, "2": [1] * 12}, {}, "a.csv has no line of names of columns: it begins with '1', '2'"),
