@@ -3,6 +3,7 @@
 import functools
 import gzip
 import importlib.util
+import inspect
 import mmap
 import os
 import pickle
@@ -266,7 +267,8 @@ def checked(arrays, spec):
         raise
     except Exception:  # an object that is no array may raise anything when it is converted
         expected = "((x_train, y_train), (x_test, y_test)) as NumPy arrays"
-        raise UserError(f"--data={spec} must give {expected}, and weights as a third of each, if samples have some") from None
+        weights = "and weights as a third of each, if samples have some"
+        raise UserError(f"--data={spec} must give {expected}, {weights}{_given_instead(arrays)}") from None
     for name, part in parts.items():
         parts[name] = _map_named(functools.partial(_in_types_of_training, name[0]), part, f"--data={spec}: {name}")
     for half in ("train", "test"):
@@ -299,6 +301,25 @@ def checked(arrays, spec):
                     f"{axis}_test{key[1:]} {other.dtype} of shape {other.shape[1:]}; expected the same"
                 )
     return Data(**parts)
+
+
+def _given_instead(given):
+    """Returns the end of a line: what was given in place of two pairs of arrays, and what to do; empty if that is unknown."""
+    pairs = list(given) if isinstance(given, (tuple, list)) else []
+    parts = [part for pair in pairs if isinstance(pair, (tuple, list)) for part in pair]
+    if given is None:
+        return "; it gave None: does the function return them?"
+    for part in (given, *pairs, *parts):
+        if any(kind.__name__ == "PyDataset" for kind in type(part).__mro__):
+            return "; it gave a keras.utils.PyDataset: concatenate its batches, or make a tf.data.Dataset of single samples"
+        if inspect.isgenerator(part):
+            return "; it gave a generator: np.stack(list(...)) makes an array, tf.data.Dataset.from_generator a dataset"
+    if len(pairs) == 3 and all(isinstance(pair, (tuple, list)) and len(pair) in (2, 3) for pair in pairs):
+        return "; it gave three pairs: leave out that of validation, as --validation=0.1 holds out a tenth for it"
+    for part in parts:
+        if isinstance(part, list) and len({len(row) for row in part if isinstance(row, (list, tuple))}) > 1:
+            return "; it gave lists of unequal lengths: keras.utils.pad_sequences makes an array of them"
+    return ""
 
 
 def _as_arrays(part, name):

@@ -45,7 +45,9 @@ def build(spec, data, seed=0, loss=None, tables_on_ps=False, tables_seed=0, **si
         elif ":" in spec:
             keras_model = call_user_function("--model", spec)
         else:
-            raise UserError(f"--model must be one of {', '.join(BUILT_IN)} or FILE.py:FUNCTION, not {spec!r}")
+            load = f"; for a saved model, a function that returns keras.models.load_model({spec!r})"
+            saved = load if spec.endswith(".keras") else ""
+            raise UserError(f"--model must be one of {', '.join(BUILT_IN)} or FILE.py:FUNCTION, not {spec!r}{saved}")
         if not isinstance(keras_model, keras.Model):
             raise UserError(f"--model={spec} must give a keras.Model, not {type(keras_model).__name__}")
         with named(spec):

@@ -320,6 +320,31 @@ def test_what_is_no_data(user_error, given):
         data.checked(given, "mine")
 
 
+class InBatches(keras.utils.PyDataset):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        return arrays()[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (None, "it gave None: does the function return them?"),
+        (InBatches(), "it gave a keras.utils.PyDataset: concatenate its batches, or make a tf.data.Dataset of single samples"),
+        ((InBatches(), InBatches()), "it gave a keras.utils.PyDataset"),
+        ((n for n in range(9)), "it gave a generator: np.stack(list(...)) makes an array, tf.data.Dataset.from_generator a"),
+        (((n for n in range(9)), arrays()[1]), "it gave a generator"),
+        ((*arrays(), arrays()[1]), "it gave three pairs: leave out that of validation, as --validation=0.1 holds out a tenth"),
+        ([([[1], [2, 3]], [0, 1])] * 2, "it gave lists of unequal lengths: keras.utils.pad_sequences makes an array of them"),
+    ],
+)
+def test_what_was_given_instead_is_told(user_error, given, text):
+    with user_error(f"--data=mine {NUMPY_ARRAYS}, and weights as a third of each, if samples have some; {text}"):
+        data.checked(given, "mine")
+
+
 def with_value(value):
     x = arrays()[0][0].copy()
     x[4, 1] = value

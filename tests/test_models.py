@@ -354,6 +354,11 @@ def test_no_such_model(user_error, spec):
         models.build(spec, classes(9, [3], 4))
 
 
+def test_a_saved_model_in_place_of_a_function(user_error):
+    with user_error("not 'm.keras'; for a saved model, a function that returns keras.models.load_model('m.keras')"):
+        models.build("m.keras", classes(9, [3], 4))
+
+
 # --- The same as Keras -------------------------------------------------------------------------------------------------
 
 
