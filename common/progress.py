@@ -309,11 +309,12 @@ def summary(settings, status):
     count, what = (result["num_towers"], "tower") if "num_towers" in result else (result["num_workers"], "worker")
     workers = f"{count} {what}{'s' if count > 1 else ''}"
     tasks = f"{result['num_ps']} ps, {workers}" if result["num_ps"] else f"one process, {workers}"
-    speed = (
-        f"{result['train_seconds']:.1f} s of training, {result['samples_per_second']:,.0f} samples/s"
-        if result["train_seconds"]
-        else "nothing was left to do: --steps, --epochs or --seconds had been reached before"
-    )
+    if result["train_seconds"]:
+        speed = f"{result['train_seconds']:.1f} s of training, {result['samples_per_second']:,.0f} samples/s"
+    elif result["staleness_mean"] is not None:  # some worker has trained
+        speed = "no samples/s: too little was trained when the last worker had started"
+    else:
+        speed = "nothing was left to do: --steps, --epochs or --seconds had been reached before"
     measured = [f"{name} {result[key]:{form}}, " for name, key, form in measures([result]) if key != "test_loss"]
     staleness = (
         f"staleness {result['staleness_mean']:.2f} on average, {result['staleness_max']} at most, "

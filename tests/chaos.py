@@ -285,7 +285,7 @@ class Round:
                 if step < reached and not any(before < time < after + MORE_SECS for time in restored):
                     yield f"worker {worker} was at step {step} after step {reached}, though no parameters were restored"
         yield from self._unreadable()
-        yield from self._seconds(training)
+        yield from self._seconds(sorted(line["time"] for line in lines))
         if self._counts:
             yield from self._miscounted(len(restored))
 
@@ -305,8 +305,12 @@ class Round:
         if samples != told["samples"] and not (self.has_places and self.scheme in TOGETHER):  # of so many as are there
             yield f"{told['samples']:,} samples are told, {told['global_steps']} updates take {samples:,}"
 
-    def _seconds(self, training):
-        """Yields what is wrong with the seconds of training: neither an outage counts, nor updates that were lost with a ps."""
+    def _seconds(self, times):
+        """Yields what is wrong with the seconds of training: neither an outage counts, nor updates that were lost with a ps.
+
+        Args:
+          times: of all lines of metrics, sorted. The chief writes some also while it waits for a worker, which is training.
+        """
         from common import tf
         from common.checkpoints import newest_good_checkpoint
 
@@ -314,7 +318,7 @@ class Round:
         seconds = tf.train.load_variable(newest_good_checkpoint(self.folder / "checkpoints"), "seconds")
         if self.has_outages and seconds < TRAIN_SECS * self._slower:
             yield f"it has trained for {seconds:.1f} s"
-        pauses = [after[0] - before[0] for before, after in zip(training, training[1:])]
+        pauses = [after - before for before, after in zip(times, times[1:])]
         most = sum(min(pause, OUTAGE_SECS) for pause in pauses) + 2 * OUTAGE_SECS  # before the first line and after the last
         if self.has_outages and seconds > most:
             yield f"it says {seconds:.1f} s of training, of which {most:.1f} s at most can be true"

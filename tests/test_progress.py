@@ -405,6 +405,11 @@ def test_summary_of_a_run_that_had_nothing_left_to_do(tmp_path, capsys):
     assert lines[2] == "test accuracy 0.975, test loss 0.0884; 0 restarts"
 
 
+def test_summary_of_a_run_in_which_the_last_worker_came_too_late(tmp_path, capsys):
+    lines = summary(tmp_path, capsys, train_seconds=None, samples_per_second=None)
+    assert lines[1] == "no samples/s: too little was trained when the last worker had started; 29.6 s in all"
+
+
 def test_summary_of_a_run_that_was_stopped(tmp_path, capsys):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "model.ckpt-7.index").touch()
