@@ -354,7 +354,10 @@ class Round:
                 if earlier == points[0]:  # it had not trained yet, but started, or prepared its graph
                     earlier = max(earlier[0], later[0] - METRICS_SECS), step
                 share = (step - earlier[1]) / (later[1] - earlier[1])
-                self.losses.append(max(0.0, fault - (earlier[0] + share * (later[0] - earlier[0]))))
+                lost = max(0.0, fault - (earlier[0] + share * (later[0] - earlier[0])))
+                if step >= max(step for _, step in points):  # no line tells of more: all may have waited for a last worker
+                    lost = min(lost, METRICS_SECS)
+                self.losses.append(lost)
                 if self.losses[-1] > CHECKPOINT_SECS + MORE_SECS:
                     yield f"{self.losses[-1]:.1f} s were lost when parameters were {line['parameters']}"
 
