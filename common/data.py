@@ -71,9 +71,9 @@ def _items(part):
 
 
 def arrays_in(part):
-    """Returns the arrays of samples, labels or weights, which may be one, or several in a tuple or dict, as a list.
+    """Returns a list of the arrays of samples, labels or weights: one array, or several in a tuple or dict.
 
-    Those of a dict in the order of their keys, as `tf.nest.flatten`, whatever order it was made in.
+    The arrays of a dict come in the order of its sorted keys, as from `tf.nest.flatten`.
     """
     return list(_named(part, "").values())
 
@@ -384,9 +384,10 @@ def _in_types_of_training(axis, array, name):
         if not all(np.isfinite(chunk).all() for chunk in chunks(array)):
             count = sum(np.sum(~np.isfinite(chunk)) for chunk in chunks(array))
             raise UserError(f"{name} holds {count} values that are NaN or infinite")
-        if array.dtype != dtype and (most := max(np.abs(chunk).max() for chunk in chunks(array))) > np.finfo(dtype).max:
+        most = max(np.abs(chunk).max() for chunk in chunks(array)) if array.dtype != dtype else 0
+        if most > np.finfo(dtype).max:
             raise UserError(f"{name} holds {most:.3g}, too large for float32; scale it")
-        if axis == "x" and array.dtype.itemsize > 4 and (found := rounded(array)) is not None:
+        if axis == "x" and most > EXACT[0] and (found := rounded(array)):
             raise UserError(f"{name} holds {found}: give whole numbers as int64, or scale them")
     elif axis == "w" or (axis == "x" and kind == "b"):
         dtype = np.dtype(np.float32)
@@ -414,7 +415,7 @@ def rounded(array):
         if chunk.dtype.kind == "f" and (chunk != np.floor(chunk)).any():
             return None
         if found is None:
-            with np.errstate(over="ignore"):  # to infinity, which differs
+            with np.errstate(over="ignore"):  # a number too large becomes infinity
                 changes = (chunk.astype(np.float32) != chunk) | (chunk >= EXACT[1]) | (chunk <= -EXACT[1])
             found = next(iter(chunk[changes]), None)
     if found is None:

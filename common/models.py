@@ -265,14 +265,13 @@ def checked(keras_model, data, loss=None, last_operation=None):
 
 
 def _refuse_other_names(keras_model, x):
-    """Raises a `UserError` if samples in a dict have other keys than a functional model has inputs.
+    """Raises a `UserError` if samples in a dict have other keys than a functional or sequential model has inputs.
 
     Keras would take them apart by the alphabet and, with one key more or less, give the inputs each other's samples.
     """
-    inputs = getattr(keras_model, "_inputs_struct", None)
-    if not isinstance(x, dict) or inputs is None:
+    expected = tables.named_inputs(keras_model).keys()
+    if not isinstance(x, dict) or not expected:
         return
-    expected = set(inputs) if isinstance(inputs, dict) else {tensor.name for tensor in keras_model.inputs}
     names = ", ".join(map(repr, sorted(expected)))
     if others := sorted(x.keys() - expected):
         raise UserError(f"the samples have {others[0]!r}, which is none of the model's inputs, {names}: leave it out")

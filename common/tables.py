@@ -154,12 +154,16 @@ def _check_types(model, x):
 
 def _inputs_of(keras_model, x):
     """Returns pairs of an input of a functional or sequential model and its samples `[n, ...]`; none of other models."""
-    inputs = getattr(keras_model, "inputs", None) or []
     if not isinstance(x, dict):
-        return list(zip(inputs, arrays_in(x), strict=False))
-    named = getattr(keras_model, "_inputs_struct", None)
-    named = named if isinstance(named, dict) else {tensor.name: tensor for tensor in inputs}
+        return list(zip(getattr(keras_model, "inputs", None) or [], arrays_in(x), strict=False))
+    named = named_inputs(keras_model)
     return [(named[name], array) for name, array in x.items() if name in named and hasattr(named[name], "dtype")]
+
+
+def named_inputs(keras_model):
+    """Returns {name: input} of a functional or sequential model; an empty dict of other models."""
+    inputs = getattr(keras_model, "_inputs_struct", None)
+    return inputs if isinstance(inputs, dict) else {v.name: v for v in getattr(keras_model, "inputs", None) or []}
 
 
 def _seed_of(initializer, seed):

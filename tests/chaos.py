@@ -285,7 +285,7 @@ class Round:
                 if step < reached and not any(before < time < after + MORE_SECS for time in restored):
                     yield f"worker {worker} was at step {step} after step {reached}, though no parameters were restored"
         yield from self._unreadable()
-        yield from self._seconds(sorted(line["time"] for line in lines))
+        yield from self._seconds(training)
         if self._counts:
             yield from self._miscounted(len(restored))
 
@@ -305,12 +305,8 @@ class Round:
         if samples != told["samples"] and not (self.has_places and self.scheme in TOGETHER):  # of so many as are there
             yield f"{told['samples']:,} samples are told, {told['global_steps']} updates take {samples:,}"
 
-    def _seconds(self, times):
-        """Yields what is wrong with the seconds of training: neither an outage counts, nor updates that were lost with a ps.
-
-        Args:
-          times: of all lines of metrics, sorted. The chief writes some also while it waits for a worker, which is training.
-        """
+    def _seconds(self, training):
+        """Yields what is wrong with the seconds of training: neither an outage counts, nor updates that were lost with a ps."""
         from common import tf
         from common.checkpoints import newest_good_checkpoint
 
@@ -318,7 +314,7 @@ class Round:
         seconds = tf.train.load_variable(newest_good_checkpoint(self.folder / "checkpoints"), "seconds")
         if self.has_outages and seconds < TRAIN_SECS * self._slower:
             yield f"it has trained for {seconds:.1f} s"
-        pauses = [after - before for before, after in zip(times, times[1:])]
+        pauses = [after[0] - before[0] for before, after in zip(training, training[1:])]
         most = sum(min(pause, OUTAGE_SECS) for pause in pauses) + 2 * OUTAGE_SECS  # before the first line and after the last
         if self.has_outages and seconds > most:
             yield f"it says {seconds:.1f} s of training, of which {most:.1f} s at most can be true"
@@ -371,7 +367,7 @@ class Round:
                 yield "a checkpoint that cannot be read"
         if (self.folder / "curve.png").read_bytes()[-8:-4] != b"IEND":
             yield "curve.png is cut short"
-        import counting_model  # noqa: F401, which has a layer of the model
+        import counting_model  # noqa: F401, registers a layer of the model
         import keras
 
         keras.models.load_model(self.folder / "model.keras")
