@@ -457,7 +457,7 @@ class Keeper(tf.train.SessionRunHook):
             if self._is_open:  # else the chief's own variables have no values yet, and there is nothing to copy
                 session.run(self._copies)
             (now, step, samples, seconds, life), values, _ = session.run(self._snapshot)
-            seconds = max(seconds, self.clock.seconds(life))
+            seconds = max(seconds, self.clock.saved(life))
             # No sum of float32 is too large for float64: it is finite if all of them are.
             if not all(np.isfinite(np.sum(values[i], dtype=np.float64)) for i in self._trainable):
                 print(f"no checkpoint of step {step}: its parameters are not finite", flush=True)

@@ -135,10 +135,11 @@ class MeetingHook(tf.train.SessionRunHook):
     Args:
       meeting: a `common.together.Pace`, `Together` or `Ring`.
       who_left: where workers come and go, function that returns which of them have left for good.
+      come: function of a session, called before this worker enters in it.
     """
 
-    def __init__(self, meeting, who_left=tuple):
-        self._meeting, self._who_left = meeting, who_left
+    def __init__(self, meeting, who_left=tuple, come=lambda session: None):
+        self._meeting, self._who_left, self._come = meeting, who_left, come
         self._session, self._has_left, self._is_released = None, False, False
 
     def after_create_session(self, session, coord):
@@ -146,6 +147,7 @@ class MeetingHook(tf.train.SessionRunHook):
         if self._meeting.vote is not None and self._session:
             raise RuntimeError("the connection to a ps was lost; all workers have to be started again")
         self._session = session
+        self._come(session)
         if self._has_left:
             session.run(self._meeting.leave)
         else:

@@ -403,7 +403,8 @@ def run_worker(plan, task, settings, server, interruption, open_session):
     size = len(REPORT) + len(PARTS) + len(STAY)
     kept = functools.partial(run_dir.read_left, settings.run_dir, task.num_workers if task else 1, size)
     if plan.waits:
-        meeting = MeetingHook(plan.waits, kept)
+        plan.keeper.clock.waits = True
+        meeting = MeetingHook(plan.waits, kept, plan.keeper.clock.come)
         interruption.release = meeting.release
         hooks.insert(1, meeting)
     if plan.lease is not None:
@@ -475,6 +476,8 @@ def run_worker(plan, task, settings, server, interruption, open_session):
                 doing("running a call", waits=bool(meeting), whom=meeting.missing if meeting else nobody)
                 before = present
                 rounds = _run_rounds(session, plan, log, present + plan.last - last)
+                if plan.keeper:
+                    plan.keeper.clock.has_called = True
                 present, is_over, calls = rounds.steps[-1, 1], rounds.training_ended, calls + 1
                 if plan.goal is not None:
                     now = samples_before + times(rounds.local_steps[1], plan.keeper.samples_per_update)
@@ -496,6 +499,8 @@ def run_worker(plan, task, settings, server, interruption, open_session):
             if plan.keeper:
                 plan.keeper.clock.is_training = False
             stop_step = session.run(plan.step)
+            if calls > 1:  # else there is nothing but a call that does not count
+                stop_time = seconds()
             if not leaves:
                 interruption.training_ends()
             if meeting and leaves:

@@ -391,10 +391,48 @@ def test_the_clock_stands_still_while_a_worker_waits_for_others_at_its_end(chief
     for _ in range(2):
         of_chief.tick(opened)
         now.monotonic += 100
-    assert of_chief.seconds() == 0
+    assert of_chief.seconds() == pytest.approx(6, abs=0.5)
     opened.run(chief.update)
     chief.keeper.save(opened)
     assert tf.train.load_variable(str(chief.folder / "model.ckpt-1"), "seconds") == pytest.approx(6, abs=0.5)
+
+
+def test_where_workers_wait_for_each_other_no_wait_for_one_that_starts_counts(chief, now):
+    """Neither in a worker's own first call, nor in that of a worker that comes back. A slow call counts."""
+    opened = chief.begin()
+    other = Worker(chief.place, chief.folder, 1)
+    joined = other.join()
+
+    def starts(worker, session):
+        worker.keeper.clock.waits = True
+        worker.keeper.clock.come(session)
+        worker.keeper.clock.tick(session)
+
+    def calls(seconds, *others):
+        """All workers make a call of so many seconds, while others are started."""
+        for worker, its in (chief, opened), (other, joined):
+            worker.keeper.clock.tick(its)
+        for worker, its in others:
+            starts(worker, its)
+        now.monotonic += seconds
+        for worker, its in (chief, opened), (other, joined):
+            worker.keeper.clock.has_called = True
+            worker.keeper.clock.tick(its)
+        return [round(worker.keeper.clock.seconds()) for worker in (chief, other)]
+
+    starts(chief, opened)
+    starts(other, joined)
+    assert calls(60) == [0, 0]  # both prepare their graphs
+    assert calls(7) == [7, 7]
+    other.keeper.clock.stop()  # it was killed
+    assert calls(30, (other, joined))[0] == 7
+    assert calls(4)[0] == 11
+    chief.keeper.clock.tick(opened)
+    now.monotonic += 20  # a call that may have a wait in it
+    opened.run(chief.update)
+    chief.keeper.save(opened)
+    assert tf.train.load_variable(str(chief.folder / "model.ckpt-1"), "seconds") == pytest.approx(11, abs=1.5)
+    assert chief.keeper.clock.seconds() == pytest.approx(31, abs=1.5)
 
 
 def test_parameters_that_are_not_finite_are_not_saved(chief, capsys):
