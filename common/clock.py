@@ -100,7 +100,7 @@ class TrainingClock:
         self._last, self._ticked = (seconds, life), now
 
     def seconds(self):
-        """Returns the seconds up to now, by this worker's clock, or up to the end of its training; 0 before its first `tick`."""
+        """Returns the seconds up to now, by this worker's clock, or up to its end; 0 before its first `tick`."""
         return self._until(self._last, self._runs)
 
     def saved(self, life):

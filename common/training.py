@@ -467,7 +467,11 @@ def run_worker(plan, task, settings, server, interruption, open_session):
                 plan.keeper.clock.is_training = True
             while present < last and not is_over:
                 is_told = early_stopping and early_stopping.requested
-                if seconds() >= most_seconds or interruption.requested or is_told:
+                is_late = seconds() >= most_seconds
+                if is_late and meeting:  # the call before may be one that does not count
+                    session.run(plan.step)
+                    is_late = seconds() >= most_seconds
+                if is_late or interruption.requested or is_told:
                     if meeting is None or not meeting.vote(session):
                         is_over = True
                         break
