@@ -29,7 +29,8 @@ from common.virtual_time import Costs, VirtualTime
 # Flags for processes, checkpoints and files, which a simulation does not have.
 WITHOUT = (
     *("launch", "gpus", "isolation", "require_isolation", "job_name", "task_index", "ps_hosts", "worker_hosts", "check"),
-    *("resume", "checkpoint_secs", "max_restarts", "hang_secs", "start_secs", "callback", "validation", "patience"),
+    *("resume", "checkpoint_secs", "max_restarts", "hang_secs", "start_secs", "give_up_secs", "callback"),
+    *("validation", "patience"),
     *("test_data", "label", "parse"),
 )
 POINTS = 30  # evaluations of a run

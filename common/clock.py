@@ -18,7 +18,8 @@ class TrainingClock:
     checkpoint. So neither an outage of a ps counts, nor updates that were rolled back, nor a wait before the first round.
 
     Where workers wait for each other, all of them wait while one of them is started, or started again, and prepares its graph.
-    So neither a worker's first call of a session counts there, nor a call during which another worker came.
+    So neither a worker's first call of a session counts there, nor a call until the moment at which another worker came, or had
+    ended its first call.
 
     Args:
       device: of the global step.
@@ -42,7 +43,8 @@ class TrainingClock:
             when = tf.get_variable("told", initializer=tf.zeros([], tf.float64), **options)  # by the ps's wall clock; 0: never
             life = tf.get_variable("life", initializer=tf.zeros([], tf.int64), **options)  # since a `restart`
             came = tf.get_variable("came", initializer=tf.zeros([], tf.int64), **options)
-            self.variables = [trained, when, life, came]
+            came_at = tf.get_variable("came_at", initializer=tf.zeros([], tf.float64), **options)  # by that clock, the last one
+            self.variables = [trained, when, life, came, came_at]
             self._seconds, self._life = tf.placeholder(tf.float64, []), tf.placeholder(tf.int64, [])
             self._before, self._known = tf.placeholder(tf.float64, []), tf.placeholder(tf.int64, [])
             self._restart = [
@@ -50,18 +52,22 @@ class TrainingClock:
                 when.assign(tf.zeros([], tf.float64), read_value=False),
                 life.assign(self._life, read_value=False),
                 came.assign(tf.zeros([], tf.int64), read_value=False),
+                came_at.assign(tf.zeros([], tf.float64), read_value=False),
             ]
-            self._come = came.assign_add(1, read_value=False)
+            self._come = [came.assign_add(1, read_value=False), came_at.assign(tf.timestamp(), read_value=False)]
             self.told = trained.read_value(), life.read_value()
             since = tf.where_v2(when.read_value() > 0, tf.timestamp() - when.read_value(), 0.0)
             self._look = trained.read_value() + tf.clip_by_value(since, 0.0, MOST_AHEAD), life.read_value(), came.read_value()
             is_same = tf.equal(life.read_value(), self._life)  # else the parameters were restored meanwhile
-            self._more = tf.placeholder(tf.int64, [])
-            present = came.assign_add(self._more).read_value()
-            seconds = tf.where(tf.equal(present, self._known), self._seconds, self._before)
+            starts, others_came = tf.equal(self._known, STARTS), tf.not_equal(came.read_value(), self._known)
+            since = tf.where(starts, tf.zeros([], tf.float64), tf.maximum(tf.timestamp() - came_at.read_value(), 0.0))
+            seconds = tf.where(others_came, tf.minimum(self._before + since, self._seconds), self._seconds)
+            with tf.control_dependencies([since, others_came]):
+                present = came.assign_add(tf.cast(starts, tf.int64)).read_value()
+                come = came_at.assign(tf.where(starts, tf.timestamp(), came_at.read_value()), read_value=False)
             most = tf.where(is_same, tf.maximum(trained.read_value(), seconds), trained.read_value())
             moment = tf.where(is_same, tf.timestamp(), when.read_value())
-            with tf.control_dependencies([most, moment]):
+            with tf.control_dependencies([most, moment, come]):
                 told = [trained.assign(most, read_value=False), when.assign(moment, read_value=False)]
             self._tell = is_same, tf.maximum(most, seconds), present, told
 
@@ -89,7 +95,6 @@ class TrainingClock:
         seconds = before + now - self._ticked
         if now >= self._next or not self.is_training or self._came == STARTS:
             told = {self._seconds: seconds, self._before: before, self._life: life, self._known: self._came}
-            told[self._more] = int(self._came == STARTS and not self.has_called)  # the first call still begins
             is_same, seconds, came, _ = session.run(self._tell, told)
             self._runs, self._next = bool(is_same) and self.is_training, now + TELL_SECS
             if self._came != STARTS or self.has_called:

@@ -25,10 +25,16 @@ class Rendezvous:
       kept: function that returns reports of workers that have left, {worker: numbers}: a ps that is restarted has no others.
       expected: function of a session that returns the workers that have come, a set; by default all do. The others are places
         that nobody has taken.
+
+    Attributes:
+      is_gathering: whether this is the chief, which waits for reports.
+      given_up: workers for whose reports it does not wait, a set of their numbers.
     """
 
     def __init__(self, task, size, kept=dict, expected=None):
         self._came, self._kept = {task.shard_index}, kept
+        self.given_up: set[int] = set()
+        self.is_gathering = False
         self._all = self._awaited = set(range(task.num_workers))
         self._expected = expected or (lambda session: self._all)
         self._report = report = tf.placeholder(tf.float64, [size])
@@ -50,7 +56,7 @@ class Rendezvous:
             with tf.control_dependencies([arrive]):
                 self._hand_in_and_wait = dismissal.dequeue()
                 self._hand_in_and_list = tf.raw_ops.LookupTableExportV2(table_handle=table, Tkeys=tf.int64, Tvalues=tf.float64)
-            self._next_arrival = arrivals.dequeue()
+            self._next_arrival, self._wake = arrivals.dequeue(), arrivals.enqueue(index)
             self._dismiss = dismissal.close()
 
     def wait(self, session, report):
@@ -62,14 +68,21 @@ class Rendezvous:
 
     def gather(self, session, report):
         """Adds the chief's own report, waits for those of all workers, and returns them `[workers, size]` in order."""
+        self.is_gathering = True
         while True:
             # Its own again each time, since a ps that was restarted has forgotten it.
             workers, reports = session.run(self._hand_in_and_list, {self._report: report})
             known = self._known(workers, reports)
-            self._came, self._awaited = set(known), self._expected(session)
+            self._came, self._awaited = set(known), self._expected(session) - self.given_up
             if self._awaited <= self._came:
+                self.given_up -= self._came  # they came after all
                 return np.array([known[worker] for worker in sorted(known)])
             session.run(self._next_arrival)
+
+    def give_up(self, workers, session):
+        """From now on `gather`, in another thread, does not wait for these."""
+        self.given_up |= workers
+        session.run(self._wake)
 
     def leave(self, session, report):
         """Hands in the report of a worker that leaves for good: nobody waits for it any more."""

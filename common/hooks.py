@@ -24,7 +24,7 @@ class Gate:
             self._end = self.variable.assign(False, read_value=False)
             self._came = ending.gate_table(device)
             self._who_came = tf.raw_ops.LookupTableExportV2(table_handle=self._came, Tkeys=tf.int64, Tvalues=tf.int64).keys
-            self._is_open = tf.is_variable_initialized(self.variable)
+            self._is_open = self.variable.is_initialized()
 
     def closed(self, index):
         """Returns a tensor of names, empty when the gate is open, for the `ready_for_local_init_op` of worker `index`. To read

@@ -115,7 +115,7 @@ def _have_environment(task):
 def _serve(task):
     """The life of a ps that no launcher has started. SIGTERM goes to all tasks where a scheduler ends them: see
     `ending.count_left_as_done`. A second one ends it at once. SIGHUP comes when the terminal is closed, maybe that of the
-    workers, too; if they don't leave, it ends like Ctrl-C, but later."""
+    workers, too. If they don't leave, it ends like Ctrl-C, but later."""
     is_asked = threading.Event()
 
     def hear(number):
@@ -123,12 +123,11 @@ def _serve(task):
             return  # the shell and the system may both send it
         if is_asked.is_set() or not task.is_serving():
             os._exit(130)
-        if number == signal.SIGHUP:
-            timer = threading.Timer(supervisor.STOP_SECONDS, os._exit, [130])
-            timer.daemon = True
-            timer.start()
+        timer = threading.Timer(supervisor.STOP_SECONDS, os._exit, [130])
+        timer.daemon = True
+        timer.start()
         is_asked.set()
-        print("asked to end: waits until the workers have left", flush=True)
+        print(f"asked to end: waits until the workers have left, {supervisor.STOP_SECONDS} s at most", flush=True)
         threading.Thread(target=ending.count_left_as_done, args=(task, task.start_server()), daemon=True).start()
 
     signals.hear_signals((signal.SIGTERM, signal.SIGHUP), hear)
@@ -205,6 +204,8 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
         settings = settings.but(validation=None, patience=None)
     if settings.patience and not settings.validation:
         raise UserError("--patience is about the loss on held-out samples: give --validation, the share of them, too")
+    if task is None and flags.present(values, "give_up_secs"):
+        raise UserError("--give_up_secs is for tasks started by hand: a launcher starts again what has died (--max_restarts)")
     if task is None and not launches:
         for name in flags.present(values, "num_ps", "num_workers", "gpus"):
             raise UserError(

@@ -20,6 +20,7 @@ from common.center import GlobalParameters, fragments_of
 from common.checkpoints import Keeper, checkpoints_in, times
 from common.compression import BIASED, compression_of
 from common.flags import FITTING, UserError, sizes
+from common.giving_up import GiveUpHook
 from common.hooks import EarlyStoppingHook, Gate, MeetingHook, StartHook, WarmStartHook
 from common.leases import LeasedBatches, LeaseHook, Ledger
 from common.local import LocalParameters
@@ -169,6 +170,7 @@ def train(scheme, task, settings):
             more |= {name: getattr(settings, name) for name in flags} | {"tables_seed": settings.seed}
             for line in tables.dropped(more["tables"], settings.max_rows):
                 tell(line)
+        more |= {"given_up": outcome.given_up} if outcome.given_up else {}
         more |= {"delays": settings.delays or [], "rounds_per_call": rounds, "flags_of_scheme": own}
         is_dynamic, what = center.local_steps is not None, (settings, task, outcome.reports, *outcome.evaluated)
         more |= {"samples_per_gradient": of_gradient, "gradients_per_update": 1 if is_dynamic else gradients}
@@ -358,6 +360,7 @@ class Outcome(NamedTuple):
     rows: Any = None  # what this worker pulled of tables, values of the first of `Plan.rows`
     samples: Any = None  # how many the parameters were trained with, in all runs that they come from; None: see the reports
     dropped: Any = None  # how many gradients were dropped, in all these runs, and of how many samples; None: see the reports
+    given_up: Any = ()  # numbers of workers without whose reports this is, see `common.giving_up`
 
 
 def run_worker(plan, task, settings, server, interruption, open_session):
@@ -422,6 +425,8 @@ def run_worker(plan, task, settings, server, interruption, open_session):
         if settings.max_workers and plan.gate:
             expected = lambda opened: {*range(begin_workers), *plan.gate.who_came(opened)}  # noqa: E731
         rendezvous = ending.Rendezvous(task, size, kept, expected)
+    if task and not os.environ.get("LAUNCHER_KEY"):  # a launcher starts again what has died
+        hooks.append(GiveUpHook(task, server, settings, plan.step, rendezvous))
     seconds = plan.keeper.clock.seconds if plan.keeper else time.monotonic
     is_dynamic = plan.keeper is not None and plan.keeper.is_of_local_steps
     # As a number of updates, for the speed.
@@ -543,7 +548,8 @@ def run_worker(plan, task, settings, server, interruption, open_session):
                 session.run_step_fn(lambda step_context: save(step_context.session))
                 counts = session.run([plan.keeper.samples, plan.keeper.dropped]) if plan.keeper else (None, None)
                 rows = session.run(plan.rows[:1])
-                outcome = Outcome(0, session.run(plan.final), reports, evaluation.evaluate(session), rows, *counts)
+                given_up = sorted(rendezvous.given_up) if task else []
+                outcome = Outcome(0, session.run(plan.final), reports, evaluation.evaluate(session), rows, *counts, given_up)
                 if task:
                     rendezvous.dismiss(session)
                 break

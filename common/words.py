@@ -112,7 +112,7 @@ class _Wait:
 
     def inquire(self, number, began, whom):
         """Finds out for which tasks this one waits, and says so if that has changed."""
-        names = self.unreachable("ps ") or [self._with_address(name) for name in whom()]
+        names = self.unreachable("ps ") or [self.with_address(name) for name in whom()]
         who = ", ".join(names[:4]) + (f" and {len(names) - 4} others" if names[4:] else "")
         with self._lock:
             if number != _progress[0] or (self.said and self.said[1] == who):
@@ -135,7 +135,19 @@ class _Wait:
         self.said = None
         _tell_and_log(f"{self._name} waits no longer for {who}: it took {time.monotonic() - began:.0f} s")
 
-    def _with_address(self, name):
+    def away(self):
+        """Returns the tasks for which this one waits just now, and that accept no connection; it has waited for a while."""
+        _, _, _, _, began, whom = _progress
+        if whom is None or time.monotonic() < began + WAIT_SECONDS:
+            return []
+
+        def found(names):
+            return [name for name in names if name in self._hosts and _why_unreachable(self._hosts[name])]
+
+        return found(name for name in self._hosts if name.startswith("ps ")) or found(whom())
+
+    def with_address(self, name):
+        """Returns the name of a task with its address."""
         return f"{name} at {self._hosts[name]}" if name in self._hosts else name
 
     def unreachable(self, job):
@@ -143,11 +155,21 @@ class _Wait:
         found = []
         for name, address in self._hosts.items():
             if name.startswith(job) and (why := _why_unreachable(address)):
-                found.append(f"{self._with_address(name)} ({why})")
+                found.append(f"{self.with_address(name)} ({why})")
         return found
 
 
 _wait = _Wait()
+
+
+def away():
+    """Returns the names of tasks, as ["worker 3"], for which this one waits and that it cannot reach. Takes seconds, maybe."""
+    return _wait.away()
+
+
+def with_address(name):
+    """Returns "worker 3 at host:port" of "worker 3"."""
+    return _wait.with_address(name)
 
 
 def workers_away():

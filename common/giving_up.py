@@ -1,0 +1,74 @@
+"""A task that no launcher has started gives up those that it waits for and cannot reach, after `--give_up_secs`."""
+
+import sys
+import threading
+import time
+
+from common import ending, signals, tf, words
+
+LOOK_SECS = 1.0
+
+
+class GiveUpHook(tf.train.SessionRunHook):
+    """Looks for which tasks this one waits, and gives them up when they have been away for `--give_up_secs`.
+
+    A task is away while this one waits for it and its address accepts no connection. The time begins anew when another one is
+    away, or the global step has changed: then somebody trains, and it may be that only the way between the two is closed.
+
+    The chief that has trained needs no other worker for the result; any other task that waits ends with status 1.
+
+    Args:
+      task: a `common.cluster.TaskSpecDef` of a worker.
+      server: its `tf.train.Server`.
+      settings: all flags.
+      step: the global step.
+      rendezvous: its `common.ending.Rendezvous`.
+    """
+
+    def __init__(self, task, server, settings, step, rendezvous):
+        self._task, self._server, self._settings = task, server, settings
+        self._step, self._rendezvous, self._session = step, rendezvous, None
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def after_create_session(self, session, coord):
+        """From now on the step is read in this session."""
+        self._session = session
+
+    def _run(self):
+        secs, since, known, pause = self._settings.give_up_secs, 0.0, None, threading.Event()
+        while not pause.wait(min(LOOK_SECS, secs / 4)):
+            away = words.away()
+            if self._session is None and self._task.is_master() and not self._is_ps(away):
+                away = []  # it waits for those that have not come yet, for --start_secs
+            seen = away, self._read(away)
+            if not away or seen != known:
+                since, known = time.monotonic(), seen
+            elif time.monotonic() - since >= secs:
+                self._give_up(away)
+                known = None
+
+    def _is_ps(self, away):
+        return any(name.startswith("ps ") for name in away)
+
+    def _read(self, away):
+        if not away or self._is_ps(away) or self._session is None:
+            return None
+        try:
+            return int(self._session.run(self._step))
+        except (tf.errors.OpError, RuntimeError):
+            return None  # the session has failed or was closed
+
+    def _give_up(self, names):
+        secs, workers = self._settings.give_up_secs, {int(name[7:]) for name in names if name.startswith("worker ")}
+        who = f"{', '.join(map(words.with_address, names))} could not be reached for --give_up_secs={secs:g}"
+        if self._rendezvous.is_gathering and workers:
+            words.tell(f"{who}: the result is without {'it' if len(workers) == 1 else 'them'}")
+            self._rendezvous.give_up(workers, self._session)
+            return
+        how = "start all tasks again, with --resume, which goes on from the newest checkpoint"
+        print(f"{self._settings.scheme}: {who}: {how}", file=sys.stderr, flush=True)
+        what = self._task, self._server, sorted(workers)
+        saying = threading.Thread(target=ending.say_done, args=what, daemon=True)
+        saying.start()
+        saying.join(ending.LEFT_SECONDS)  # the ps may be those that are away
+        signals.exit_at_once(1)
