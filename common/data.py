@@ -358,6 +358,13 @@ def typed(samples, name):
     return found
 
 
+# What to do with strings.
+OF_STRINGS = (
+    "a StringLookup or TextVectorization is called in the data, not in the model: dataset.map(lambda x, y: (lookup(x), y)); "
+    "keras.layers.Hashing(2**53) makes ids for common.Embedding"
+)
+
+
 def _in_types_of_training(axis, array, name):
     """Returns an array as int32 or float32, samples of bytes as they are, or raises `UserError`; copies what has to change.
 
@@ -372,7 +379,7 @@ def _in_types_of_training(axis, array, name):
         return array
     kind = array.dtype.kind
     if kind not in "fiub":
-        hint = "; keras.layers.Hashing(2**53) makes ids of them, for common.Embedding" if axis == "x" and kind in "US" else ""
+        hint = f"; {OF_STRINGS}" if axis == "x" and kind in "US" else ""
         raise UserError(f"{name} holds {array.dtype}, expected numbers{hint}")
     if array.ndim == 0 or len(array) == 0:
         raise UserError(f"{name} has no samples")

@@ -89,6 +89,7 @@ def train(scheme, model, data, *, run_dir=None, pace="own", verbose=True, **flag
     folder = Path(run_dir or f"runs/{name}/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S.%f}").resolve()
     if _is_model(model) and any(hasattr(layer, "is_on_ps") for layer in model._flatten_layers()):
         raise UserError("the model has a table (common.Embedding), which begins on the ps: give a function that makes it")
+    _check_keras(model)
     model = _SentModel(model) if _is_model(model) else model
     with tempfile.TemporaryDirectory(prefix="sent-") as sent:
         script, problem = _script_of(scheme, pace, flags, Path(sent)), Path(sent, "problem.py")
@@ -239,6 +240,25 @@ def _send(value, flag, problem):
 def _is_model(value):
     keras = sys.modules.get("keras")  # if there is a model, Keras has been imported
     return keras is not None and isinstance(value, keras.Model)
+
+
+def _check_keras(model):
+    """Raises a `UserError` if this program has changed settings of Keras that a function's model would not get in a task.
+
+    The layers of a model that is there are sent with theirs.
+    """
+    keras = sys.modules.get("keras")
+    if keras is None or _is_model(model):
+        return
+    found = {"dtype_policy": keras.config.dtype_policy().name}
+    found |= {name: getattr(keras.config, name)() for name in ("floatx", "image_data_format")}
+    expected = {"dtype_policy": "float32", "floatx": "float32", "image_data_format": "channels_last"}
+    for name, value in found.items():
+        if value != expected[name]:
+            raise UserError(
+                f"keras.config.{name}() is {value!r} in this program, and {expected[name]!r} in the processes that train: "
+                f"call keras.config.set_{name} in the function that makes the model"
+            )
 
 
 class _Arrays:

@@ -2,10 +2,12 @@
 
 import difflib
 import errno
+import json
 import os
 import re
 import sys
 import threading
+from pathlib import Path
 
 from absl import flags
 
@@ -89,6 +91,24 @@ def check_backend(name):
     """Raises a `UserError` unless this backend of Keras is TensorFlow."""
     if name != "tensorflow":
         raise UserError(f"Keras runs on {name}; unset KERAS_BACKEND or set it to tensorflow")
+
+
+def check_keras():
+    """Raises a `UserError` if the settings of Keras, in `KERAS_BACKEND` and in the user's keras.json, are not those of a run.
+
+    Without that backend, no import of Keras gets far, so they are read here.
+    """
+    path = Path(os.environ.get("KERAS_HOME") or Path("~/.keras").expanduser(), "keras.json")
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        found = {}  # as Keras does
+    if given := os.environ.get("KERAS_BACKEND"):
+        check_backend(given)
+    for name, expected in {"backend": "tensorflow", "image_data_format": "channels_last", "floatx": "float32"}.items():
+        value = found.get(name, expected) if isinstance(found, dict) else expected
+        if value != expected and not (name == "backend" and given):
+            raise UserError(f'{path} sets "{name}" to {value!r}: expected "{expected}"')
 
 
 class TrainingFailed(_OneLine):

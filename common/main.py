@@ -191,7 +191,7 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
         task = task if is_by_tf_config else task.use_last_worker_as_evaluator()
     elif task and task.is_evaluator():
         raise UserError(f"this task is an evaluator, which {script.name} does not have; Continuous-Evaluation has")
-    flags.check_backend(os.environ.get("KERAS_BACKEND") or "tensorflow")  # here, as without that backend no import gets far
+    flags.check_keras()
     if settings.run_dir == "":
         raise UserError("--run_dir is empty: name a folder, or leave the flag out")
     launches = task is None and settings.launch

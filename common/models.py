@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from common import limits, tables, tf
-from common.data import arrays_in, call_user_function, mapped, one_line
+from common.data import OF_STRINGS, arrays_in, call_user_function, mapped, one_line
 from common.flags import TRANSFORMER, UserError, check_backend
 from common.rows import chunks
 
@@ -232,6 +232,7 @@ def checked(keras_model, data, loss=None, last_operation=None):
     from common import objectives
 
     _refuse_layers(keras_model)  # before they are called: Keras's own complaints about them say something else
+    _refuse_strings(keras_model)
     _refuse_other_names(keras_model, data.x_train)
     x, y, *weights = _telling_samples(data.train)
     shapes = ", ".join(str(list(array.shape[1:])) for array in arrays_in(x))
@@ -239,8 +240,8 @@ def checked(keras_model, data, loss=None, last_operation=None):
         outputs = keras_model(x, **_training(keras_model, False))
     if not keras_model.trainable_variables:
         has_tables = any(getattr(layer, "is_on_ps", False) for layer in keras_model._flatten_layers())
-        others = " but the tables on the ps, and workers need some: give it a layer of weights" if has_tables else ""
-        raise UserError(f"the model has no trainable variables{others}")
+        others = " but the tables on the ps" if has_tables else ""
+        raise UserError(f"the model has no trainable variables{others}, and workers need some: give it a layer of weights")
     for v in [*keras_model.trainable_variables, *keras_model.non_trainable_variables]:
         values = v.numpy()
         if values.dtype.kind == "f" and not np.isfinite(values).all():
@@ -262,6 +263,16 @@ def checked(keras_model, data, loss=None, last_operation=None):
         measures = list(_numbers(keras_model.compute_metrics(x, y, outputs, *weights)))
     places = max(math.prod(output.shape[1:-1]) for output in tf.nest.flatten(outputs))
     return Model(keras_model, measures, own_optimizer, places)
+
+
+def _refuse_strings(keras_model):
+    """Raises a `UserError` if a layer of a functional or sequential model takes strings, which no worker draws."""
+    inputs = [given for given in getattr(keras_model, "inputs", None) or [] if given.dtype == "string"]
+    for layer in keras_model._flatten_layers() if inputs else ():
+        taken = [given for node in layer._inbound_nodes for given in node.input_tensors]
+        if any(given is its for given in inputs for its in taken):
+            what = f"the layer {layer.name} ({type(layer).__name__})"
+            raise UserError(f"{what} takes strings, and samples are numbers; {OF_STRINGS}")
 
 
 def _refuse_other_names(keras_model, x):

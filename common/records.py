@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common.data import one_line, rounded
+from common.data import OF_STRINGS, one_line, rounded
 from common.flags import UserError
 
 HELD = 10  # without --test_data every tenth record of each file is for the test
@@ -403,4 +403,4 @@ def check_elements(spec):
         if not isinstance(part, tf.TensorSpec):
             raise UserError(f"its elements hold {type(part).__name__}, expected dense tensors, as to_tensor() makes")
         if part.dtype == tf.string:
-            raise UserError("its elements hold strings, expected numbers")
+            raise UserError(f"its elements hold strings, expected numbers; {OF_STRINGS}")

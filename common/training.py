@@ -548,8 +548,8 @@ def run_worker(plan, task, settings, server, interruption, open_session):
                 session.run_step_fn(lambda step_context: save(step_context.session))
                 counts = session.run([plan.keeper.samples, plan.keeper.dropped]) if plan.keeper else (None, None)
                 rows = session.run(plan.rows[:1])
-                given_up = sorted(rendezvous.given_up) if task else []
-                outcome = Outcome(0, session.run(plan.final), reports, evaluation.evaluate(session), rows, *counts, given_up)
+                outcome = Outcome(0, session.run(plan.final), reports, evaluation.evaluate(session), rows, *counts)
+                outcome = outcome._replace(given_up=sorted(rendezvous.given_up) if task else ())
                 if task:
                     rendezvous.dismiss(session)
                 break

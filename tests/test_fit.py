@@ -1,5 +1,6 @@
 """common/fit.py: `train` from Python sends model, data and scheme to the tasks, shows what they say, and ends them."""
 
+import contextlib
 import errno
 import json
 import os
@@ -326,6 +327,20 @@ print("ended")
     assert process.returncode == 0 and output.endswith("ended\n"), output
     assert "minimizes own loss, by Adagrad on the ps, Adagrad on the workers (the model's own Adam is not used)" in output
     assert "refused: unknown flag --num_wokers; did you mean --num_workers?" in output
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("dtype_policy", "mixed_bfloat16"), ("floatx", "float64"), ("image_data_format", "channels_first")]
+)
+@pytest.mark.parametrize("model", ["mlp", lambda: None])
+def test_settings_of_keras_that_the_tasks_would_not_have_are_refused(user_error, name, value, model):
+    change, before = getattr(keras.config, f"set_{name}"), getattr(keras.config, name)()
+    with contextlib.ExitStack() as stack:
+        stack.callback(change, before)
+        change(value)
+        with user_error(f"keras.config.{name}() is '{value}' in this program", f"call keras.config.set_{name} in the function"):
+            train("HogWild", model, "digits")
+        fit._check_keras(keras.Sequential([keras.layers.Dense(1)]))  # is sent with its own
 
 
 @pytest.mark.cluster

@@ -27,11 +27,11 @@ def tasks_by_hand(run_dir, scheme, *flags, start_ps=start):
     with contextlib.ExitStack() as stack:
         ports = [stack.enter_context(launch.reserved_port()).getsockname()[1] for _ in range(3)]
         ps, *workers = (f"127.0.0.1:{port}" for port in ports)
-        flags = [f"--ps_hosts={ps}", f"--worker_hosts={','.join(workers)}", *flags]
+        hosts = f"--ps_hosts={ps}", f"--worker_hosts={','.join(workers)}"
         environ = {"TF_GRPC_REUSE_PORT": "true"}  # lets the test hold the ports
 
         def begin(job, index, start=start):
-            return start(run_dir, *flags, f"--job_name={job}", f"--task_index={index}", script=scheme, environ=environ)
+            return start(run_dir, *hosts, *flags, f"--job_name={job}", f"--task_index={index}", script=scheme, environ=environ)
 
         tasks = [begin("ps", 0, start_ps), *(begin("worker", i) for i in range(2))]
         for task in tasks:

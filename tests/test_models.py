@@ -250,6 +250,10 @@ def rematerialized():
         return keras.Sequential([keras.layers.Dense(4)])
 
 
+def of_strings():
+    return keras.Sequential([keras.Input([1], dtype="string"), keras.layers.StringLookup(vocabulary=["a"], name="words")])
+
+
 def several_outputs():
     x = keras.Input([3])
     return keras.Model(x, [keras.layers.Dense(4)(x), keras.layers.Dense(4)(x)])
@@ -296,7 +300,8 @@ def several_outputs():
         (lambda: subclassed(lambda x: x * float(keras.ops.sum(x))), ["cannot be a part of a graph"]),
         (lambda: keras.Sequential([keras.Input([5]), keras.layers.Dense(4)]), ["cannot be called on samples of shape [3]"]),
         (several_outputs, ["has 2 outputs and 1 arrays of labels"]),
-        (lambda: dense(4, trainable=False), ["has no trainable variables"]),
+        (lambda: dense(4, trainable=False), ["has no trainable variables, and workers need some"]),
+        (of_strings, ["the layer words (StringLookup) takes strings", "called in the data, not in the model: dataset.map("]),
         (lambda: dense(4, dtype="float16"), ["computes in float16"]),
         (lambda: dense(4, dtype="float64"), ["variables of type float64, expected float32"]),
         (lambda: keras.layers.Dense(4), ["must give a keras.Model, not Dense"]),
