@@ -1,13 +1,16 @@
 """The seconds that parameters have been trained for. Durations are measured by monotonic clocks: a wall clock may be set."""
 
+import contextlib
 import os
+import threading
 import time
+from typing import Any
 
 from common import tf
 
 TELL_SECS = 0.5  # how often a worker tells the ps
 MOST_AHEAD = 1.0  # seconds that may have passed since a worker last did, beyond which nobody has trained
-STARTS = -1  # what a worker knows of those that came until its own first call has ended
+SAY_SECS = 0.2  # how often a worker says that it prepares, where others wait for it
 
 
 class TrainingClock:
@@ -17,9 +20,9 @@ class TrainingClock:
     second how far it has come; the largest number holds. Parameters that are restored begin with the seconds of their
     checkpoint. So neither an outage of a ps counts, nor updates that were rolled back, nor a wait before the first round.
 
-    Where workers wait for each other, all of them wait while one of them is started, or started again, and prepares its graph.
-    So neither a worker's first call of a session counts there, nor a call until the moment at which another worker came, or had
-    ended its first call.
+    A call does not count if TensorFlow prepares its graph in it, as it does in the first one of its kind. Where workers wait
+    for each other, the time in which another worker does so, or is started again, does not count either: of such a call only
+    what comes after the last moment at which another worker has said so.
 
     Args:
       device: of the global step.
@@ -27,49 +30,45 @@ class TrainingClock:
     Attributes:
       is_training: whether this worker trains, or is about to; to be set False at its end: a wait for others is no training.
       waits: whether workers wait for each other.
-      has_called: whether the first call of this session has ended; to be set True then.
       variables: those on the ps; they have no values until `restart`.
       told: tensors of the same moment: the seconds that the ps has heard of, float64, and the number of their life, int64.
     """
 
     def __init__(self, device):
-        self.is_training, self.waits, self.has_called = True, False, False
+        self.is_training, self.waits = True, False
         self._last: tuple[float, int] | None = None  # at the last `tick`: the seconds, and the number of the life
         self._runs, self._ticked, self._next = False, 0.0, 0.0
-        self._came = STARTS  # how often workers had come, as far as this one knows
+        self._known = 0  # how often others had said that they prepare
+        self._prepared: set = set()  # kinds of calls
+        self._is_in_call, self._prepares, self._has_prepared = False, threading.Event(), False
+        self._session: Any = None
+        self._saying: Any = None
         options = {"trainable": False, "collections": [], "use_resource": True}
         with tf.device(device), tf.control_dependencies(None):
             trained = tf.get_variable("trained", initializer=tf.zeros([], tf.float64), **options)
             when = tf.get_variable("told", initializer=tf.zeros([], tf.float64), **options)  # by the ps's wall clock; 0: never
             life = tf.get_variable("life", initializer=tf.zeros([], tf.int64), **options)  # since a `restart`
-            came = tf.get_variable("came", initializer=tf.zeros([], tf.int64), **options)
-            came_at = tf.get_variable("came_at", initializer=tf.zeros([], tf.float64), **options)  # by that clock, the last one
-            self.variables = [trained, when, life, came, came_at]
+            said = tf.get_variable("said", initializer=tf.zeros([], tf.int64), **options)  # how often one said that it prepares
+            said_at = tf.get_variable("said_at", initializer=tf.zeros([], tf.float64), **options)  # when, by that clock
+            self.variables = [trained, when, life, said, said_at]
             self._seconds, self._life = tf.placeholder(tf.float64, []), tf.placeholder(tf.int64, [])
-            self._before, self._known = tf.placeholder(tf.float64, []), tf.placeholder(tf.int64, [])
-            self._restart = [
-                trained.assign(self._seconds, read_value=False),
-                when.assign(tf.zeros([], tf.float64), read_value=False),
-                life.assign(self._life, read_value=False),
-                came.assign(tf.zeros([], tf.int64), read_value=False),
-                came_at.assign(tf.zeros([], tf.float64), read_value=False),
-            ]
-            self._come = [came.assign_add(1, read_value=False), came_at.assign(tf.timestamp(), read_value=False)]
+            self._before, self._known_there = tf.placeholder(tf.float64, []), tf.placeholder(tf.int64, [])
+            values = self._seconds, tf.zeros([], tf.float64), self._life, tf.zeros([], tf.int64), tf.zeros([], tf.float64)
+            pairs = zip(self.variables, values, strict=True)
+            self._restart = [variable.assign(value, read_value=False) for variable, value in pairs]
+            self._say = [said.assign_add(1, read_value=False), said_at.assign(tf.timestamp(), read_value=False)]
             self.told = trained.read_value(), life.read_value()
             since = tf.where_v2(when.read_value() > 0, tf.timestamp() - when.read_value(), 0.0)
-            self._look = trained.read_value() + tf.clip_by_value(since, 0.0, MOST_AHEAD), life.read_value(), came.read_value()
+            self._look = trained.read_value() + tf.clip_by_value(since, 0.0, MOST_AHEAD), life.read_value(), said.read_value()
             is_same = tf.equal(life.read_value(), self._life)  # else the parameters were restored meanwhile
-            starts, others_came = tf.equal(self._known, STARTS), tf.not_equal(came.read_value(), self._known)
-            since = tf.where(starts, tf.zeros([], tf.float64), tf.maximum(tf.timestamp() - came_at.read_value(), 0.0))
-            seconds = tf.where(others_came, tf.minimum(self._before + since, self._seconds), self._seconds)
-            with tf.control_dependencies([since, others_came]):
-                present = came.assign_add(tf.cast(starts, tf.int64)).read_value()
-                come = came_at.assign(tf.where(starts, tf.timestamp(), came_at.read_value()), read_value=False)
+            since = tf.maximum(tf.timestamp() - said_at.read_value(), 0.0)
+            counted = tf.minimum(self._before + since, self._seconds)
+            seconds = tf.where(tf.equal(said.read_value(), self._known_there), self._seconds, counted)
             most = tf.where(is_same, tf.maximum(trained.read_value(), seconds), trained.read_value())
             moment = tf.where(is_same, tf.timestamp(), when.read_value())
-            with tf.control_dependencies([most, moment, come]):
+            with tf.control_dependencies([most, moment]):
                 told = [trained.assign(most, read_value=False), when.assign(moment, read_value=False)]
-            self._tell = is_same, tf.maximum(most, seconds), present, told
+            self._tell = is_same, tf.maximum(most, seconds), said.read_value(), told
 
     def restart(self, session, seconds):
         """The chief's, when the parameters have their values: they were trained for so many seconds."""
@@ -77,28 +76,55 @@ class TrainingClock:
 
     def stop(self):
         """The session of this worker is lost, or not open yet: `tick` begins anew with what the ps says."""
-        self._last, self._runs, self.has_called = None, False, False
+        self._last, self._runs = None, False
+        self._prepared.clear()
+        if self._is_in_call:  # which is made once more, in another session
+            self._prepares.set()
 
     def come(self, session):
-        """To be called when this worker has a session, before others stop waiting for it."""
-        session.run(self._come)
+        """To be called when this worker has a session, where workers wait for each other, and others still wait for it."""
+        self._session = session
+        session.run(self._say)
+        if self._saying is None:
+            self._saying = threading.Thread(target=self._say_often, daemon=True)
+            self._saying.start()
+
+    def _say_often(self):
+        pause = threading.Event()
+        while self._prepares.wait():
+            with contextlib.suppress(tf.errors.OpError, RuntimeError):  # the session has failed; the next one is to come
+                self._session.run(self._say)
+            pause.wait(SAY_SECS)
+
+    @contextlib.contextmanager
+    def call(self, kind):
+        """A context for a call; calls of the same kind have the same graph."""
+        self._is_in_call = True
+        if kind not in self._prepared:
+            self._prepared.add(kind)
+            self._prepares.set()
+        try:
+            yield
+        finally:
+            self._has_prepared |= self._prepares.is_set()
+            self._is_in_call = False
+            self._prepares.clear()
 
     def tick(self, session):
         """To be called before each call of a worker."""
         if not (self._runs or self.is_training):
             return
         if not self._runs:
-            seconds, life, came = session.run(self._look)
+            seconds, life, self._known = session.run(self._look)
             self._last, self._ticked, self._next, self._runs = (seconds, life), time.monotonic(), 0.0, True
-            self._came = STARTS if self.waits else came
         now, (before, life) = time.monotonic(), self._last or (0.0, 0)
-        seconds = before + now - self._ticked
-        if now >= self._next or not self.is_training or self._came == STARTS:
-            told = {self._seconds: seconds, self._before: before, self._life: life, self._known: self._came}
-            is_same, seconds, came, _ = session.run(self._tell, told)
-            self._runs, self._next = bool(is_same) and self.is_training, now + TELL_SECS
-            if self._came != STARTS or self.has_called:
-                self._came = came
+        does_not_count = self._has_prepared or self._prepares.is_set()
+        seconds = before if does_not_count else before + now - self._ticked
+        if now >= self._next or not self.is_training or self._has_prepared:
+            told = {self._seconds: seconds, self._before: before, self._life: life, self._known_there: self._known}
+            is_same, seconds, known, _ = session.run(self._tell, told)
+            self._known = known if self.waits else self._known
+            self._runs, self._next, self._has_prepared = bool(is_same) and self.is_training, now + TELL_SECS, False
             if not is_same:
                 self._last = None
                 return

@@ -1,5 +1,6 @@
 """The one main loop of a worker: join the cluster, build the scheme, open the session, run rounds, write the result."""
 
+import contextlib
 import functools
 import itertools
 import json
@@ -473,7 +474,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
             while present < last and not is_over:
                 is_told = early_stopping and early_stopping.requested
                 is_late = seconds() >= most_seconds
-                if is_late and meeting:  # the call before may be one that does not count
+                if is_late and plan.keeper:  # the call before may be one that does not count
                     session.run(plan.step)
                     is_late = seconds() >= most_seconds
                 if is_late or interruption.requested or is_told:
@@ -485,8 +486,6 @@ def run_worker(plan, task, settings, server, interruption, open_session):
                 doing("running a call", waits=bool(meeting), whom=meeting.missing if meeting else nobody)
                 before = present
                 rounds = _run_rounds(session, plan, log, present + plan.last - last)
-                if plan.keeper:
-                    plan.keeper.clock.has_called = True
                 present, is_over, calls = rounds.steps[-1, 1], rounds.training_ended, calls + 1
                 if plan.goal is not None:
                     now = samples_before + times(rounds.local_steps[1], plan.keeper.samples_per_update)
@@ -571,8 +570,10 @@ def run_worker(plan, task, settings, server, interruption, open_session):
 
 def _run_rounds(session, plan, log, present):
     """Runs the rounds of the next call, and returns their `Rounds`. Raises a `TrainingFailed` if they are not finite."""
-    with log.failing(lambda: session.run(plan.step)):
-        return session.run(*plan.next_call(present))
+    fetches, *feeds = plan.next_call(present)
+    counted = plan.keeper.clock.call(id(fetches)) if plan.keeper else contextlib.nullcontext()
+    with log.failing(lambda: session.run(plan.step)), counted:
+        return session.run(fetches, *feeds)
 
 
 def _leave_others(session, meeting, plan, log):

@@ -397,46 +397,65 @@ def test_the_clock_stands_still_while_a_worker_waits_for_others_at_its_end(chief
     assert tf.train.load_variable(str(chief.folder / "model.ckpt-1"), "seconds") == pytest.approx(6, abs=0.5)
 
 
+def test_a_call_that_prepares_its_graph_does_not_count(chief, now):
+    """The first of its kind, and the first in a session that is created anew meanwhile."""
+    opened, of_chief = chief.begin(), chief.keeper.clock
+
+    def call(kind, seconds, is_lost=False):
+        with of_chief.call(kind):
+            of_chief.tick(opened)
+            if is_lost:
+                of_chief.stop()
+                of_chief.tick(opened)
+            now.monotonic += seconds
+        of_chief.tick(opened)
+        return round(of_chief.seconds())
+
+    assert [call("many", 60), call("many", 7), call("one", 50), call("one", 2), call("many", 1)] == [0, 7, 7, 9, 10]
+    assert call("many", 90, is_lost=True) <= 10 + clock.MOST_AHEAD
+    assert [call("many", 90), call("many", 4)] == [call("one", 30) - 4, call("many", 0)]
+
+
 def test_where_workers_wait_for_each_other_no_wait_for_one_that_starts_counts(chief, now):
-    """Neither in a worker's own first call, nor in that of a worker that comes back. A slow call counts."""
     with chief.graph.as_default():
         passed = tf.placeholder(tf.float64, [])
         later = chief.keeper.clock.variables[-1].assign_sub(passed)  # on the ps's own clock, which the test does not set
     opened = chief.begin()
     other = Worker(chief.place, chief.folder, 1)
     joined = other.join()
+    clocks = [(worker.keeper.clock, its) for worker, its in ((chief, opened), (other, joined))]
+    for its_clock, its in clocks:
+        its_clock.waits = True
+        its_clock.come(its)
 
-    def starts(worker, session):
-        worker.keeper.clock.waits = True
-        worker.keeper.clock.come(session)
-        worker.keeper.clock.tick(session)
+    (of_chief, _), (of_other, _) = clocks
 
-    def calls(seconds, *others):
-        """All workers make a call of so many seconds, while others start, which takes all but the last second."""
-        for worker, its in (chief, opened), (other, joined):
-            worker.keeper.clock.tick(its)
-        for worker, its in others:
-            starts(worker, its)
-        now.monotonic += seconds
-        opened.run(later, {passed: 1 if others else seconds})
-        for worker, its in (chief, opened), (other, joined):
-            worker.keeper.clock.has_called = True
-            worker.keeper.clock.tick(its)
-        return [round(worker.keeper.clock.seconds()) for worker in (chief, other)]
+    def call(seconds, *starting):
+        """The chief makes a call; meanwhile the other worker prepares its graph, for all but the last of these seconds."""
+        with of_chief.call("many"):
+            of_chief.tick(opened)
+            for kind in starting:
+                with of_other.call(kind):
+                    of_other.tick(joined)
+                    said = joined.run(of_other.variables[-2])
+                    while joined.run(of_other.variables[-2]) == said:
+                        pass  # it says so again and again
+            of_other.stop()  # that is all of it that the test makes
+            now.monotonic += seconds
+            opened.run(later, {passed: 1 if starting else seconds})
+        of_chief.tick(opened)
+        return round(of_chief.seconds())
 
-    starts(chief, opened)
-    starts(other, joined)
-    assert calls(60) == [0, 0]  # both prepare their graphs
-    assert calls(7) == [7, 7]
-    other.keeper.clock.stop()  # it was killed
-    assert calls(30, (other, joined))[0] == 8
-    assert calls(4)[0] == 12
-    chief.keeper.clock.tick(opened)
+    assert call(60, "many") == 0  # both prepare their graphs
+    assert [call(7), call(30, "one"), call(4)] == [7, 8, 12]
+    of_other.come(joined)  # it was killed, and comes back
+    assert [call(30, "many"), call(4)] == [13, 17]
+    of_chief.tick(opened)
     now.monotonic += 20  # a call that may have a wait in it
     opened.run(chief.update)
     chief.keeper.save(opened)
-    assert tf.train.load_variable(str(chief.folder / "model.ckpt-1"), "seconds") == pytest.approx(12, abs=1.5)
-    assert chief.keeper.clock.seconds() == pytest.approx(32, abs=1.5)
+    assert tf.train.load_variable(str(chief.folder / "model.ckpt-1"), "seconds") == pytest.approx(17, abs=1.5)
+    assert of_chief.seconds() == pytest.approx(37, abs=1.5)
 
 
 def test_parameters_that_are_not_finite_are_not_saved(chief, capsys):
