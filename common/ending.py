@@ -9,13 +9,15 @@ import numpy as np
 
 from common import tf
 
+WAKE_SECS = 1.0  # after which a chief that waits for reports looks at all ps
+
 
 class Rendezvous:
     """How the workers of a cluster end together, as operations in the present graph.
 
     Each worker hands in a report when it stops, and waits. The chief gathers all reports, does its last work with the
-    parameters, which no worker changes any more, and dismisses the others. No worker polls: all wait on queues on ps 0. The
-    reports stay in a table there, so that a worker that is restarted meanwhile, the chief too, can take up where it was.
+    parameters, which no worker changes any more, and dismisses the others. All wait on queues on ps 0. The reports stay in a
+    table there, so that a worker that is restarted meanwhile, the chief too, can take up where it was.
 
     A worker that leaves for good hands in its report and does not wait: see `leave`.
 
@@ -55,9 +57,14 @@ class Rendezvous:
             self._take_back = tf.raw_ops.LookupTableRemoveV2(table_handle=table, keys=[index])
             with tf.control_dependencies([arrive]):
                 self._hand_in_and_wait = dismissal.dequeue()
+            with tf.control_dependencies([hand_in]):
                 self._hand_in_and_list = tf.raw_ops.LookupTableExportV2(table_handle=table, Tkeys=tf.int64, Tvalues=tf.float64)
             self._next_arrival, self._wake = arrivals.dequeue(), arrivals.enqueue(index)
             self._dismiss = dismissal.close()
+        self._touch = []
+        for i in range(task.num_ps):
+            with tf.device(f"/job:ps/task:{i}"):
+                self._touch.append(tf.no_op())
 
     def wait(self, session, report):
         """Hands in the report of a worker that is not the chief, and waits until it is dismissed."""
@@ -71,18 +78,36 @@ class Rendezvous:
         self.is_gathering = True
         while True:
             # Its own again each time, since a ps that was restarted has forgotten it.
-            workers, reports = session.run(self._hand_in_and_list, {self._report: report})
+            (workers, reports), _ = session.run([self._hand_in_and_list, self._touch], {self._report: report})
             known = self._known(workers, reports)
             self._came, self._awaited = set(known), self._expected(session) - self.given_up
             if self._awaited <= self._came:
                 self.given_up -= self._came  # they came after all
                 return np.array([known[worker] for worker in sorted(known)])
-            session.run(self._next_arrival)
+            with self._woken(session):
+                session.run(self._next_arrival)
 
-    def give_up(self, workers, session):
+    @contextlib.contextmanager
+    def _woken(self, session):
+        """A context in which the wait for an arrival ends after `WAKE_SECS` at the latest. It is a wait for ps 0 alone: the
+        chief would not notice that another ps has died, and that a worker waits for the parameters on it."""
+        is_over = threading.Event()
+
+        def wake():
+            while not is_over.wait(WAKE_SECS):
+                with contextlib.suppress(tf.errors.OpError, RuntimeError, AttributeError):  # the session is made anew just now
+                    session._tf_sess().run(self._wake)
+
+        thread = threading.Thread(target=wake, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+
+    def give_up(self, workers):
         """From now on `gather`, in another thread, does not wait for these."""
         self.given_up |= workers
-        session.run(self._wake)
 
     def leave(self, session, report):
         """Hands in the report of a worker that leaves for good: nobody waits for it any more."""

@@ -63,7 +63,7 @@ class GiveUpHook(tf.train.SessionRunHook):
         who = f"{', '.join(map(words.with_address, names))} could not be reached for --give_up_secs={secs:g}"
         if self._rendezvous.is_gathering and workers:
             words.tell(f"{who}: the result is without {'it' if len(workers) == 1 else 'them'}")
-            self._rendezvous.give_up(workers, self._session)
+            self._rendezvous.give_up(workers)
             return
         how = "start all tasks again, with --resume, which goes on from the newest checkpoint"
         print(f"{self._settings.scheme}: {who}: {how}", file=sys.stderr, flush=True)

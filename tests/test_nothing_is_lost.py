@@ -63,6 +63,16 @@ def test_a_chief_that_was_away(run_dir):
     assert result["test_accuracy"] >= 0.95 and result["restarts"] == 3
 
 
+def test_a_ps_that_dies_while_the_chief_waits_for_a_last_worker(run_dir):
+    """The wait is one for ps 0 alone; the other ps dies, and the worker needs its parameters."""
+    process = start(run_dir, "--launch", "--num_ps=2", "--num_workers=2", "--steps=300", "--delays=0,8000", "--rounds_per_call=1")
+    read_until(process, lambda line: line.startswith("worker 0 has waited") and "for worker 1" in line)
+    send(run_dir, "ps", 1, signal.SIGKILL)
+    output = finish(process)
+    assert "ps 1 was killed by SIGKILL; restart 1 of 3" in output
+    assert result_of(run_dir)["global_steps"] >= 300
+
+
 def test_an_outage_is_no_training(run_dir):
     """A ps is killed each time that training goes on, until the outages together are longer than --seconds: those are left."""
     seconds, outage, killed = 5, 0.0, None

@@ -167,7 +167,7 @@ def test_start_names_workers(servers, graph):
 
 def test_end_names_workers(servers, graph):
     worker, server = servers(1)
-    rendezvous = ending.Rendezvous(types.SimpleNamespace(num_workers=3, shard_index=0), 1)
+    rendezvous = ending.Rendezvous(types.SimpleNamespace(num_workers=3, shard_index=0, num_ps=1), 1)
     assert rendezvous.missing() == ["worker 1", "worker 2"]
     rendezvous._came = {0, 2}
     assert rendezvous.missing() == ["worker 1"]
