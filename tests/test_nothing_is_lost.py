@@ -65,7 +65,8 @@ def test_a_chief_that_was_away(run_dir):
 
 def test_a_ps_that_dies_while_the_chief_waits_for_a_last_worker(run_dir):
     """The wait is one for ps 0 alone; the other ps dies, and the worker needs its parameters."""
-    process = start(run_dir, "--launch", "--num_ps=2", "--num_workers=2", "--steps=300", "--delays=0,8000", "--rounds_per_call=1")
+    flags = "--num_ps=2", "--num_workers=2", "--steps=300", "--delays=0,8000", "--rounds_per_call=1"
+    process = start(run_dir, "--launch", *flags)
     read_until(process, lambda line: line.startswith("worker 0 has waited") and "for worker 1" in line)
     send(run_dir, "ps", 1, signal.SIGKILL)
     output = finish(process)
