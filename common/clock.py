@@ -9,7 +9,6 @@ from typing import Any
 from common import tf
 
 TELL_SECS = 0.5  # how often a worker tells the ps
-MOST_AHEAD = 1.0  # seconds that may have passed since a worker last did, beyond which nobody has trained
 SAY_SECS = 0.2  # how often a worker says that it prepares, where others wait for it
 
 
@@ -46,28 +45,25 @@ class TrainingClock:
         options = {"trainable": False, "collections": [], "use_resource": True}
         with tf.device(device), tf.control_dependencies(None):
             trained = tf.get_variable("trained", initializer=tf.zeros([], tf.float64), **options)
-            when = tf.get_variable("told", initializer=tf.zeros([], tf.float64), **options)  # by the ps's wall clock; 0: never
             life = tf.get_variable("life", initializer=tf.zeros([], tf.int64), **options)  # since a `restart`
             said = tf.get_variable("said", initializer=tf.zeros([], tf.int64), **options)  # how often one said that it prepares
-            said_at = tf.get_variable("said_at", initializer=tf.zeros([], tf.float64), **options)  # when, by that clock
-            self.variables = [trained, when, life, said, said_at]
+            said_at = tf.get_variable("said_at", initializer=tf.zeros([], tf.float64), **options)  # by the ps's wall clock
+            self.variables = [trained, life, said, said_at]
             self._seconds, self._life = tf.placeholder(tf.float64, []), tf.placeholder(tf.int64, [])
             self._before, self._known_there = tf.placeholder(tf.float64, []), tf.placeholder(tf.int64, [])
-            values = self._seconds, tf.zeros([], tf.float64), self._life, tf.zeros([], tf.int64), tf.zeros([], tf.float64)
+            values = self._seconds, self._life, tf.zeros([], tf.int64), tf.zeros([], tf.float64)
             pairs = zip(self.variables, values, strict=True)
             self._restart = [variable.assign(value, read_value=False) for variable, value in pairs]
             self._say = [said.assign_add(1, read_value=False), said_at.assign(tf.timestamp(), read_value=False)]
             self.told = trained.read_value(), life.read_value()
-            since = tf.where_v2(when.read_value() > 0, tf.timestamp() - when.read_value(), 0.0)
-            self._look = trained.read_value() + tf.clip_by_value(since, 0.0, MOST_AHEAD), life.read_value(), said.read_value()
+            self._look = trained.read_value(), life.read_value(), said.read_value()
             is_same = tf.equal(life.read_value(), self._life)  # else the parameters were restored meanwhile
             since = tf.maximum(tf.timestamp() - said_at.read_value(), 0.0)
             counted = tf.minimum(self._before + since, self._seconds)
             seconds = tf.where(tf.equal(said.read_value(), self._known_there), self._seconds, counted)
             most = tf.where(is_same, tf.maximum(trained.read_value(), seconds), trained.read_value())
-            moment = tf.where(is_same, tf.timestamp(), when.read_value())
-            with tf.control_dependencies([most, moment]):
-                told = [trained.assign(most, read_value=False), when.assign(moment, read_value=False)]
+            with tf.control_dependencies([most]):
+                told = trained.assign(most, read_value=False)
             self._tell = is_same, tf.maximum(most, seconds), said.read_value(), told
 
     def restart(self, session, seconds):

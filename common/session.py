@@ -209,7 +209,10 @@ def DistributedSession(
     if tf.executing_eagerly():
         raise UserError("there is no graph: build it, and open the session, inside `with tf.Graph().as_default():`")
     target = task_spec.target() if task_spec is not None else ""
+    _check_tokens()
     scaffold, all_hooks = scaffold or _scaffold(), list(hooks or [])
+    if task_spec is not None:
+        _provide_own(scaffold, task_spec)
     if task_spec is None or task_spec.is_master():
         own = list(chief_only_hooks or [])
         if checkpoint_dir:
@@ -230,6 +233,41 @@ def DistributedSession(
         all_hooks = own + all_hooks
     creator = _Creator(task_spec, scaffold, target, checkpoint_dir, config)
     return _LeavingSession(task_spec, creator, all_hooks, stop_grace_period_secs)
+
+
+def _check_tokens():
+    """Raises a `UserError` if two of TensorFlow's `SyncReplicasOptimizer` in a graph would wait for each other's tokens."""
+    operations = tf.get_default_graph().get_operations()
+    queues = [each for each in operations if each.type == "FIFOQueueV2" and each.get_attr("shared_name") == b"sync_token_q"]
+    if len(queues) > 1:
+        raise UserError(
+            f"the graph has {len(queues)} SyncReplicasOptimizers, and {', '.join(each.name for each in queues)} would be one "
+            "queue of tokens on the ps: apply the gradients of all variables with one of them"
+        )
+
+
+def _provide_own(scaffold, task):
+    """Lets a task itself initialize its own global variables, those on its device: slots of an optimizer of local variables.
+
+    No other task can, and none waits for them. The master's are in its checkpoints, as all of its global variables are. Where a
+    user's scaffold says when the variables are ready, that holds.
+    """
+    device = tf.DeviceSpec.from_string(task.device)
+
+    def is_own(variable):
+        place = tf.DeviceSpec.from_string(variable.device or "")
+        return (place.job, place.task) == (device.job, device.task)
+
+    own = [variable for variable in tf.global_variables() if is_own(variable)]
+    if not own or scaffold.ready_for_local_init_op is not None or scaffold.local_init_op is not None:
+        return
+    others = [variable for variable in tf.global_variables() if not is_own(variable)]
+    initialized = [
+        tf.cond(tf.is_variable_initialized(v), tf.no_op, lambda v=v: tf.group(tf.assign(v, v.initial_value)))
+        for v in own
+    ]
+    scaffold._ready_for_local_init_op = tf.report_uninitialized_variables(others)
+    scaffold._local_init_op = tf.group(tf.train.Scaffold.default_local_init_op(), *initialized)
 
 
 def _scaffold():

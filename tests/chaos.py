@@ -81,6 +81,7 @@ CHECKPOINT_SECS = 1
 # What may be lost beyond that, in seconds: a call that is under way, and metrics tell the step every half second.
 MORE_SECS = 1.0
 OUTAGE_SECS = 2.0  # without a line of metrics are an outage
+BEGIN_SECS = 5.0  # from the moment at which the parameters have their values until the chief says so, on a busy machine
 METRICS_SECS = 0.5  # from one line of metrics to the next
 # Every eleventh round has 4 ps and 16 workers, so that each scheme has its turn. They take longer to start, and again. The
 # gradients of sixteen workers that do not wait, or not for long, are too stale for the usual learning rate.
@@ -331,7 +332,7 @@ class Round:
         """
         for (before, known), (now, line) in zip(begins, begins[1:]):
             step = line["global_step"]
-            faults = [time for time in self._ends_of_parameters if before - MORE_SECS < time < now]
+            faults = [time for time in self._ends_of_parameters if before - BEGIN_SECS < time < now]
             # The chief says that it begins when it has saved the parameters, so a ps may die a moment before that line.
             fault = min((time for time in faults if time > before), default=max(faults, default=None))
             points = [(before, known["global_step"])]
@@ -339,7 +340,7 @@ class Round:
             if not line["parameters"].startswith("restored"):
                 if step + 1 < max(step for time, step in points if time < now - MORE_SECS):
                     yield f"the parameters {line['parameters']} are of step {step}, after one of {points[-1][1]}"
-            elif fault is None and step >= max(line["last_step"], *(step for _, step in points)):
+            elif fault is None and step >= max(line["last_step"] * (not self.has_outages), *(step for _, step in points)):
                 continue  # a chief that is killed while it writes the result finds no ps: they have ended with the training
             elif fault is None:
                 yield f"parameters were {line['parameters']}, though no ps was killed or stopped"
