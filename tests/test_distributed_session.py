@@ -1,6 +1,8 @@
 """The names that a user's script imports from `common`: DistributedSession, its hooks, and the boilerplate that uses them."""
 
+import concurrent.futures
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -618,3 +620,47 @@ def test_training_goes_on_when_a_ps_was_killed(tmp_path):
         assert again is not None and again.wait(timeout=runs.SECONDS) == 0
     finally:
         local.close()
+
+
+@pytest.mark.cluster
+def test_each_worker_has_an_optimizer_of_its_own(tmp_path):
+    """Of a copy of the parameters that is its own: no other task can initialize the slots."""
+    classes = {tf.train.AdagradOptimizer: [0.1], tf.train.AdamOptimizer: [], tf.train.MomentumOptimizer: [0.1, 0.9]}
+    optimizers = [functools.partial(kind, *numbers) for kind, numbers in classes.items()]
+    local = LocalCluster(ps=1, worker=3)
+
+    def train(index):
+        task_spec, calls = local.task("worker", index), 0
+        with tf.Graph().as_default():
+            with tf.device(task_spec.device_fn()):
+                step, center = tf.train.get_or_create_global_step(), tf.get_variable("center", initializer=tf.ones([4]))
+            with tf.device(task_spec.device):
+                mine = tf.get_variable("mine", initializer=tf.ones([4]), collections=[tf.GraphKeys.LOCAL_VARIABLES])
+                trained = optimizers[index]().minimize(tf.reduce_sum(tf.square(mine)), var_list=[mine])
+            with tf.control_dependencies([trained]), tf.control_dependencies([center.assign(mine.read_value())]):
+                train = step.assign_add(1)
+            folder = str(tmp_path) if index == 0 else None
+            with DistributedSession(task_spec, folder) as session:
+                while calls < 5:  # none waits for another
+                    session.run(train)
+                    calls += 1
+                return plain(session, mine)
+
+    try:
+        ps = local.start("ps", 0)
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            values = list(pool.map(train, range(3)))
+        assert all((value < 1).all() for value in values) and ps.wait(timeout=runs.SECONDS) == 0
+        assert "mine/Adagrad" in dict(tf.train.list_variables(str(tmp_path)))
+    finally:
+        local.close()
+
+
+def test_two_optimizers_that_would_share_their_tokens(user_error, graph):
+    variables = [tf.get_variable(name, initializer=tf.ones([4])) for name in ("a", "b")]
+    for variable in variables:
+        optimizer = tf.train.SyncReplicasOptimizer(tf.train.GradientDescentOptimizer(0.1), 2, total_num_replicas=2)
+        step = tf.train.get_or_create_global_step()
+        optimizer.minimize(tf.reduce_sum(tf.square(variable)), step, var_list=[variable])
+    with user_error("the graph has 2 SyncReplicasOptimizers, and sync_token_q, sync_token_q_1 would be one queue"):
+        DistributedSession()
