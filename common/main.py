@@ -234,6 +234,8 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
     if settings.check:
         from common import data, streams
 
+        if launcher:
+            words.tell_warnings()
         words.doing(words.LOADING)
         dataset = data.load(settings.data, settings.seed) if train else streams.load(settings)
         workers = settings.num_workers if launches else 1

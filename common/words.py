@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+import warnings
 from typing import Any, NamedTuple
 
 # A task's environment has these: the process that has started it, its own name, and the pipe to the launcher.
@@ -266,6 +267,19 @@ def tell(line):
         say(line)
     else:
         print_at_once(line)
+
+
+def tell_warnings():
+    """From now on shows each warning of Python's, once, to the user of the launcher that has started this task."""
+    told = set()
+
+    def show(message, category, filename, lineno, file=None, line=None):
+        text = f"{category.__name__}: {' '.join(str(message).split())} ({os.path.basename(filename)}, line {lineno})"
+        if text not in told:
+            told.add(text)
+            tell(text)
+
+    warnings.showwarning = show
 
 
 def say(text=""):

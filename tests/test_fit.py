@@ -352,7 +352,11 @@ def callback(step, metrics):
     end.append(step)
     print("called", len(end), metrics["test_loss"] if "test_loss" in metrics else 1 / 0)
 functions["callback"] = callback
-model = lambda: keras.Sequential([keras.layers.Dense(3)])
+def model():
+    import warnings
+    for _ in range(2):
+        warnings.warn("this model is small")
+    return keras.Sequential([keras.layers.Dense(3)])
 run = train(mine, model, lambda: data, epochs=20, learning_rate=0.5, run_dir=RUN, **functions)
 assert not end
 print("ended with", run.result["test_loss"])
@@ -371,6 +375,7 @@ except UserError as error:
     assert process.returncode == 0, output
     assert "by SGD on the ps, SGD on the workers, learning rate by <lambda> over 313 updates;" in output
     assert re.search(r"called (\d+) (\S+)\n(.*\n)*ended with \2\n", output), output
+    assert len(re.findall(r"^UserWarning: this model is small \(.*, line \d+\)$", output, re.M)) == 1
     assert "the callback raised ZeroDivisionError: division by zero; training goes on" in output
     assert re.search(r"failed: worker \d: the loss is (nan|inf) at step", output), output
     assert "refused: the model: model() raised ZeroDivisionError: division by zero" in output
