@@ -24,6 +24,8 @@ import figures
 import pictures
 import trials
 
+from common.progress import counted
+
 HERE = Path(__file__).resolve().parent
 SEEDS = 5
 QUICK = ["all equal", "one slow"]
@@ -53,7 +55,7 @@ def main():
     os.chdir(HERE)  # a process that is spawned imports from the current folder first
     # A process for each row: TensorFlow keeps what it has compiled. The rows of --quick are so small that it doesn't matter.
     with multiprocessing.get_context("spawn").Pool(options.processes, maxtasksperchild=None if options.quick else 1) as pool:
-        for name, found in pool.imap_unordered(measure, jobs, chunksize=1):
+        for name, found in counted(pool.imap_unordered(measure, jobs, chunksize=1), "schemes", len(jobs)):
             known = {**report["rows"], name: found}
             report["rows"] = {name: known[name] for name in trials.ROWS if name in known}
             path.write_text(json.dumps(report) + "\n")

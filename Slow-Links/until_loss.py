@@ -30,6 +30,7 @@ sys.path.append(str(HERE.parent / "Multiple-Machines"))
 import hosts  # noqa: E402
 
 from common.plots import read_metrics  # noqa: E402
+from common.progress import counted  # noqa: E402
 
 BYTES_PER_SECOND, DELAY = 10e6 / 8, 0.02
 PROBLEM = "--data=text --model=transformer --width=32 --batch_size=8 --learning_rate_schedule=cosine"
@@ -88,7 +89,7 @@ def main():
     runs: dict[str, list] = {name: [] for name in names}
     for seed in range(options.rounds):
         with hosts.Hosts(3, bytes_per_second=BYTES_PER_SECOND, delay=DELAY) as three:
-            for name, of_one in runs.items():
+            for name, of_one in counted(runs.items(), f"schemes, seed {seed}"):
                 of_one.append(one_run(three, *SCHEMES[name], options.epochs, seed))
                 end = of_one[-1]["curve"][-1]
                 print(f"{name}, seed {seed}: loss {end[3]:.4f} after {end[0]:.1f} s, {end[2]:.2f} MB", flush=True)

@@ -22,6 +22,8 @@ from pathlib import Path
 
 import h5py
 
+from common.progress import counted
+
 SAME_WORK = ["--data=digits", "--model=mlp", "--batch_size=32", "--learning_rate=0.1", "--epochs=120"]
 MUST_BE_EQUAL = ("num_ps", "num_workers", "data", "batch_size", "parameters")
 
@@ -84,10 +86,9 @@ def started(command):
 def in_turn(scripts, flags, rounds, say=lambda name, result: None):
     """Returns {name: results} of `scripts`, {name: script with flags of its own}, which run in turn, so many rounds."""
     results: dict[str, list[dict]] = {name: [] for name in scripts}
-    for _ in range(rounds):
-        for name, script in scripts.items():
-            results[name].append(run(script, flags))
-            say(name, results[name][-1])
+    for name, script in counted(list(scripts.items()) * rounds, "runs"):
+        results[name].append(run(script, flags))
+        say(name, results[name][-1])
     return results
 
 

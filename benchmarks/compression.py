@@ -23,6 +23,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import compare
 
 from common.plots import median_and_range
+from common.progress import counted
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -75,7 +76,7 @@ def main():
     # A process for each scheme: TensorFlow keeps what it has compiled.
     with multiprocessing.get_context("spawn").Pool(maxtasksperchild=1) as pool:
         todo = [(name, options.seeds, options.epochs) for name in names]
-        for name, found in pool.imap_unordered(of_scheme, todo, chunksize=1):
+        for name, found in counted(pool.imap_unordered(of_scheme, todo, chunksize=1), "schemes", len(todo)):
             known = {**report["schemes"], name: found}
             report["schemes"] = {name: known[name] for name in SCHEMES if name in known}
             file.write_text(json.dumps(report) + "\n")

@@ -30,6 +30,7 @@ import time_to_accuracy  # noqa: E402
 
 from common import fit  # noqa: E402
 from common.plots import read_metrics  # noqa: E402
+from common.progress import counted  # noqa: E402
 
 DELAY = 0.02  # seconds of each packet
 KNOWN, PREDICTED = (1, 2), 4  # workers of the runs that are known, and of the run that is predicted
@@ -67,18 +68,17 @@ def main():
         parser.error(problem)
     os.chdir(HERE.parent)
     found: dict[str, list] = {name: [] for name in names}
-    for seed in range(options.rounds):
-        for name in names:
-            found[name].append(one_round(name, options.seconds, seed))
-            print(f"{name}, seed {seed}: {as_text(found[name][-1])}", flush=True)
-            report = {
-                "command": "bash benchmarks/predictions.sh",
-                "cores": os.cpu_count(),
-                "rounds": options.rounds,
-                "seconds": options.seconds,
-                "schemes": {each: rounds for each, rounds in found.items() if rounds},
-            }
-            (HERE / "predictions.json").write_text(json.dumps(report) + "\n")
+    for seed, name in counted([(seed, name) for seed in range(options.rounds) for name in names], "runs"):
+        found[name].append(one_round(name, options.seconds, seed))
+        print(f"{name}, seed {seed}: {as_text(found[name][-1])}", flush=True)
+        report = {
+            "command": "bash benchmarks/predictions.sh",
+            "cores": os.cpu_count(),
+            "rounds": options.rounds,
+            "seconds": options.seconds,
+            "schemes": {each: rounds for each, rounds in found.items() if rounds},
+        }
+        (HERE / "predictions.json").write_text(json.dumps(report) + "\n")
     print(f"\n{table(report)}")
 
 

@@ -21,6 +21,8 @@ from pathlib import Path
 import compare
 import memory
 
+from common.progress import counted
+
 HERE = Path(__file__).resolve().parent
 ROWS, SMALL, LARGE = 1_000_000, 10_000, 10_000_000
 BATCH_SIZE, NUM_PS = 512, 2
@@ -93,12 +95,11 @@ def main():
 def compared(workers, options):
     """Returns {name: figures} of `CONTESTANTS` with so many workers, which run in turn."""
     results: dict[str, list[dict]] = {name: [] for name in CONTESTANTS}
-    for _ in range(options.rounds):
-        for name, script in CONTESTANTS.items():
-            result = run(f"{script} --num_workers={workers}", options.seconds, ROWS)
-            results[name].append(result)
-            rate, used = result["samples_per_second"], result["processor_ms_per_1000_samples"]
-            print(f"{workers} workers, {name}: {rate:,.0f} samples/s, {used:.1f} ms of a core for 1,000", flush=True)
+    for name, script in counted(list(CONTESTANTS.items()) * options.rounds, f"runs of {workers} workers"):
+        result = run(f"{script} --num_workers={workers}", options.seconds, ROWS)
+        results[name].append(result)
+        rate, used = result["samples_per_second"], result["processor_ms_per_1000_samples"]
+        print(f"{workers} workers, {name}: {rate:,.0f} samples/s, {used:.1f} ms of a core for 1,000", flush=True)
     return {
         name: {
             "script": CONTESTANTS[name],

@@ -22,6 +22,7 @@ import numpy as np
 
 from common import isolation
 from common.plots import read_metrics
+from common.progress import counted
 
 HERE = Path(__file__).resolve().parent
 FLAGS = "--data=text --model=transformer --batch_size=8 --epochs=6 --learning_rate_schedule=cosine --evaluation_secs=0.5"
@@ -71,12 +72,12 @@ def main():
         parser.error(f"the megabytes cannot be counted, as a run has no network of its own here: {problem}")
     os.chdir(HERE.parent)
     curves: dict[str, list] = {name: [] for name in SCHEMES}
-    for seed in range(options.seeds):  # in turn, so that whatever else the machine does meets all
-        for name, script in SCHEMES.items():
-            curves[name].append(one_run(script, seed))
-            reached = reached_at(curves[name][-1], options.accuracy)
-            figures = ["never"] if reached is None else [f"{v:,.2f} {c}" for c, v in zip(COLUMNS, reached, strict=True)]
-            print(f"{name}, seed {seed}: {', '.join(figures)}", flush=True)
+    # In turn, so that whatever else the machine does meets all.
+    for seed, name in counted([(seed, name) for seed in range(options.seeds) for name in SCHEMES], "runs"):
+        curves[name].append(one_run(SCHEMES[name], seed))
+        reached = reached_at(curves[name][-1], options.accuracy)
+        figures = ["never"] if reached is None else [f"{v:,.2f} {c}" for c, v in zip(COLUMNS, reached, strict=True)]
+        print(f"{name}, seed {seed}: {', '.join(figures)}", flush=True)
     report = {
         "command": "bash benchmarks/time_to_accuracy.sh",
         "cores": os.cpu_count(),

@@ -21,6 +21,7 @@ import compare
 import numpy as np
 
 from common import plots
+from common.progress import counted
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "Simulation"))
@@ -94,7 +95,8 @@ def main():
         report["schemes"] = before["schemes"]
     # A process for each scheme: TensorFlow keeps what it has compiled.
     with multiprocessing.get_context("spawn").Pool(maxtasksperchild=1) as pool:
-        for name, found in pool.imap_unordered(of_scheme, [(name, workers, options.seconds) for name in names], chunksize=1):
+        todo = [(name, workers, options.seconds) for name in names]
+        for name, found in counted(pool.imap_unordered(of_scheme, todo, chunksize=1), "schemes", len(todo)):
             known = {**report["schemes"], name: found}
             report["schemes"] = {name: known[name] for name in SCHEMES if name in known}
             (HERE / "workers.json").write_text(json.dumps(report) + "\n")

@@ -21,6 +21,7 @@ import numpy as np  # noqa: E402
 import simulate  # noqa: E402
 
 from common import notebook  # noqa: E402
+from common.progress import counted  # noqa: E402
 from common.virtual_time import Costs, VirtualTime  # noqa: E402
 
 WORKERS = [2, 4, 8]
@@ -171,7 +172,7 @@ def main():
     _write(target / "index.js", index(), "player.begin")
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn"), notebook.quiet) as pool:
         jobs = [pool.submit(make, target, name, workers) for name in SCHEMES for workers in reversed(WORKERS)]
-        for job in jobs:
+        for job in counted(jobs, "traces for the book"):
             job.result()
 
 

@@ -43,8 +43,9 @@ def check_input(script, arguments, settings, process, shared=None):
         task = Task("check", 0, command, "", {"LAUNCHER_FOUND": str(found)}, is_shown=True)
         # In the network of this machine: data may come from elsewhere
         with ForkServer({}, None, is_isolated=False, shared=shared, process=process, errors=errors.fileno()) as server:
-            check = _Check(task, server, settings)
-            check.run()
+            with progress.busy("checking the data and the model") as shown:
+                check = _Check(task, server, settings, shown)
+                check.run()
         if check.has_passed():
             return check.seconds, json.loads(found.read_text()) if found.exists() else None
         errors.seek(0)
@@ -54,10 +55,10 @@ def check_input(script, arguments, settings, process, shared=None):
 class _Check(Run):
     """The run of the task that looks at data and model."""
 
-    def __init__(self, task, server, settings):
+    def __init__(self, task, server, settings, shown):
         known = {"check_secs": {}, "num_evaluators": 0, "pace": "own", "ends_with_chief": False}
         super().__init__([task], server, settings.but(**known), progress.say)
-        self._task, self._began, self._is_told = task, time.monotonic(), False
+        self._task, self._began, self._is_told, self._shown = task, time.monotonic(), False, shown
         self.seconds: dict[str, float] = {}
         self._doing, self._since = "starting", self._began
 
@@ -73,6 +74,7 @@ class _Check(Run):
         if progress and progress.what != self._doing:
             self.seconds[self._doing] = now - self._since
             self._doing, self._since = progress.what, now
+            self._shown(f"checking the data and the model: {progress.what}")
 
     def _look(self, last_look):
         super()._look(last_look)

@@ -4,6 +4,7 @@ Imports no tensorflow: only the tasks do.
 """
 
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -78,6 +79,7 @@ def _launch(script, arguments, settings, process=None, shared=None):
             display.say(f"the ports of this run can be reached from outside: {server.problem}")
         if settings.gpus is not None:
             display.say(devices.say_gpus(settings))
+        display.doing = functools.partial(_doing, {task.index: task for task in tasks if task.job == "worker"})
         run = Run(tasks, server, settings, display.say)
         if settings.max_workers:
             run.code = places.code_of(Path(script).parent)
@@ -97,6 +99,12 @@ def _launch(script, arguments, settings, process=None, shared=None):
         _complete_result(settings, tasks)
     progress.summary(settings, status)
     return status
+
+
+def _doing(workers, index):
+    """Returns what a worker does, as far as it has said."""
+    progress = workers[index].progress if index in workers else None
+    return progress.what if progress and progress.what else "starting"
 
 
 def _version(path):

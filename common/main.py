@@ -285,7 +285,8 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
     train = train or functools.partial(training.train, scheme)
     if launcher:
         return train(task, settings)
-    with progress.Display(settings, [index] if task else range(getattr(settings, "num_threads", 1))):
+    with progress.Display(settings, [index] if task else range(getattr(settings, "num_threads", 1))) as display:
+        display.doing = lambda worker: words.present() or "starting"
         status = train(task, settings)
         if task and status == 130:
             ending.say_left(task, task.create_server())

@@ -48,6 +48,7 @@ class MetricsLog:
         self._lock = threading.Lock()
         self._began = time.time() - time.monotonic()  # a clock that is set back later does not order lines anew
         self.listeners: list[Any] = []
+        self.trained: Any = None  # function that returns for how many seconds the parameters have been trained
 
     def now(self):
         """Returns the time, in seconds since 1970: that of the wall clock when this began, and the seconds since."""
@@ -60,6 +61,8 @@ class MetricsLog:
         """
         finite = {name: None if isinstance(v, float) and not np.isfinite(v) else v for name, v in values.items()}
         constant = {"worker": self._worker, **({} if self.last_step is None else {"last_step": int(self.last_step)})}
+        if self.trained:
+            constant["train_seconds"] = round(self.trained(), 3)
         if self._unit and "test_loss" in values:
             constant["unit"] = self._unit
         line = json.dumps({"time": self.now(), "global_step": int(global_step), **constant, **finite})

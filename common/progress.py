@@ -1,15 +1,20 @@
 """The progress of a run, and the summary at its end. Reads the files of the workers; imports no tensorflow."""
 
+import collections
 import contextlib
 import json
 import math
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 from common.words import print_at_once
+
+SHARES, LEAST_SECS = 15, 1.0  # the time left is by the last so many looks, if they are so many seconds apart
+QUIET_SECS = 5.0  # without a line, after which one says what the first worker does
 
 
 class _Tail:
@@ -100,10 +105,12 @@ class Progress:
       run_dir: folder of the run.
       workers: indices of the workers to show, and "evaluator" if there is one.
       places: those of them that are shown only when they have come.
+      seconds: of training, after which the run ends; None if steps alone end it.
     """
 
-    def __init__(self, run_dir, workers, places=()):
-        self._places = places
+    def __init__(self, run_dir, workers, places=(), seconds=None):
+        self._places, self._seconds = places, seconds
+        self._shares: Any = collections.deque(maxlen=SHARES)  # of the training, and when
         self._tails = {i: _Tail(Path(run_dir, "metrics", f"{_name(i)}.jsonl")) for i in workers}
         self.newest: dict[int | str, dict] = {i: {} for i in workers}
 
@@ -113,10 +120,34 @@ class Progress:
         for i, tail in self._tails.items():
             for line in tail.read():
                 self.newest[i].update(line)
+                if any(key.startswith(_MEASURED) for key in line):
+                    self.newest[i]["evaluated"] = line.get("global_step")
                 if line.get("left"):  # it makes no more samples in a second, and the others go on from its step
                     self.newest[i] = {key: line[key] for key in ("global_step", "last_step") if key in line}
                 news = True
+        if news:
+            self._shares.append((time.monotonic(), self.share()))
         return news
+
+    def share(self):
+        """Returns how much of the training is done, from 0 to 1: of its steps or of its seconds, whichever ends it."""
+        n = self.together()
+        steps = n["global_step"] / n["last_step"] if n.get("last_step") else 0
+        return min(1.0, max(steps, n.get("train_seconds", 0) / self._seconds if self._seconds else 0))
+
+    def whole(self):
+        """Returns what ends the training, as " of 2,697 steps"; empty if that is not known yet."""
+        last = self.together().get("last_step")
+        steps = [] if last in (None, ENDLESS) else [f"{last:,d} steps"]
+        seconds = [f"{self._seconds:g} s"] if self._seconds else []
+        return f" of {' or '.join([*steps, *seconds])}" if steps or seconds else ""
+
+    def left(self):
+        """Returns the seconds that are left at the speed of late; None if that is not known."""
+        if not self._shares:
+            return None
+        (before, some), (now, share) = self._shares[0], self._shares[-1]
+        return (1 - share) * (now - before) / (share - some) if share > some and now - before >= LEAST_SECS else None
 
     def together(self):
         """Figures of all workers together: the same keys, each missing until it is known."""
@@ -129,6 +160,8 @@ class Progress:
             ("samples_per_second", sum),
             ("loss", _mean),
             ("staleness_mean", _mean),
+            ("train_seconds", max),
+            ("evaluated", max),
             *[(key, max) for _, key, _ in measures(newest)],  # one task alone has them
         ):
             values = [n[key] for n in newest if n.get(key) is not None]
@@ -154,28 +187,36 @@ class Progress:
     def line(self):
         """All of it in one line."""
         n = self.together()
-        parts = [f"step {_steps(n)}"]
-        for name, key, form in self._columns():
-            if key in n:
-                text = _number(n, key, form)
-                parts.append(f"{name} {with_unit(text, {'unit': self.unit()}) if key == 'test_loss' else text}")
+        parts, left = [f"step {_steps(n)}"], self.left()
+        if left is not None and self.share() < 1:
+            parts.append(f"{as_time(left)} left")
+        columns = [column for column in self._columns() if column[1] in n]
+        evaluated = [key for _, key, _ in columns if key.startswith(_MEASURED)]
+        for name, key, form in columns:
+            text = _number(n, key, form)
+            parts.append(f"{name} {with_unit(text, {'unit': self.unit()}) if key == 'test_loss' else text}")
+            if evaluated and key == evaluated[-1] and n.get("evaluated") != n.get("global_step"):
+                parts[-1] += f" at step {_number(n, 'evaluated', ',d')}"
         return ", ".join([*parts, *filter(None, [self.parts()])])
 
-    def table(self):
-        """A table, a row each worker and one for all, for `rich`."""
+    def table(self, doing=lambda worker: "starting"):
+        """A table, a row each worker and one for all, for `rich`. `doing`: see `Display`."""
         from rich.table import Table
 
         table = Table(box=None, pad_edge=False, caption=self.parts() or None, caption_justify="left")
         columns = self._columns()
         unit = f", {self.unit()}" if self.unit() else ""
+        place = 1 + max((i for i, (_, key, _) in enumerate(columns) if key.startswith(_MEASURED)), default=0)
+        columns.insert(place, ("at step", "evaluated", ",d"))
         for name in ("", "step", *(f"{name}{unit if key == 'test_loss' else ''}" for name, key, _ in columns)):
             table.add_column(name, justify="right")
-        rows = {_name(i).replace("-", " "): n for i, n in self.newest.items() if n or i not in self._places}
+        rows = {i: n for i, n in self.newest.items() if n or i not in self._places}
         if len(rows) > 1:
-            rows["together"] = self.together()
-        for name, n in rows.items():
-            step = _steps(n) if n else "starting"
-            table.add_row(name, step, *(_number(n, key, form) for _, key, form in columns))
+            rows["together"] = self.together()  # "" as long as nothing is known
+        for i, n in rows.items():
+            cells = [_number(n, key, form) for _, key, form in columns]
+            step = _number(n, "global_step", ",d") if n or i == "together" else doing(i)
+            table.add_row(_name(i).replace("-", " "), step, *cells)
         return table
 
 
@@ -186,7 +227,7 @@ _COLUMNS = (
 )
 _NUMBER = (int, float)
 _KINDS: dict[str, Any] = {
-    **{key: _NUMBER for key in ("time", *(key for _, key, _ in _COLUMNS))},
+    **{key: _NUMBER for key in ("time", "train_seconds", *(key for _, key, _ in _COLUMNS))},
     **{key: int for key in ("global_step", "last_step", "samples")},
     "worker": (int, str),
     "unit": str,
@@ -227,18 +268,76 @@ def _mean(values):
     return sum(values) / len(values)
 
 
+LINE_SECS = 30.0  # from one line of a long work to the next, where there is no terminal
+
+
+def counted(items, what, total=None):
+    """Yields the items, and shows how many are done and the time left: a bar, or without a terminal a line now and then.
+
+    Args:
+      items: an iterable; the work on an item is done before the next one is asked for, or while it is waited for.
+      what: in a few words.
+      total: how many there are; by default the length of `items`.
+    """
+    total = len(items) if total is None else total
+    if sys.stdout.isatty():
+        from rich import progress
+
+        columns = progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeRemainingColumn()
+        with progress.Progress(progress.TextColumn("{task.description}"), *columns, transient=True) as bar:
+            yield from bar.track(items, total, description=what)
+        return
+    began = said = time.monotonic()
+    for done, item in enumerate(items):
+        now = time.monotonic()
+        if done and now - said >= LINE_SECS:
+            said = now
+            say(f"{what}: {done} of {total} done, {as_time((now - began) / done * (total - done))} left")
+        yield item
+
+
+@contextlib.contextmanager
+def busy(what):
+    """A context that shows on a terminal what goes on, and for how long; gives a function that changes what."""
+    if not sys.stdout.isatty():
+        yield lambda what: None
+        return
+    from rich import progress
+
+    columns = progress.SpinnerColumn(), progress.TextColumn("{task.description}"), progress.TimeElapsedColumn()
+    with progress.Progress(*columns, transient=True) as shown:
+        task = shown.add_task(what, total=None)
+        yield lambda what: shown.update(task, description=what)
+
+
 class Display:
-    """A context that shows the progress of a run: a live table on a terminal, otherwise a line every two seconds."""
+    """A context that shows the progress of a run: a live table and a bar on a terminal, otherwise a line every two seconds.
+
+    Attributes:
+      doing: function of the index of a worker that has shown nothing yet, which says what it does.
+    """
 
     def __init__(self, settings, workers, places=()):
-        self.progress = Progress(settings.run_dir, workers, places)
-        self._ended = threading.Event()
+        self.progress = Progress(settings.run_dir, workers, places, getattr(settings, "seconds", None))
+        self.doing: Any = lambda worker: "starting"
+        self._ended, self._said, self._next = threading.Event(), "", time.monotonic() + QUIET_SECS
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._live = None
         if sys.stdout.isatty():
             from rich.live import Live
 
-            self._live = Live(self.progress.table(), auto_refresh=False)
+            self._live = Live(self._shown(), auto_refresh=False)
+
+    def _shown(self):
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        share, left = self.progress.share(), self.progress.left()
+        bar = Table.grid(padding=(0, 1))
+        rest = "" if left is None or share == 1 else f", {as_time(left)} left"
+        bar.add_row(ProgressBar(total=1, completed=share, width=30), f"{share:.0%}{self.progress.whole()}{rest}")
+        return Group(self.progress.table(self.doing), bar)
 
     def say(self, line):
         """Prints a line above the table."""
@@ -265,12 +364,21 @@ class Display:
             self._show()
 
     def _show(self):
-        if not self.progress.poll():
-            return
+        news = self.progress.poll()
         if self._live:
-            self._live.update(self.progress.table(), refresh=True)
-        else:
+            self._live.update(self._shown(), refresh=True)
+        elif news:
             say(self.progress.line())
+        elif not any(self.progress.newest.values()) and time.monotonic() >= self._next:
+            self._say_start()
+
+    def _say_start(self):
+        """Says what the first worker does, if it takes long, and something else than the last time."""
+        worker = next(iter(self.progress.newest))
+        text = f"{_name(worker).replace('-', ' ')} is {self.doing(worker)}"
+        if text != self._said:
+            say(text)
+            self._said, self._next = text, time.monotonic() + QUIET_SECS
 
 
 def say(line):
@@ -283,6 +391,13 @@ def say(line):
 
 
 UNEQUAL = 3  # times as many samples of one worker as of another are worth a line, where no --delays make them differ
+
+
+def as_time(seconds):
+    """Returns seconds as "40 s", "3 min" or "2.5 h"."""
+    for limit, unit, form in (100, "s", ".0f"), (100 * 60, "min", ".0f"), (math.inf, "h", ".1f"):
+        if seconds < limit:
+            return f"{seconds / {'s': 1, 'min': 60, 'h': 3600}[unit]:{form}} {unit}"
 
 
 def as_typed(path):

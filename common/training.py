@@ -435,7 +435,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
     target, checkpoints = server.target if server else "", str(Path(settings.run_dir, "checkpoints"))
 
     if plan.keeper:
-        plan.keeper.log = log
+        plan.keeper.log, log.trained = log, plan.keeper.clock.seconds
 
     def save(opened):
         if plan.keeper:
@@ -483,7 +483,8 @@ def run_worker(plan, task, settings, server, interruption, open_session):
                         break
                 if calls == 1 or calls == 2 and rounds.parts:  # these had to prepare a graph, which is no training
                     first_step, first_time = session.run(progress), seconds()
-                doing("running a call", waits=bool(meeting), whom=meeting.missing if meeting else nobody)
+                call = "running a call" if calls else "running its first call"
+                doing(call, waits=bool(meeting), whom=meeting.missing if meeting else nobody)
                 before = present
                 rounds = _run_rounds(session, plan, log, present + plan.last - last)
                 present, is_over, calls = rounds.steps[-1, 1], rounds.training_ended, calls + 1

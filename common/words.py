@@ -63,6 +63,11 @@ def doing(what, waits=False, whom=None):
         say_progress()
 
 
+def present():
+    """Returns what this task does."""
+    return _progress[1]
+
+
 @contextlib.contextmanager
 def meanwhile(what, waits=False, whom=None):
     """A context in which this task does something else than what it does before and after."""

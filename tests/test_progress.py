@@ -44,7 +44,7 @@ def test_newest_figures_of_each_worker(write, tmp_path):
     assert not figures.poll()
     write(0, dict(global_step=6, test_accuracy=0.5))
     assert figures.poll()
-    assert figures.newest[0] == dict(global_step=6, loss=2.0, test_accuracy=0.5)
+    assert figures.newest[0] == dict(global_step=6, loss=2.0, test_accuracy=0.5, evaluated=6)
 
 
 def test_line_that_is_written_in_parts(write, tmp_path):
@@ -231,6 +231,7 @@ def test_all_together(write, tmp_path):
         staleness_mean=0.5,
         test_accuracy=0.5,
         test_loss=3.0,
+        evaluated=10,
     )
 
 
@@ -272,12 +273,12 @@ def test_table(write, tmp_path):
     write(1, WORKERS[1])
     figures.poll()
     head, *rows = rendered(figures.table())
-    assert " ".join(head) == "step samples/s loss test accuracy test loss staleness"
+    assert " ".join(head) == "step samples/s loss test accuracy test loss at step staleness"
     assert [" ".join(row) for row in rows] == [
-        "worker 0 10 of 100 1,000 2.0000 0.500 3.0000 1.00",
-        "worker 1 12 of 100 500 1.0000 0.00",
+        "worker 0 10 1,000 2.0000 0.500 3.0000 10 1.00",
+        "worker 1 12 500 1.0000 0.00",
         "worker 2 starting",
-        "together 12 of 100 1,500 1.5000 0.500 3.0000 0.50",
+        "together 12 1,500 1.5000 0.500 3.0000 10 0.50",
     ]
 
 
