@@ -275,7 +275,7 @@ class Round:
             accuracy = max(accuracy for _, accuracy in evaluated[-3:])
         if accuracy < (ACCURACY_OF_OUTAGES if self.has_outages else ACCURACY):
             yield f"test accuracy {accuracy:.3f}"
-        training = sorted((line["time"], line["global_step"]) for line in lines if "samples" in line)
+        training = sorted((line["time"], line["global_step"], line["train_seconds"]) for line in lines if "samples" in line)
         yield from self._losses(training, sorted((line["time"], line) for line in lines if "parameters" in line))
         self.gap = max((after[0] - before[0] for before, after in zip(training, training[1:])), default=0.0)
         restored = [line["time"] for line in lines if line.get("parameters", "").startswith("restored")]
@@ -327,7 +327,7 @@ class Round:
         """Yields what is wrong with where training went on, each time that the chief gave the parameters their values.
 
         Args:
-          training: (time, global step) of all lines of metrics, sorted.
+          training: (time, global step, seconds of training) of all lines of metrics, sorted.
           begins: (time, line) of those of the chief that say with which parameters it begins, sorted.
         """
         for (before, known), (now, line) in zip(begins, begins[1:]):
@@ -335,26 +335,25 @@ class Round:
             faults = [time for time in self._ends_of_parameters if before - BEGIN_SECS < time < now]
             # The chief says that it begins when it has saved the parameters, so a ps may die a moment before that line.
             fault = min((time for time in faults if time > before), default=max(faults, default=None))
-            points = [(before, known["global_step"])]
-            points += [point for point in training if before < point[0] < (fault or now) + METRICS_SECS]
+            begin = before, known["global_step"], 0.0
+            points = [begin, *(point for point in training if before < point[0] < (fault or now) + METRICS_SECS)]
             if not line["parameters"].startswith("restored"):
-                if step + 1 < max(step for time, step in points if time < now - MORE_SECS):
+                if step + 1 < max(step for time, step, _ in points if time < now - MORE_SECS):
                     yield f"the parameters {line['parameters']} are of step {step}, after one of {points[-1][1]}"
-            elif fault is None and step >= max(line["last_step"] * (not self.has_outages), *(step for _, step in points)):
+            elif fault is None and step >= max(line["last_step"] * (not self.has_outages), *(step for _, step, _ in points)):
                 continue  # a chief that is killed while it writes the result finds no ps: they have ended with the training
             elif fault is None:
                 yield f"parameters were {line['parameters']}, though no ps was killed or stopped"
             else:
                 # The run was at that step between the last line of metrics with an earlier one, and the first with a later one.
-                earlier = max((p for p in points if p[1] <= step), default=points[0])
-                later = min((p for p in points if p[1] > step), default=(fault, step + 1))
-                if earlier == points[0]:  # it had not trained yet, but started, or prepared its graph
-                    earlier = max(earlier[0], later[0] - METRICS_SECS), step
-                share = (step - earlier[1]) / (later[1] - earlier[1])
-                lost = max(0.0, fault - (earlier[0] + share * (later[0] - earlier[0])))
-                if step >= max(step for _, step in points):  # no line tells of more: all may have waited for a last worker
-                    lost = min(lost, METRICS_SECS)
-                self.losses.append(lost)
+                told, _, seconds = max(points)
+                last = seconds + min(max(0.0, fault - told), METRICS_SECS)  # for so long it may have trained
+                earlier = max((p[1:] for p in points if p[1] <= step), default=begin[1:])
+                later = min((p[1:] for p in points if p[1] > step), default=(step + 1, last))
+                if earlier == begin[1:]:  # whose seconds no line tells
+                    earlier = step, max(0.0, later[1] - METRICS_SECS)
+                share = (step - earlier[0]) / (later[0] - earlier[0])
+                self.losses.append(last - (earlier[1] + share * (later[1] - earlier[1])))
                 if self.losses[-1] > CHECKPOINT_SECS + MORE_SECS:
                     yield f"{self.losses[-1]:.1f} s were lost when parameters were {line['parameters']}"
 

@@ -23,7 +23,7 @@ def begins(time, what, step, last=5000):
 
 
 # A run that trains from second 10 on, a hundred steps a second; a line of metrics every half second.
-TRAINED = [(10 + i / 2, 50 * i) for i in range(21)]
+TRAINED = [(10 + i / 2, 50 * i, i / 2) for i in range(21)]
 NEW = begins(10.0, "new", 0)
 
 
@@ -38,6 +38,7 @@ NEW = begins(10.0, "new", 0)
             "3.0 s were lost when parameters were restored from",
         ),
         ([20.0], begins(22.0, "restored from model.ckpt-1000", 1000), [0.0], ""),
+        ([27.0], begins(29.0, "restored from model.ckpt-900", 900), [1.5], ""),  # nobody has trained after second 20
         (
             [],
             begins(22.0, "restored from model.ckpt-900", 900),
