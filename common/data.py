@@ -391,7 +391,7 @@ def _in_types_of_training(axis, array, name):
         if not all(np.isfinite(chunk).all() for chunk in chunks(array)):
             count = sum(np.sum(~np.isfinite(chunk)) for chunk in chunks(array))
             raise UserError(f"{name} holds {count} values that are NaN or infinite")
-        most = max(np.abs(chunk).max() for chunk in chunks(array)) if array.dtype != dtype else 0
+        most = max(float(np.abs(chunk).max()) for chunk in chunks(array)) if array.dtype != dtype else 0
         if most > np.finfo(dtype).max:
             raise UserError(f"{name} holds {most:.3g}, too large for float32; scale it")
         if axis == "x" and most > EXACT[0] and (found := rounded(array)):

@@ -119,9 +119,10 @@ class Progress:
         news = False
         for i, tail in self._tails.items():
             for line in tail.read():
+                if i != "evaluator" and any(key.startswith(_MEASURED) for key in line):  # of a step that is past
+                    step = line.pop("global_step", None)
+                    line |= {"evaluated": step, "global_step": self.newest[i].get("global_step", step)}
                 self.newest[i].update(line)
-                if any(key.startswith(_MEASURED) for key in line):
-                    self.newest[i]["evaluated"] = line.get("global_step")
                 if line.get("left"):  # it makes no more samples in a second, and the others go on from its step
                     self.newest[i] = {key: line[key] for key in ("global_step", "last_step") if key in line}
                 news = True

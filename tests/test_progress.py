@@ -1,14 +1,17 @@
 """common/progress.py, and what common/training.py says in result.json: figures of each worker, of all, and at the end."""
 
+import contextlib
 import io
 import json
 import math
 import os
+import sys
 import types
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
+import runs
 from matplotlib.figure import Figure
 from rich.console import Console
 
@@ -44,7 +47,7 @@ def test_newest_figures_of_each_worker(write, tmp_path):
     assert not figures.poll()
     write(0, dict(global_step=6, test_accuracy=0.5))
     assert figures.poll()
-    assert figures.newest[0] == dict(global_step=6, loss=2.0, test_accuracy=0.5, evaluated=6)
+    assert figures.newest[0] == dict(global_step=2, loss=2.0, test_accuracy=0.5, evaluated=6)
 
 
 def test_line_that_is_written_in_parts(write, tmp_path):
@@ -285,6 +288,67 @@ def test_table(write, tmp_path):
 def test_table_of_one_worker_has_no_total(write, tmp_path):
     write(0)
     assert "together" not in str(rendered(Progress(tmp_path, [0]).table()))
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """The clock of the progress, which stands still."""
+    now = types.SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: now.seconds))
+    return now
+
+
+@pytest.mark.parametrize("seconds, left", [(None, "60 s"), (100, "27 s")])
+def test_time_left(write, tmp_path, now, seconds, left):
+    """By steps or by seconds of training, whichever is nearer its end; and an evaluation is shown with its step."""
+    figures = Progress(tmp_path, [0], seconds=seconds)
+    for moment in 0, 10, 40:
+        now.seconds = moment
+        write(0, dict(global_step=10 * moment, last_step=1000, train_seconds=1.5 * moment))
+        write(0, dict(global_step=5, last_step=1000, test_accuracy=0.1))
+        figures.poll()
+    assert figures.line() == f"step 400 of 1,000, {left} left, test accuracy 0.100 at step 5"
+
+
+def test_long_work_says_now_and_then_how_much_is_left(now, capsys):
+    done = []
+    for item in progress.counted(range(5), "runs"):
+        done.append(item)
+        now.seconds += 20
+    assert done == [0, 1, 2, 3, 4]
+    assert capsys.readouterr().out == "runs: 2 of 5 done, 60 s left\nruns: 4 of 5 done, 20 s left\n"
+
+
+def test_what_a_worker_does_that_starts(tmp_path, now, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "QUIET_SECS", 0.0)
+    display = progress.Display(types.SimpleNamespace(run_dir=tmp_path), [0, 1])
+    for what in "loading the data", "loading the data", "building the graph":
+        display.doing = {0: what, 1: "starting"}.get
+        display._show()
+    assert capsys.readouterr().out == "worker 0 is loading the data\nworker 0 is building the graph\n"
+    rows = [" ".join(row) for row in rendered(display.progress.table(display.doing))]
+    assert rows[1:] == ["worker 0 building the graph", "worker 1 starting", "together"]
+
+
+@pytest.mark.slow
+def test_bars_on_a_terminal():
+    """The time left and what goes on, which the work ends."""
+    code = """
+from common import progress
+for item in progress.counted([1, 2], "runs"):
+    print("ran", item)
+with progress.busy("checking") as shown:
+    shown("checking: loading the data")
+"""
+    with runs.on_a_terminal([sys.executable, "-c", code]) as (process, screen, _):
+        shown = b""
+        with contextlib.suppress(OSError):  # at its end
+            while part := os.read(screen, 1000):
+                shown += part
+        assert process.wait() == 0
+    text = shown.decode()
+    assert "runs" in text and "0/2" in text and "checking: loading the data" in text
+    assert text.index("ran 1") < text.index("ran 2")
 
 
 def test_display_without_a_terminal_prints_the_last_figures(write, tmp_path, capsys):
