@@ -65,8 +65,16 @@ up_to_date && use "$venv"
 trap 'say "stopped; the next run sets up again"; exit 130' INT
 old=$(cat "$stamp" 2>/dev/null) why=$(shortcoming "$venv") uv=$(type -P uv)
 
-step() { # runs a command; if it fails, one line says so
-    "$@" >>"$log" 2>&1 </dev/null && return
+watch() { # for how long this goes on, and what pip or uv said last, until it is killed
+    while sleep 1 && kill -0 $$; do printf '\r\e[K%d s: %.60s' "$SECONDS" "$(tail -n 1 "$log")"; done 2>/dev/null >/dev/tty
+}
+
+step() { # runs a command, on a terminal with a line of its progress; if it fails, one line says so
+    local watcher='' status=0
+    [[ ! -t 2 ]] || { watch 9>&- & watcher=$!; }
+    "$@" >>"$log" 2>&1 </dev/null || status=$?
+    [[ -z $watcher ]] || { kill "$watcher" && wait "$watcher"; printf '\r\e[K' >/dev/tty; } 2>/dev/null
+    [[ $status != 0 ]] || return 0
     # An update that has changed nothing so far, as without a network, leaves .venv as good as it was
     [[ -z $old || -n $(find "$venv/lib/" -newer "$stamp" -print -quit) ]] || printf '%s\n' "$old" >"$stamp"
     said=$(grep -io 'error: .* .*' "$log" || cat "$log") # in words: not pip's "error: subprocess-exited-with-error"

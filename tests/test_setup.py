@@ -4,6 +4,7 @@ Each test sets up a small clone of its own, on a PATH of its own. Stand-ins for 
 test tells them to; `test_real_pip` uses the real venv and pip.
 """
 
+import contextlib
 import os
 import shutil
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import packaging
 import pytest
+import runs
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +25,7 @@ SITE = f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
 NEW = ["setting up .venv (once; takes a minute or two)"]
 
 # All that setup.sh may call besides Python: part of Debian's base. The last two are for the stand-ins.
-TOOLS = ["bash", "cat", "dirname", "find", "flock", "grep", "ls", "mkdir", "realpath", "sed", "tail", "cp", "ln"]
+TOOLS = ["bash", "cat", "dirname", "find", "flock", "grep", "ls", "mkdir", "realpath", "sed", "sleep", "tail", "cp", "ln"]
 
 # `python3` and `uv` on PATH. Python pretends to be $PRETEND_VERSION ("3, 8"), or to lack $PRETEND_WITHOUT.
 STAND_IN = f"""#!/usr/bin/env bash
@@ -243,6 +245,22 @@ def test_interrupted(clone, how):
     assert clone.runs() == NEW
     assert clone.calls() == ["venv", "pip"]
     assert clone.runs() == []
+
+
+def test_progress_on_a_terminal(clone):
+    pipe = clone.pip_waits()
+    clone.before_pip(f"print('Downloading tiny', flush=True); open({str(pipe)!r}).read()")
+    environ = [f"{name}={value}" for name, value in clone.env.items()]
+    with runs.on_a_terminal(["env", "-i", *environ, "bash", str(clone.root / "common" / "setup.sh")]) as (process, screen, _):
+        shown = b""
+        while b" s: Downloading tiny" not in shown:
+            shown += os.read(screen, 1000)
+        open(pipe, "w").close()
+        assert process.wait(300) == 0
+        with contextlib.suppress(OSError):  # at its end
+            while part := os.read(screen, 1000):
+                shown += part
+    assert shown.decode().splitlines()[-1].split("\x1b[K")[-1] == f"{clone.venv}/bin/python"
 
 
 def test_active_environment(clone, tmp_path):
