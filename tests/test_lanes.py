@@ -26,7 +26,9 @@ def test_nothing_is_in_soak_alone():
     assert collected(files, "--soak") == collected(files)
 
 
-def test_long_file_is_cut_and_notebook_is_not():
+def test_long_file_is_cut_and_notebook_is_not(monkeypatch):
+    monkeypatch.setattr(timings, "WHOLE", ("whole.py",))
+    assert len(timings.units([f"whole.py::{i}" for i in range(4)], {"whole.py": 4 * timings.LONG})) == 1
     names = [f"{file}::{i}" for file in ("test_a.py", "test_b.py", "c.ipynb", "test_new.py") for i in range(4)]
     known = {"test_a.py": 4 * timings.LONG, "test_b.py": timings.LONG, "c.ipynb": 4 * timings.LONG}
     units = timings.units(names, known)

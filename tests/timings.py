@@ -23,6 +23,7 @@ VARIABLE = "TESTS_TIMES"  # the path of the file to write
 MARK = "<!-- written by `python tests/timings.py` -->"
 
 LONG = 60.0  # seconds of the clock after which a file is cut: the tests that follow may run in another process
+WHOLE = ("tests/test_keras_models.py",)  # files that are not cut: a fixture of all tests is most of their time
 UNKNOWN = 30.0  # seconds of a file that is not in the table
 
 
@@ -58,7 +59,8 @@ def known_seconds():
 def units(names, known):
     """Returns {unit: (its tests, seconds)}. A unit is run by one process, in order.
 
-    It is a file, or a part of a file of more than `LONG` seconds. A notebook stays whole: each cell needs the ones before.
+    It is a file, or a part of a file of more than `LONG` seconds. A notebook stays whole, as each cell needs the ones before, and
+    so do the files of `WHOLE`.
 
     Args:
       names: of tests, in order.
@@ -70,7 +72,7 @@ def units(names, known):
     for name in names:
         file = _file(name)
         seconds = known.get(file, UNKNOWN) / counts[file]
-        if not file.endswith(".ipynb") and units.get(f"{file} {part[file]}", ([], 0.0))[1] >= LONG:
+        if file not in WHOLE and not file.endswith(".ipynb") and units.get(f"{file} {part[file]}", ([], 0.0))[1] >= LONG:
             part[file] += 1
         tests, before = units.get(f"{file} {part[file]}", ([], 0.0))
         units[f"{file} {part[file]}"] = [*tests, name], before + seconds
