@@ -59,7 +59,7 @@ def known_seconds():
 def units(names, known):
     """Returns {unit: (its tests, seconds)}. A unit is run by one process, in order.
 
-    It is a file, or a part of a file of more than `LONG` seconds. A notebook stays whole, as each cell needs the ones before, and
+    It is a file, or a part of a file of more than `LONG` seconds. A notebook stays whole, as each cell needs the ones before;
     so do the files of `WHOLE`.
 
     Args:
