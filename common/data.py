@@ -360,7 +360,7 @@ def typed(samples, name):
 
 # What to do with strings.
 OF_STRINGS = (
-    "a StringLookup or TextVectorization is called in the data, not in the model: dataset.map(lambda x, y: (lookup(x), y)); "
+    "apply StringLookup or TextVectorization in the data, not in the model: dataset.map(lambda x, y: (lookup(x), y)); "
     "keras.layers.Hashing(2**53) makes ids for common.Embedding"
 )
 

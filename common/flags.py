@@ -314,7 +314,7 @@ def define(defaults):
     define_integer("max_restarts", 3, "how often each task may be restarted within an hour", least=0)
     text = "seconds without progress after which a task is killed and restarted"
     define_number("hang_secs", 60, text, least=2, most=SECONDS)
-    text = "for tasks started by hand: seconds for which another is waited for that cannot be reached"
+    text = "for tasks started by hand: seconds to wait for a task that cannot be reached"
     define_number("give_up_secs", 600, text, least=1, most=SECONDS)
     define_isolation()
     flags.DEFINE_bool("launch", False, "start --num_ps and --num_workers processes on this machine")

@@ -1,4 +1,4 @@
-"""A task that no launcher has started gives up those that it waits for and cannot reach, after `--give_up_secs`."""
+"""Tasks started by hand give up a task that they wait for and cannot reach, after `--give_up_secs`."""
 
 import sys
 import threading

@@ -301,7 +301,7 @@ def several_outputs():
         (lambda: keras.Sequential([keras.Input([5]), keras.layers.Dense(4)]), ["cannot be called on samples of shape [3]"]),
         (several_outputs, ["has 2 outputs and 1 arrays of labels"]),
         (lambda: dense(4, trainable=False), ["has no trainable variables, and workers need some"]),
-        (of_strings, ["the layer words (StringLookup) takes strings", "called in the data, not in the model: dataset.map("]),
+        (of_strings, ["the layer words (StringLookup) takes strings", "in the data, not in the model: dataset.map("]),
         (lambda: dense(4, dtype="float16"), ["computes in float16"]),
         (lambda: dense(4, dtype="float64"), ["variables of type float64, expected float32"]),
         (lambda: keras.layers.Dense(4), ["must give a keras.Model, not Dense"]),
