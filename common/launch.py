@@ -102,9 +102,9 @@ def _launch(script, arguments, settings, process=None, shared=None):
 
 
 def _doing(workers, index):
-    """Returns what a worker does, as far as it has said."""
+    """Returns what a worker does. Until it has said that, it or the process that it is a fork of imports TensorFlow."""
     progress = workers[index].progress if index in workers else None
-    return progress.what if progress and progress.what else "starting"
+    return progress.what if progress and progress.what else "importing TensorFlow"
 
 
 def _version(path):

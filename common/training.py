@@ -407,8 +407,10 @@ def run_worker(plan, task, settings, server, interruption, open_session):
     size = len(REPORT) + len(PARTS) + len(STAY)
     kept = functools.partial(run_dir.read_left, settings.run_dir, task.num_workers if task else 1, size)
     if plan.waits:
-        plan.keeper.clock.waits = True
-        meeting = MeetingHook(plan.waits, kept, plan.keeper.clock.come)
+        meeting = MeetingHook(plan.waits, kept)
+        if plan.keeper:
+            plan.keeper.clock.waits = True
+            meeting = MeetingHook(plan.waits, kept, plan.keeper.clock.come)
         interruption.release = meeting.release
         hooks.insert(1, meeting)
     if plan.lease is not None:
