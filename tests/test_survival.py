@@ -299,6 +299,7 @@ def last_line_of_a_failed_run(output, run_dir):
     assert wait_until_gone(processes(run_dir)) == []
     *before, last = output.splitlines()
     usual = "checking the data and the model ", "HogWild: ", "minimizes ", "step ", "the ports of this run ", "no model is "
+    usual += ("worker 0 is ",)
     assert all(line.startswith(usual) for line in before), output
     return last
 
