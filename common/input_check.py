@@ -42,10 +42,10 @@ def check_input(script, arguments, settings, process, shared=None):
         command = [sys.executable, str(script), *arguments, "--check"]
         task = Task("check", 0, command, "", {"LAUNCHER_FOUND": str(found)}, is_shown=True)
         # In the network of this machine: data may come from elsewhere
+        shown = stack.enter_context(progress.busy("importing TensorFlow, to check the data and the model"))
         with ForkServer({}, None, is_isolated=False, shared=shared, process=process, errors=errors.fileno()) as server:
-            with progress.busy("checking the data and the model") as shown:
-                check = _Check(task, server, settings, shown)
-                check.run()
+            check = _Check(task, server, settings, shown)
+            check.run()
         if check.has_passed():
             return check.seconds, json.loads(found.read_text()) if found.exists() else None
         errors.seek(0)

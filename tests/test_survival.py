@@ -298,8 +298,8 @@ def last_line_of_a_failed_run(output, run_dir):
     assert "Traceback" not in output and "restart" not in output
     assert wait_until_gone(processes(run_dir)) == []
     *before, last = output.splitlines()
-    usual = "checking the data and the model ", "HogWild: ", "minimizes ", "step ", "the ports of this run ", "no model is "
-    usual += ("worker 0 is ",)
+    starts = "checking the data and the model ", "HogWild: ", "minimizes ", "worker 0 is "
+    usual = *starts, "step ", "the ports of this run ", "no model is "
     assert all(line.startswith(usual) for line in before), output
     return last
 
