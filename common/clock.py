@@ -35,8 +35,9 @@ class TrainingClock:
 
     def __init__(self, device):
         self.is_training, self.waits = True, False
-        self._last: tuple[float, int] | None = None  # at the last `tick`: the seconds, and the number of the life
-        self._runs, self._ticked, self._next = False, 0.0, 0.0
+        # At the last `tick`: the seconds, the number of the life, and this worker's clock. Another thread reads it as a whole.
+        self._last: tuple[float, int, float] | None = None
+        self._runs, self._next = False, 0.0
         self._known = 0  # how often others had said that they prepare
         self._prepared: set = set()  # kinds of calls
         self._is_in_call, self._prepares, self._has_prepared = False, threading.Event(), False
@@ -112,10 +113,10 @@ class TrainingClock:
             return
         if not self._runs:
             seconds, life, self._known = session.run(self._look)
-            self._last, self._ticked, self._next, self._runs = (seconds, life), time.monotonic(), 0.0, True
-        now, (before, life) = time.monotonic(), self._last or (0.0, 0)
+            self._last, self._next, self._runs = (seconds, life, time.monotonic()), 0.0, True
+        now, (before, life, ticked) = time.monotonic(), self._last or (0.0, 0, 0.0)
         does_not_count = self._has_prepared or self._prepares.is_set()
-        seconds = before if does_not_count else before + now - self._ticked
+        seconds = before if does_not_count else before + now - ticked
         if now >= self._next or not self.is_training or self._has_prepared:
             told = {self._seconds: seconds, self._before: before, self._life: life, self._known_there: self._known}
             is_same, seconds, known, _ = session.run(self._tell, told)
@@ -124,7 +125,7 @@ class TrainingClock:
             if not is_same:
                 self._last = None
                 return
-        self._last, self._ticked = (seconds, life), now
+        self._last = seconds, life, now
 
     def seconds(self):
         """Returns the seconds up to now, by this worker's clock, or up to its end; 0 before its first `tick`."""
@@ -135,8 +136,8 @@ class TrainingClock:
 
         Where workers wait for each other, those up to the present call: it may be one that does not count.
         """
-        last = self._last  # another thread may call `tick` meanwhile
+        last = self._last
         return self._until(last, self._runs and not self.waits) if last and last[1] == life else 0.0
 
     def _until(self, last, runs):
-        return (last[0] if last else 0.0) + (time.monotonic() - self._ticked if last and runs else 0.0)
+        return (last[0] if last else 0.0) + (time.monotonic() - last[2] if last and runs else 0.0)

@@ -266,7 +266,7 @@ def checked(keras_model, data, loss=None, last_operation=None):
 
 
 def _refuse_strings(keras_model):
-    """Raises a `UserError` if a layer of a functional or sequential model takes strings, which no worker draws."""
+    """Raises a `UserError` if a layer of a functional or sequential model takes strings: workers draw numbers."""
     inputs = [given for given in getattr(keras_model, "inputs", None) or [] if given.dtype == "string"]
     for layer in keras_model._flatten_layers() if inputs else ():
         taken = [given for node in layer._inbound_nodes for given in node.input_tensors]

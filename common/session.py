@@ -211,7 +211,7 @@ def DistributedSession(
     target = task_spec.target() if task_spec is not None else ""
     _check_tokens()
     scaffold, all_hooks = scaffold or _scaffold(), list(hooks or [])
-    if task_spec is not None:
+    if task_spec is not None and task_spec.device:
         _provide_own(scaffold, task_spec)
     if task_spec is None or task_spec.is_master():
         own = list(chief_only_hooks or [])

@@ -407,10 +407,8 @@ def run_worker(plan, task, settings, server, interruption, open_session):
     size = len(REPORT) + len(PARTS) + len(STAY)
     kept = functools.partial(run_dir.read_left, settings.run_dir, task.num_workers if task else 1, size)
     if plan.waits:
-        meeting = MeetingHook(plan.waits, kept)
-        if plan.keeper:
-            plan.keeper.clock.waits = True
-            meeting = MeetingHook(plan.waits, kept, plan.keeper.clock.come)
+        come = [plan.keeper.clock.come] if plan.keeper else []
+        meeting = MeetingHook(plan.waits, kept, *come)
         interruption.release = meeting.release
         hooks.insert(1, meeting)
     if plan.lease is not None:
@@ -438,6 +436,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
 
     if plan.keeper:
         plan.keeper.log, log.trained = log, plan.keeper.clock.seconds
+        plan.keeper.clock.waits = meeting is not None
 
     def save(opened):
         if plan.keeper:

@@ -419,7 +419,7 @@ def test_a_call_that_prepares_its_graph_does_not_count(chief, now):
 def test_where_workers_wait_for_each_other_no_wait_for_one_that_starts_counts(chief, now):
     with chief.graph.as_default():
         passed = tf.placeholder(tf.float64, [])
-        later = chief.keeper.clock.variables[-1].assign_sub(passed)  # on the ps's own clock, which the test does not set
+        later = chief.keeper.clock.variables[-1].assign_sub(passed)  # in place of the ps's own clock
     opened = chief.begin()
     other = Worker(chief.place, chief.folder, 1)
     joined = other.join()

@@ -292,7 +292,7 @@ def test_table_of_one_worker_has_no_total(write, tmp_path):
 
 @pytest.fixture
 def now(monkeypatch):
-    """The clock of the progress, which stands still."""
+    """A clock for the progress that the test sets."""
     now = types.SimpleNamespace(seconds=0.0)
     monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: now.seconds))
     return now
@@ -332,7 +332,7 @@ def test_what_a_worker_does_that_starts(tmp_path, now, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_bars_on_a_terminal():
-    """The time left and what goes on, which the work ends."""
+    """They show the time left and the present work, and end with it."""
     code = """
 from common import progress
 for item in progress.counted([1, 2], "runs"):
