@@ -199,7 +199,7 @@ def evaluate(task, settings):
         # The tags are those of the workers, so that TensorBoard draws both in one chart.
         tags = {"validation_loss": "loss", "validation_accuracy": "test_accuracy"}
         log = MetricsLog(run_dir, "evaluator", None, tags)  # only the workers know how long the training is
-    without_improvement = 0
+    without_improvement, evaluated = 0, None
     doing("waiting for a checkpoint", waits=True)
     for checkpoint in new_checkpoints(str(run_dir / "checkpoints"), (run_dir / ENDED).exists):
         try:
@@ -209,6 +209,9 @@ def evaluate(task, settings):
             if tf.train.checkpoint_exists(checkpoint):
                 raise
             continue  # it was so old that the chief has just removed it: there is a newer one
+        if step == evaluated:
+            continue  # it was saved once more, as no step came between
+        evaluated = step
         with streams.reading(dataset):
             results = evaluator.validate(values)
         loss, notes = results["loss"], {f"validation_{name}": value for name, value in results.items()}

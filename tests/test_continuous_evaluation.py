@@ -337,13 +337,13 @@ def test_evaluates_what_is_saved_as_keras_model(script, tmp_path, cnn, images):
         assert found["loss"] == pytest.approx(float(cross_entropy), rel=1e-4)
 
 
-def save(folder, step, parameters):
+def save(folder, step, parameters, name=None):
     """Saves a checkpoint as the chief does: of a line, whose parameters are its slope and intercept."""
     with tf.Graph().as_default(), tf.Session() as session:
         tf.get_variable("parameters", initializer=tf.constant(parameters, tf.float32))
         tf.get_variable("global_step", initializer=tf.constant(step, tf.int64))
         session.run(tf.global_variables_initializer())
-        return tf.train.Saver().save(session, str(folder / "model.ckpt"), global_step=step)
+        return tf.train.Saver().save(session, str(folder / f"model.ckpt-{name or step}"))
 
 
 def test_checkpoint_of_another_model(script, tmp_path, regression, user_error):
@@ -375,12 +375,16 @@ def test_a_training_that_gets_worse(script, settings, tmp_path, pass_time, capsy
         told.append((tmp_path / "evaluator-says-stop").exists())
         save(tmp_path / "checkpoints", step, [slope, 10])
 
+    def chief_saves_again():  # no step came between: for a moment a copy of another name is the newest, see `write_checkpoint`
+        save(tmp_path / "checkpoints", 300, [1, 10], "0300")
+
     chief_saves(100, 0)
     pass_time(
-        *(
-            lambda step=step, slope=slope: chief_saves(step, slope)
-            for step, slope in ((200, 2), (300, 1), (400, 2.5), (500, 3))
-        ),
+        lambda: chief_saves(200, 2),
+        lambda: chief_saves(300, 1),
+        chief_saves_again,
+        lambda: chief_saves(400, 2.5),
+        lambda: chief_saves(500, 3),
         lambda: (tmp_path / "training-has-ended").touch(),
     )
     assert script.evaluate(evaluator, settings) == 0
