@@ -31,7 +31,6 @@ WITHOUT = (
     *("launch", "gpus", "isolation", "require_isolation", "job_name", "task_index", "ps_hosts", "worker_hosts", "check"),
     *("resume", "checkpoint_secs", "max_restarts", "hang_secs", "start_secs", "give_up_secs", "callback"),
     *("validation", "patience"),
-    *("test_data", "label", "parse"),
 )
 POINTS = 30  # evaluations of a run
 MBIT = 1e6 / 8
@@ -182,10 +181,11 @@ class Run:
     """
 
     def __init__(self, folder, settings):
-        from common import data, models, tables, training
+        from common import data, models, streams, tables, training
 
         self.settings, self.lines, self.final, self._folder, self._training = settings, [], None, folder, training
-        self._dataset = dataset = data.load(settings.data, settings.seed)
+        # Samples that a real run reads while it trains are read at once here, and dealt out as arrays are.
+        self._dataset = dataset = streams.in_memory(streams.load(settings.but(num_workers=1, run_dir=None)))
         small = settings.clock_only and settings.parameters  # only the steps count here, so any model will do
         self._shown = data.load("linear") if small else dataset
         spec, sizes = "linear" if small else settings.model, flags.sizes(settings)

@@ -549,6 +549,32 @@ def _count(dataset, name):
     return count
 
 
+def in_memory(dataset):
+    """Returns all samples of a `Stream` as a `common.data.Data`, for a program that draws them by their numbers.
+
+    A `common.data.Data` is returned as it is.
+
+    Raises:
+      UserError: if they never end, take more than half of this machine's memory, or cannot be read.
+    """
+    if not isinstance(dataset, Stream):
+        return dataset
+    if dataset.num_samples is None:
+        raise UserError(f"{dataset.name}: the training set never ends, and it is to be read into memory: take() as many as fit")
+    need, has = (dataset.num_samples + dataset.test.count) * dataset.bytes_of_one, limits.memory() // 2
+    if need > has:
+        need, has = limits.as_bytes(need), limits.as_bytes(has)
+        raise UserError(f"{dataset.name}: the samples take {need}, but half of this machine's memory is {has}: take() fewer")
+
+    def every(share, whose):
+        blocks = list(dataset._read(share, 0, dataset.block, None, whose))
+        return tf.nest.map_structure(lambda *parts: np.concatenate(parts), *blocks)
+
+    shares = [every(share, "of the training set") for share in dataset.shares]
+    train = tf.nest.map_structure(lambda *parts: np.concatenate(parts), *shares)
+    return data.checked((train, every(dataset.test, "of the test set")), dataset.name.removeprefix("--data="))
+
+
 @contextlib.contextmanager
 def reading(dataset):
     """An error of a stream that is read in a session becomes one line.

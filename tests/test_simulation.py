@@ -613,6 +613,37 @@ def test_all_schemes_and_equal_seeds(program):
     assert set(absl_flags.FLAGS) == flags_before
 
 
+TWO_INPUTS = """
+import keras
+import numpy as np
+import tensorflow as tf
+
+def data():
+    rng = np.random.default_rng(0)
+
+    def half(n):
+        price, area = rng.normal(size=(2, n, 1)).astype("f4")
+        return tf.data.Dataset.from_tensor_slices(({"price": price, "area": area}, 3 * price - area))
+
+    return half(1000), half(200)
+
+def model():
+    price, area = keras.Input((1,), name="price"), keras.Input((1,), name="area")
+    both = keras.layers.Concatenate()([price, area])
+    return keras.Model({"price": price, "area": area}, keras.layers.Dense(1)(both))
+"""
+
+
+@pytest.mark.slow
+def test_a_dataset_of_two_inputs(program, tmp_path):
+    """It is read into memory, each input by its name."""
+    (tmp_path / "two.py").write_text(TWO_INPUTS)
+    flags = {"data": f"{tmp_path}/two.py:data", "model": f"{tmp_path}/two.py:model"}
+    run = program.simulate("HogWild", num_workers=4, learning_rate=0.05, steps=400, **flags)
+    np.testing.assert_allclose(run.final[0], [3, -1, 0], atol=1e-4)
+    assert run.result["samples"] == 400 * 32
+
+
 STEP_MS, STEP_CV = 4.0, 0.3
 
 

@@ -106,6 +106,28 @@ def start_of(number, lengths):
     return max(start for start in itertools.accumulate(lengths, initial=0) if start <= number)
 
 
+def test_in_memory_are_all_samples_of_all_workers(files, regression):
+    stream = streams.load(settings(**files(25, 24), num_workers=2))
+    found = streams.in_memory(stream)
+    held = [n for n in range(49) if (n - start_of(n, (25, 24))) % 10 == 9]
+    assert sorted(numbers_in([found.train])) == sorted(set(range(49)) - set(held)) and numbers_in([found.test]) == held
+    assert found.x_train.dtype == stream.first.x_train.dtype and streams.in_memory(regression) is regression
+
+
+@pytest.mark.parametrize("count, line", [(None, "never ends"), (10**12, "take 12.0 TB, but half of this machine's memory is ")])
+def test_what_memory_cannot_hold_is_not_read(tmp_path, user_error, count, line):
+    (tmp_path / "d.py").write_text(f"""
+import numpy as np
+import tensorflow as tf
+
+def data():
+    one = tf.data.Dataset.from_tensors((np.zeros(2, "f4"), np.zeros(1, "f4")))
+    return one.repeat({count}), one
+""")
+    with user_error(f"--data={tmp_path}/d.py:data: the", line):
+        streams.in_memory(streams.load(settings(f"{tmp_path}/d.py:data", steps=1)))
+
+
 def test_a_worker_goes_on_where_it_was(files):
     """In any block or epoch, with any number of samples in a batch."""
     stream = streams.load(settings(**files(25, 13), num_workers=2))
