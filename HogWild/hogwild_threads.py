@@ -100,6 +100,8 @@ def train(task, settings):
             shared = session.run_step_fn(lambda step_context: step_context.session)
             done = updates_before(session.run(keeper.samples_before), settings, of_update)
             most_seconds = settings.seconds or math.inf
+            with keeper.clock.call("threads"):  # of whose calls it knows nothing: all seconds from now on count
+                session.run(center.step)
             failed = threading.Event()
 
             def stop():

@@ -9,6 +9,9 @@ from typing import Any
 from common import tf
 
 TELL_SECS = 0.5  # how often a worker tells the ps
+# By so much more than the time since the last call may another worker have said it by the wall clock of a ps; more than that
+# tells that this clock was set meanwhile, so nobody knows, and the call does not count.
+SLACK_SECS = 2.0
 SAY_SECS = 0.2  # how often a worker says that it prepares, where others wait for it
 
 
@@ -19,9 +22,10 @@ class TrainingClock:
     second how far it has come; the largest number holds. Parameters that are restored begin with the seconds of their
     checkpoint. So neither an outage of a ps counts, nor updates that were rolled back, nor a wait before the first round.
 
-    A call does not count if TensorFlow prepares its graph in it, as it does in the first one of its kind. Where workers wait
-    for each other, the time in which another worker does so, or is started again, does not count either: of such a call only
-    what comes after the last moment at which another worker has said so.
+    What comes before the first call of a session does not count. Nor does a call if TensorFlow prepares its graph in it, as it
+    does in the first one of its kind. Where workers wait for each other, the time in which another worker does so, or starts
+    again, does not count either: of such a call only what comes after the last moment at which another worker has said so, by
+    the wall clock of the ps. If that is set meanwhile, the call does not count.
 
     Args:
       device: of the global step.
@@ -61,6 +65,8 @@ class TrainingClock:
             is_same = tf.equal(life.read_value(), self._life)  # else the parameters were restored meanwhile
             since = tf.maximum(tf.timestamp() - said_at.read_value(), 0.0)
             counted = tf.minimum(self._before + since, self._seconds)
+            was_set = since > self._seconds - self._before + SLACK_SECS  # it was said in this call, or just before
+            counted = tf.where(was_set, self._before, counted)
             seconds = tf.where(tf.equal(said.read_value(), self._known_there), self._seconds, counted)
             most = tf.where(is_same, tf.maximum(trained.read_value(), seconds), trained.read_value())
             with tf.control_dependencies([most]):
@@ -115,11 +121,12 @@ class TrainingClock:
             seconds, life, self._known = session.run(self._look)
             self._last, self._next, self._runs = (seconds, life, time.monotonic()), 0.0, True
         now, (before, life, ticked) = time.monotonic(), self._last or (0.0, 0, 0.0)
-        does_not_count = self._has_prepared or self._prepares.is_set()
-        seconds = before if does_not_count else before + now - ticked
+        seconds = before + now - ticked if self._counts() else before
         if now >= self._next or not self.is_training or self._has_prepared:
             told = {self._seconds: seconds, self._before: before, self._life: life, self._known_there: self._known}
-            is_same, seconds, known, _ = session.run(self._tell, told)
+            is_same, most, known, _ = session.run(self._tell, told)
+            # The number of others is of a moment in this call: taken for one before it, the clock of all would run fast.
+            now, seconds = time.monotonic() if most > seconds else now, most
             self._known = known if self.waits else self._known
             self._runs, self._next, self._has_prepared = bool(is_same) and self.is_training, now + TELL_SECS, False
             if not is_same:
@@ -127,9 +134,13 @@ class TrainingClock:
                 return
         self._last = seconds, life, now
 
+    def _counts(self):
+        """Whether the time since the last `tick` counts."""
+        return bool(self._prepared) and not self._has_prepared and not self._prepares.is_set()
+
     def seconds(self):
         """Returns the seconds up to now, by this worker's clock, or up to its end; 0 before its first `tick`."""
-        return self._until(self._last, self._runs)
+        return self._until(self._last, self._runs and self._counts())
 
     def saved(self, life):
         """Returns the seconds to save with parameters of the life with this number, 0 if the clock is of another life.
@@ -137,7 +148,7 @@ class TrainingClock:
         Where workers wait for each other, those up to the present call: it may be one that does not count.
         """
         last = self._last
-        return self._until(last, self._runs and not self.waits) if last and last[1] == life else 0.0
+        return self._until(last, self._runs and self._counts() and not self.waits) if last and last[1] == life else 0.0
 
     def _until(self, last, runs):
         return (last[0] if last else 0.0) + (time.monotonic() - last[2] if last and runs else 0.0)

@@ -161,7 +161,8 @@ class MetricsHook(tf.train.SessionRunHook):
         self._new: collections.Counter[int] = collections.Counter()  # the same since the last line
         self.dropped = self._new_dropped = 0  # gradients that no update was made of
         self._loss_sum, self._num_calls = 0.0, 0  # since the last line
-        self._first = self._began = self._called = 0.0  # the time of the first call, of the last line, and of the last call
+        # The time of the first call, of the last line, of the end of the last call, and of the beginning of this one
+        self._first = self._began = self._called = self._call_began = 0.0
         # Of the rounds that were timed, all of them and those since the last line.
         self._parts, self._new_parts = _Parts(), _Parts()
         self._timed_rounds: list[dict[str, float]] = []  # since the last line
@@ -191,6 +192,7 @@ class MetricsHook(tf.train.SessionRunHook):
             return None
         self._began = self._began or time.perf_counter()
         self._first = self._first or self._began
+        self._call_began = time.perf_counter()
         return tf.train.SessionRunArgs([rounds.loss, rounds.steps, rounds.parts, rounds.local_steps])
 
     def after_run(self, run_context, run_values):
@@ -204,7 +206,8 @@ class MetricsHook(tf.train.SessionRunHook):
         self._samples, self._new_samples = self._samples + samples, self._new_samples + samples
         if self._drawn:
             self._drawn(samples)
-        if parts and self._is_timed:
+        # A round is timed by the wall clock: one that took longer than its call says that the clock was set.
+        if parts and self._is_timed and sum(parts.values()) <= time.perf_counter() - self._call_began:
             self._parts.add(parts)
             self._new_parts.add(parts)
             self._timed_rounds.append({part: round(float(seconds), 6) for part, seconds in parts.items()})

@@ -219,9 +219,16 @@ def test_a_chief_restores_all_if_anything_is_lost(chief, what):
     assert not again.run(chief.keeper.has_lost).size
 
 
+def prepare(its_clock, session):
+    """Makes the first call of a worker, in which TensorFlow prepares the graph: from its end on seconds count."""
+    with its_clock.call("first"):
+        its_clock.tick(session)
+    its_clock.tick(session)
+
+
 def test_samples_and_seconds_are_those_of_all_runs(chief, servers, tmp_path):
     opened = chief.begin()
-    chief.keeper.clock.tick(opened)
+    prepare(chief.keeper.clock, opened)
     for _ in range(4):
         opened.run(chief.update)
     chief.keeper.save(opened)
@@ -230,7 +237,7 @@ def test_samples_and_seconds_are_those_of_all_runs(chief, servers, tmp_path):
 
     later = Worker(servers(2), chief.folder, samples_per_update=100)  # all that lay on the ps is gone
     opened = later.begin()
-    later.keeper.clock.tick(opened)
+    prepare(later.keeper.clock, opened)
     opened.run(later.update)
     samples, before = opened.run([later.keeper.samples, later.keeper.samples_before])
     assert samples == 4 * 10 + 1 * 100
@@ -338,10 +345,10 @@ def test_an_outage_counts_no_seconds(chief, now):
     opened = chief.begin()
     now.monotonic += 50  # it waits for the others
     assert of_chief.seconds() == 0
-    of_chief.tick(opened)
+    prepare(of_chief, opened)
     other = Worker(chief.place, chief.folder, 1)
     joined = other.join()
-    other.keeper.clock.tick(joined)
+    prepare(other.keeper.clock, joined)
     now.monotonic += 10
     opened.run(chief.update)
     chief.keeper.save(opened)
@@ -355,7 +362,7 @@ def test_an_outage_counts_no_seconds(chief, now):
     now.monotonic += 300
     again = chief.begin()
     other.keeper.clock.tick(joined)
-    of_chief.tick(again)
+    prepare(of_chief, again)
     assert of_chief.seconds() == pytest.approx(10, abs=0.1)
     now.monotonic += 5
     of_chief.tick(again)
@@ -371,10 +378,10 @@ def test_an_outage_counts_no_seconds(chief, now):
 def test_the_clock_of_training_goes_on_with_that_of_others(chief, now):
     """A chief that comes back does not count anew; the largest number holds."""
     opened = chief.begin()
-    chief.keeper.clock.tick(opened)
+    prepare(chief.keeper.clock, opened)
     other = Worker(chief.place, chief.folder, 1)
     joined = other.join()
-    other.keeper.clock.tick(joined)
+    prepare(other.keeper.clock, joined)
     now.monotonic += 20
     other.keeper.clock.tick(joined)
     again = Worker(chief.place, chief.folder)
@@ -383,9 +390,30 @@ def test_the_clock_of_training_goes_on_with_that_of_others(chief, now):
     assert again.keeper.clock.seconds() == 20
 
 
+def test_the_clock_does_not_run_fast_where_messages_take_long(chief, now):
+    """Every second message to the ps takes long; meanwhile another worker tells it a later time."""
+    opened, of_chief = chief.begin(), chief.keeper.clock
+    other = Worker(chief.place, chief.folder, 1)
+    joined, began = other.join(), now.monotonic
+    prepare(of_chief, opened)
+    prepare(other.keeper.clock, joined)
+
+    def run_late(*arguments):
+        now.monotonic += 0.6
+        of_chief.tick(opened)
+        return joined.run(*arguments)
+
+    for i in range(20):
+        now.monotonic += 0.5
+        other.keeper.clock.tick(types.SimpleNamespace(run=run_late) if i % 2 else joined)
+        now.monotonic += 0.1
+        of_chief.tick(opened)
+    assert of_chief.seconds() == pytest.approx(now.monotonic - began)
+
+
 def test_the_clock_stands_still_while_a_worker_waits_for_others_at_its_end(chief, now):
     opened, of_chief = chief.begin(), chief.keeper.clock
-    of_chief.tick(opened)
+    prepare(of_chief, opened)
     now.monotonic += 6
     of_chief.is_training = False
     for _ in range(2):
@@ -430,7 +458,7 @@ def test_where_workers_wait_for_each_other_no_wait_for_one_that_starts_counts(ch
 
     (of_chief, _), (of_other, _) = clocks
 
-    def call(seconds, *starting):
+    def call(seconds, *starting, clock_is_set=0):
         """The chief makes a call; meanwhile the other worker prepares its graph, for all but the last of these seconds."""
         with of_chief.call("many"):
             of_chief.tick(opened)
@@ -442,12 +470,13 @@ def test_where_workers_wait_for_each_other_no_wait_for_one_that_starts_counts(ch
                         pass  # it says so again and again
             of_other.stop()  # that is all of it that the test makes
             now.monotonic += seconds
-            opened.run(later, {passed: 1 if starting else seconds})
+            opened.run(later, {passed: clock_is_set + (1 if starting else seconds)})
         of_chief.tick(opened)
         return round(of_chief.seconds())
 
     assert call(60, "many") == 0  # both prepare their graphs
     assert [call(7), call(30, "one"), call(4)] == [7, 8, 12]
+    assert [call(30, "two", clock_is_set=by) for by in (3600, -3600)] == [12, 12]
     of_other.come(joined)  # it was killed, and comes back
     assert [call(30, "many"), call(4)] == [13, 17]
     of_chief.tick(opened)
