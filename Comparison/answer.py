@@ -14,8 +14,9 @@ from workers import chosen  # noqa: E402
 MANY = 100  # workers, from which on the number of workers decides
 # Of models that the other problems do not have
 OF_TABLES = (
-    "| Does the model have tables that are larger than a worker's memory? | [Embeddings]({prefix}Embeddings/): HogWild, or "
-    "DOWNPOUR with a window | [measured]({prefix}benchmarks/README.md#tables-on-the-ps) |"
+    "Does the model have tables that are larger than a worker's memory?",
+    "[Embeddings]({prefix}Embeddings/): HogWild, or DOWNPOUR with a window",
+    "[measured]({prefix}benchmarks/README.md#tables-on-the-ps)",
 )
 
 
@@ -23,7 +24,7 @@ class Leaf(NamedTuple):
     """An answer.
 
     Attributes:
-      question: to be answered with yes for this leaf; those of the leaves before it with no.
+      question: yes leads to this leaf, after no to those of the leaves before it.
       row: of the table, whose scheme is the answer.
       folder: of the scheme.
       flags: to begin with, as text.
@@ -55,9 +56,9 @@ def answer(report, workers):
         ("Does a message take longer than a local step: slow links, or a large model?", "slow links", every),
         ("Do workers come and go, or die?", "all equal", free),
         ("Is a machine much slower than the others?", "one slow", every),
-        ("Do steps take a random time, as on shared machines?", "random", every),
+        ("Does the time of a step vary at random, as on shared machines?", "random", every),
         (f"Are there {MANY} workers or more?", MANY, every),
-        ("Has each worker samples of another kind?", "unlike shards", every),
+        ("Is the data non-IID across workers?", "unlike shards", every),
         ("None of these", "all equal", every),
     ]
     leaves = []
@@ -114,15 +115,16 @@ def pick(measured):
     raise AssertionError("the best is one of them")
 
 
-def as_table(report, workers, prefix=""):
-    """Returns the tree as a Markdown table: the first question that is answered with yes decides.
+def as_table(report, workers, prefix="", is_short=False):
+    """Returns the tree as a Markdown table: the first question answered with yes decides.
 
     Args:
       report, workers: see `answer`.
       prefix: of the links to the folders.
+      is_short: without the figures.
     """
-    head = "| the first yes decides | take | virtual seconds until the target |"
-    lines = [head, "|---|---|---|", OF_TABLES.format(prefix=prefix)]
+    rows = [("the first question that you answer with yes", "take", "virtual seconds until the target"), ("---",) * 3]
+    rows.append(tuple(cell.format(prefix=prefix) for cell in OF_TABLES))
     for leaf in answer(report, workers):
-        lines.append(f"| {leaf.question} | [{leaf.row}]({prefix}{leaf.folder}/) `{leaf.flags}` | {leaf.support} |")
-    return "\n".join(lines)
+        rows.append((leaf.question, f"[{leaf.row}]({prefix}{leaf.folder}/) `{leaf.flags}`", leaf.support))
+    return "\n".join(f"| {' | '.join(row[:2] if is_short else row)} |" for row in rows)

@@ -31,16 +31,17 @@ import slow_links  # noqa: E402
 import until_loss  # noqa: E402
 
 READMES = [HERE.parent / "README.md", HERE / "README.md", MACHINES / "README.md", LINKS / "README.md"]
-READMES += [COMPARISON / "README.md"]
+READMES += [COMPARISON / "README.md", HERE.parent / "book" / "guide" / "results.md"]
 
 
-def which_scheme(report, prefix=""):
+def which_scheme(report, prefix="", is_short=False):
     """Returns the decision tree of Comparison/, to which the benchmark of many workers belongs."""
-    return answer.as_table(report, json.loads((HERE / "workers.json").read_text()), prefix)
+    return answer.as_table(report, json.loads((HERE / "workers.json").read_text()), prefix, is_short)
 
 
 TABLES: dict[str, tuple[Any, Any]] = {  # name: file, and what makes a table of it
     "results": ("results.json", run.table),
+    "short results": ("results.json", functools.partial(run.table, names=run.SHORT)),
     "targets": ("results.json", run.targets),
     "bandwidth": ("scaling.json", scaling.table),
     "cost": ("scaling.json", scaling.cost_table),
@@ -57,7 +58,7 @@ TABLES: dict[str, tuple[Any, Any]] = {  # name: file, and what makes a table of 
     "slow links": (MACHINES / "slow_links.json", slow_links.table),
     "until loss": (LINKS / "until_loss.json", until_loss.table),
     "until loss simulated": (LINKS / "simulated.json", until_loss.simulated_table),
-    "which scheme": (COMPARISON / "comparison.json", which_scheme),
+    "short answer": (COMPARISON / "comparison.json", functools.partial(which_scheme, is_short=True)),
     "which scheme of all": (COMPARISON / "comparison.json", functools.partial(which_scheme, prefix="../")),
     "schemes": (COMPARISON / "comparison.json", figures.schemes),
     "rates": (COMPARISON / "comparison.json", figures.rates),

@@ -60,6 +60,8 @@ CONTESTANTS = {
     "SparseLoCo, window 10": ("SparseLoCo/sparseloco.py --window=10", f"Adam, {SGD}"),
 }
 LIMIT, PLAIN, DDP = "the limit: nothing shared", "plain TensorFlow, asynchronous", "PyTorch DDP"
+# Of the table in README.md
+SHORT = ("DOWNPOUR, window 100", "one process", "HogWild", DDP, "Synchronous-SGD, through the ps", PLAIN)
 TARGETS = [  # what, at least so many times, of what
     ("HogWild", 2.5, PLAIN),
     ("HogWild", 4, "ParameterServerStrategy"),
@@ -149,14 +151,16 @@ def check_same_work(results):
             sys.exit(f"not the same work: {name} had {result['num_workers']} workers and for optimizer {result['optimizer']!r}")
 
 
-def table(report):
-    """Returns all runs as a Markdown table, the fastest first."""
+def table(report, names=None):
+    """Returns the runs as a Markdown table, the fastest first: those of these names, or all."""
     plain = report["runs"].get(PLAIN)
     lines = [
         "| samples/s, the median | | of plain TensorFlow | test accuracy | optimizer |",
         "|---|---:|---:|---:|---|",
     ]
     for name, run in sorted(report["runs"].items(), key=lambda item: -item[1]["median"]):
+        if names is not None and name not in names:
+            continue
         ratio = f"{run['median'] / plain['median']:.1f} ×" if plain else ""
         own = run["optimizer"].replace(SGD, "SGD") or "its own"
         lines.append(f"| {name} | {run['median']:,} | {ratio} | {run['test_accuracy']:.3f} | {own} |")

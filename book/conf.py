@@ -60,6 +60,10 @@ CODE = re.compile(r"(\S)(:?)\n\n((?: {4,}\S.*\n(?:\n(?= {4}))?)+)")
 GLOSSARY = "Basics-Tutorial/GLOSSARY"
 # Terms that in prose mostly mean something else
 ORDINARY = ("address", "collection", "exchange", "feed", "job", "stage", "summary", "target")
+GUIDE = (
+    *("install", "running", "data-and-models", "python", "flags", "schemes", "learning-rates", "callbacks", "survival"),
+    *("elasticity", "compression", "tables", "machines", "cost", "results", "keras3"),
+)
 REFERENCE = [GLOSSARY, "book/common", "benchmarks/README", "SECURITY", "CONTRIBUTING", "tests/README", "CHANGELOG"]
 
 
@@ -91,6 +95,7 @@ def contents(root):
     first, others = collect.reading_order((root / "README.md").read_text())
     return {
         "Start": ["README", "book/player"],
+        "Guide": [f"book/guide/{page}" for page in GUIDE],
         "In reading order": [f"{folder}/README" for folder in first],
         "With any scheme": [f"{folder}/README" for folder in others],
         "To look up": REFERENCE,

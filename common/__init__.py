@@ -23,7 +23,7 @@ def _check_system():
 
         raise UserError(
             f"this is {sys.platform}, which lacks what the tasks take from Linux (prctl, /proc, namespaces); run it under WSL2 "
-            'or in a container, see README.md, "Where it runs"'
+            "or in a container, see book/guide/install.md"
         )
 
 

@@ -73,7 +73,7 @@ def train(scheme, model, data, *, run_dir=None, pace="own", verbose=True, **flag
         or "linear", "dense", "mlp", "cnn", "cnn1d", "transformer".
       data: ((x_train, y_train), (x_test, y_test)), each pair with weights of the samples as a third if they have some; a
         function that returns that, or a pair of `tf.data.Dataset`s; files, as "DIR/*.csv"; or "digits", "linear", "mnist",
-        "mnist1d", "quadratic", "text". See "Data of your own" in README.md.
+        "mnist1d", "quadratic", "text". See book/guide/data-and-models.md.
       run_dir: folder for all that the run writes; runs/SCHEME/TIME by default.
       pace: of a scheme that is a function, see `common.main.main`.
       verbose: whether to show the progress meanwhile.

@@ -42,6 +42,27 @@ KNOWN = {
 }
 
 
+# As --help and book/guide/flags.md list them; all others are a script's own
+GROUPS = {
+    "Cluster": (
+        *("num_ps", "num_workers", "max_workers", "gpus", "start_secs", "warm_start_steps", "delays"),
+        *("isolation", "require_isolation"),
+    ),
+    "Length of the run": ("epochs", "steps", "seconds", "patience"),
+    "Data": ("data", "test_data", "label", "parse", "validation"),
+    "Model": ("model", "layers", "width", "heads", "loss"),
+    "Training": (
+        *("batch_size", "window", "learning_rate", "learning_rate_schedule", "warmup_steps", "weight_decay", "clip_norm"),
+        *("local_optimizer", "local_learning_rate", "local_momentum", "seed"),
+    ),
+    "Messages": ("compress", "topk", "compress_pull", "rounds_per_call"),
+    "Tables on the ps": ("table_optimizer", "table_learning_rate", "max_rows", "save_tables"),
+    "Files and evaluation": ("run_dir", "evaluation_secs", "callback"),
+    "Faults": ("resume", "checkpoint_secs", "max_restarts", "hang_secs"),
+    "Tasks started by hand": ("launch", "job_name", "task_index", "ps_hosts", "worker_hosts", "give_up_secs"),
+}
+
+
 class _OneLine(Exception):
     """An exception whose text says all: IPython shows that, and no stack trace, as a program does."""
 
@@ -189,20 +210,20 @@ def define_numbers(name, default, help, least=None, above=None, most=FLOAT32, fl
 
 def define_gpus(flag_values=flags.FLAGS):
     """Defines the flag that `common.devices.with_gpus` reads."""
-    text = "all, or numbers as 0,2: a GPU for each worker (--num_workers: as many as GPUs)"
+    text = "all, or numbers as 0,2: a GPU for each worker (default of --num_workers: one worker for each GPU)"
     flags.DEFINE_string("gpus", None, text, flag_values)
 
 
 def define_isolation(flag_values=flags.FLAGS):
     """Defines the flags that `common.launch.fork_server` reads."""
-    text = "run the tasks in a network of their own, where the system allows it, see SECURITY.md"
+    text = "run the tasks in a network of their own where the system allows it, see SECURITY.md (off: --noisolation)"
     flags.DEFINE_bool("isolation", True, text, flag_values)
-    flags.DEFINE_bool("require_isolation", False, "end, rather than run the tasks in the machine's network", flag_values)
+    flags.DEFINE_bool("require_isolation", False, "fail if the tasks cannot have a network of their own", flag_values)
 
 
 def define_overlap(flag_values=flags.FLAGS):
     """Defines the flag --overlap of schemes that can pull ahead, see `common.local.LocalParameters.pull_ahead`."""
-    text = "pull the parameters of the next round while this one trains: less waiting for slow links, but a round staler"
+    text = "pull the parameters of the next round during this one: less waiting on slow links, but one round staler"
     flags.DEFINE_bool("overlap", False, text, flag_values)
 
 
@@ -241,83 +262,93 @@ def define(defaults):
     def own(name, default=None):
         return defaults.get(name, default)
 
-    define_integer("num_ps", own("num_ps", 1), "ps tasks to start", least=1)
+    define_integer("num_ps", own("num_ps", 1), "parameter servers to start", least=1)
     define_integer("num_workers", own("num_workers", 2), "workers to start", least=1)
-    text = "places for workers, some of which join and leave while it trains, by common/join.sh and common/leave.sh"
+    text = "places for workers, which may join (common/join.sh) and leave (common/leave.sh) during training"
     define_integer("max_workers", None, text, least=1, most=MOST_PLACES)
     define_gpus()
     # Samples are counted in 64 bits: with so many epochs, those of a set of 2³¹ still can be.
     define_number("epochs", own("epochs"), "passes over the training set, all workers together", above=0, most=2**32)
-    define_integer("steps", None, "stop at this many global updates (default: from --epochs)", least=1)
-    define_number("seconds", None, "stop after this many seconds of training", above=0, most=SECONDS)
+    text = "stop at this many global updates; an asynchronous worker finishes the call that it is in (default: from --epochs)"
+    define_integer("steps", None, text, least=1)
+    text = "stop after this many seconds of training, without outages of a ps and preparation of graphs"
+    define_number("seconds", None, text, above=0, most=SECONDS)
     names = "digits, linear, mnist, mnist1d, quadratic, text"
-    text = f"{names}, FILE.py:FUNCTION, or files, as 'DIR/*.csv', '*.parquet', '*.tfrecord'"
+    text = f"{names}; files, as 'DIR/*.csv', '*.parquet', '*.tfrecord'; or FILE.py:FUNCTION, which runs with your rights"
     flags.DEFINE_string("data", own("data", "digits"), text)
-    flags.DEFINE_string("test_data", None, "files for the test (default: every tenth record of --data's)")
-    flags.DEFINE_string("label", None, "column of labels in files (default: the last called label, target, y, or the last)")
-    flags.DEFINE_string("parse", None, "FILE.py:FUNCTION that makes (x, y) of a record of a *.tfrecord, a scalar string tensor")
-    flags.DEFINE_string("model", own("model", "mlp"), "linear, dense, mlp, cnn, cnn1d, transformer, or FILE.py:FUNCTION")
+    flags.DEFINE_string("test_data", None, "files of the test set (default: every tenth record of --data)")
+    text = "label column of CSV and Parquet files (default: the last one called label, target or y, or else the last)"
+    flags.DEFINE_string("label", None, text)
+    flags.DEFINE_string("parse", None, "FILE.py:FUNCTION that makes (x, y) of a TFRecord, a scalar string tensor")
+    text = "linear, dense (no bias), mlp, cnn (images), cnn1d (series), transformer (whole numbers); or FILE.py:FUNCTION"
+    flags.DEFINE_string("model", own("model", "mlp"), text)
     for name, most, text in (
         ("layers", 1000, "blocks of --model=transformer"),  # each is some 400 operations of the graph
-        ("width", INT32, "of --model=transformer, the length of the vector of a place, a multiple of --heads"),
-        ("heads", INT32, "of the attention of --model=transformer"),
+        ("width", INT32, "embedding width of --model=transformer, a multiple of --heads"),
+        ("heads", INT32, "attention heads of --model=transformer"),
     ):
         define_integer(name, own(name), f"{text} (default: {TRANSFORMER[name]})", least=1, most=most)
-    flags.DEFINE_string("loss", None, "of a model that has none, a name of Keras's (default: by the labels)")
+    text = "loss of a model that has none, by its name in Keras, as huber (default: by the labels)"
+    flags.DEFINE_string("loss", None, text)
     define_integer("batch_size", own("batch_size"), "samples per step and worker", least=1)
     define_number("learning_rate", own("learning_rate"), "step size", above=0)
     flags.DEFINE_string("learning_rate_schedule", None, "cosine, linear, or FILE.py:FUNCTION (default: constant)")
-    define_integer("warmup_steps", 0, "global updates in which the learning rate grows to its full size", least=0)
+    define_integer("warmup_steps", 0, "global updates during which the learning rate grows to its full size", least=0)
     if "weight_decay" not in values:  # of a scheme whose optimizer always has it
-        text = "λ: the parameters shrink by learning rate × λ of themselves, where the scheme's optimizer stands"
+        text = "λ of decoupled weight decay, as in AdamW, applied by the scheme's optimizer"
         define_number("weight_decay", 0, text, least=0)
-    define_number("clip_norm", None, "largest norm of the gradient of a local step; longer ones are scaled down", above=0)
+    define_number("clip_norm", None, "largest norm of a local gradient (global_clipnorm in Keras)", above=0)
     # A loop of the graph counts them, in 32 bits.
-    define_integer("window", own("window", 1), "local steps from one exchange with the ps to the next", least=1, most=INT32)
-    text = "how a worker writes the vectors that it sends to the ps"
+    define_integer("window", own("window", 1), "local steps between two exchanges with the ps", least=1, most=INT32)
+    text = "compression of the vectors that a worker sends to the ps"
     flags.DEFINE_enum("compress", own("compress", "none"), COMPRESSIONS, text)
     define_number("topk", own("topk"), "share of the values that --compress=topk sends (default: 0.01)", above=0, most=1.0)
-    text = "how the ps write the parameters that a worker gets for its training"
+    text = "compression of the parameters that the ps send to a worker for its training"
     flags.DEFINE_enum("compress_pull", own("compress_pull", "none"), PULL_COMPRESSIONS, text)
     if "local_optimizer" in defaults:
-        flags.DEFINE_enum("local_optimizer", own("local_optimizer"), LOCAL_OPTIMIZERS, "optimizer of a worker's local steps")
+        text = "optimizer of a worker's local steps; its slots stay on the worker"
+        flags.DEFINE_enum("local_optimizer", own("local_optimizer"), LOCAL_OPTIMIZERS, text)
         otherwise = "" if own("local_learning_rate") else " (default: --learning_rate)"
-        define_number("local_learning_rate", own("local_learning_rate"), f"its step size{otherwise}", above=0)
-        define_number("local_momentum", 0.9, "of --local_optimizer=momentum", least=0, below=1)
-    text = "share of the training set that is held out, to be evaluated on"
+        define_number("local_learning_rate", own("local_learning_rate"), f"step size of --local_optimizer{otherwise}", above=0)
+        define_number("local_momentum", 0.9, "momentum of --local_optimizer=momentum", least=0, below=1)
+    text = "share of the training set that is held out; its loss and metrics are reported as validation_..."
     define_number("validation", own("validation"), text, above=0, below=1)
-    define_integer("patience", own("patience"), "evaluations without an improvement after which training ends", least=1)
-    text = "FILE.py:FUNCTION, which the chief calls with a step and what was measured there"
-    flags.DEFINE_string("callback", None, text)
-    text = "seconds that workers which are there wait for the others before the first update"
+    text = "evaluations without a smaller validation loss after which training ends"
+    define_integer("patience", own("patience"), text, least=1)
+    flags.DEFINE_string("callback", None, "FILE.py:FUNCTION, called by the chief with each step and its metrics")
+    text = "seconds for which workers that are ready wait for the others before the first update"
     define_number("start_secs", own("start_secs", 60), text, least=0, most=SECONDS)
-    define_integer("warm_start_steps", 0, "global updates that worker 0 makes before the others begin", least=0)
-    text = "milliseconds that each worker's local training takes longer, as 0,0,50"
+    text = "global updates that worker 0 makes before the others begin (asynchronous schemes)"
+    define_integer("warm_start_steps", 0, text, least=0)
+    text = "extra milliseconds of each worker's local training, as 0,0,50, to see the effect of a straggler"
     define_numbers("delays", None, text, least=0, most=1000 * SECONDS)
     text = "most rounds in one session call (default: by model and length of the run)"
     # A round takes 18 kB of the graph at least (HogWild), which can have 2 GB.
     define_integer("rounds_per_call", own("rounds_per_call"), text, least=1, most=100_000)
     # Keras takes 32 bits, and each worker adds its index.
-    define_integer("seed", own("seed", 0), "of initial values and of the order of samples", least=0, most=2**31)
-    flags.DEFINE_string("run_dir", None, "folder for all that the run writes (default: runs/SCHEME/TIME)")
-    text = "whether model.keras is written if the model has tables on the ps (common.Embedding), which it then has whole"
+    define_integer("seed", own("seed", 0), "seed of initial values and of the order of samples", least=0, most=2**31)
+    flags.DEFINE_string("run_dir", None, "folder of all files of the run (default: runs/SCHEME/TIME)")
+    text = "whether model.keras is written for a model with tables on the ps (common.Embedding): it holds them whole"
     flags.DEFINE_enum("save_tables", "yes", ["yes", "no"], text)
-    text = "what changes the rows of tables (common.Embedding) on the ps; scheme: the optimizer that the scheme has there"
+    text = "optimizer of the rows of tables on the ps (common.Embedding); scheme: the scheme's own"
     flags.DEFINE_enum("table_optimizer", "scheme", TABLE_OPTIMIZERS, text)
-    define_number("table_learning_rate", None, "of --table_optimizer (default: --learning_rate)", above=0)
-    text = "rows for which there is room on all ps together, of each table without an end (common.Embedding(None, width))"
+    define_number("table_learning_rate", None, "step size of --table_optimizer (default: --learning_rate)", above=0)
+    text = "capacity in rows, over all ps, of each table without a fixed size (common.Embedding(None, width))"
     define_integer("max_rows", ROOM, text, least=1, most=2**31 - 1)
-    flags.DEFINE_bool("resume", False, "go on from the newest checkpoint in --run_dir")
-    define_number("checkpoint_secs", own("checkpoint_secs", 5), "seconds between checkpoints", above=0, most=SECONDS)
-    text = "seconds between evaluations on the test set while training goes on"
+    text = "continue from the newest checkpoint in --run_dir, on any number of ps and workers"
+    flags.DEFINE_bool("resume", False, text)
+    text = "seconds between checkpoints: the death of a ps costs at most this much training, and one call"
+    define_number("checkpoint_secs", own("checkpoint_secs", 5), text, above=0, most=SECONDS)
+    text = "seconds between evaluations on the test set during training; more, where an evaluation takes long"
     define_number("evaluation_secs", 1, text, above=0, most=SECONDS)
-    define_integer("max_restarts", 3, "how often each task may be restarted within an hour", least=0)
-    text = "seconds without progress after which a task is killed and restarted"
+    text = "restarts of each task within an hour: the first at once, later ones after a pause of up to 30 s"
+    define_integer("max_restarts", 3, text, least=0)
+    text = "seconds without progress after which a task is killed and restarted; also the limit for checking --data and --model"
     define_number("hang_secs", 60, text, least=2, most=SECONDS)
-    text = "for tasks started by hand: seconds to wait for a task that cannot be reached"
+    text = "seconds to wait for a task that cannot be reached; then the chief finishes without it, or training fails"
     define_number("give_up_secs", 600, text, least=1, most=SECONDS)
     define_isolation()
-    flags.DEFINE_bool("launch", False, "start --num_ps and --num_workers processes on this machine")
+    flags.DEFINE_bool("launch", False, "start --num_ps and --num_workers processes on this machine, as run.sh does")
     flags.DEFINE_bool("check", False, "check the flags, the data and the model, and train nothing")
     flags.DEFINE_enum("job_name", None, ["ps", "worker"], "the job of this task, when started by hand")
     define_integer("task_index", None, "the index of this task in its job", least=0)
@@ -406,10 +437,22 @@ def own_names(values):
     return {name for name in values if values[name].name not in theirs}  # a flag may have a short name, too, as -v
 
 
+def in_groups(values, without=()):
+    """Yields (title, names) of the flags that a user may give, those of the script itself first."""
+    names = own_names(values) - {"check", "help", *without}
+    common = {name for group in GROUPS.values() for name in group}
+    yield "This program", sorted(names - common)
+    for title, group in GROUPS.items():
+        yield title, [name for name in group if name in names]
+
+
 def print_help(values, program, without):
     """Prints every flag, but those in `without`, with its default."""
-    print(f"usage: {os.path.basename(program)} [--flag=value ...]\n")
-    for name in sorted(own_names(values) - {"check", *without}):
-        flag = values[name]
-        default = "" if flag.default is None else f" (default: {flag.default_as_str.strip(chr(39))})"
-        print(f"  --{name:<20} {flag.help}{default}")
+    print(f"usage: {os.path.basename(program)} [--flag=value ...]")
+    for title, names in in_groups(values, without):
+        if names:
+            print(f"\n{title}:")
+        for name in names:
+            flag = values[name]
+            default = "" if flag.default is None else f" (default: {flag.default_as_str.strip(chr(39))})"
+            print(f"  --{name:<22} {flag.help}{default}")

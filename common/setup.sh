@@ -21,7 +21,7 @@ say() { printf '%s\n' "$*" >&2; }
 die() { say "cannot set up: $*"; exit 1; }
 use() { printf '%s\n' "$1/bin/python"; exit 0; }
 [[ $OSTYPE == linux* ]] || die "this is $OSTYPE, which lacks what the tasks take from Linux (prctl, /proc, namespaces);" \
-    "run it under WSL2 or in a container, see README.md, \"Where it runs\""
+    "run it under WSL2 or in a container, see book/guide/install.md"
 CDPATH='' cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")/.." || exit 1
 venv=$PWD/.venv stamp=$PWD/.venv/setup-stamp log=$PWD/.venv-setup.log
 unset PYTHONHOME PYTHONPATH; export LC_ALL=C PIP_NO_INPUT=1 PIP_USER=0 # in an environment pip refuses a user's PIP_USER=1
