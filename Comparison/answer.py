@@ -123,8 +123,8 @@ def as_table(report, workers, prefix="", is_short=False):
       prefix: of the links to the folders.
       is_short: without the figures.
     """
-    rows = [("the first question that you answer with yes", "take", "virtual seconds until the target"), ("---",) * 3]
-    rows.append(tuple(cell.format(prefix=prefix) for cell in OF_TABLES))
+    rows = [["the first question that you answer with yes", "take", "virtual seconds until the target"], ["---"] * 3]
+    rows.append([cell.format(prefix=prefix) for cell in OF_TABLES])
     for leaf in answer(report, workers):
-        rows.append((leaf.question, f"[{leaf.row}]({prefix}{leaf.folder}/) `{leaf.flags}`", leaf.support))
+        rows.append([leaf.question, f"[{leaf.row}]({prefix}{leaf.folder}/) `{leaf.flags}`", leaf.support])
     return "\n".join(f"| {' | '.join(row[:2] if is_short else row)} |" for row in rows)

@@ -100,8 +100,9 @@ def train(task, settings):
             shared = session.run_step_fn(lambda step_context: step_context.session)
             done = updates_before(session.run(keeper.samples_before), settings, of_update)
             most_seconds = settings.seconds or math.inf
-            with keeper.clock.call("threads"):  # of whose calls it knows nothing: all seconds from now on count
+            with keeper.clock.call("first"):
                 session.run(center.step)
+            session.run(center.step)  # the clock does not see the calls of the threads: all seconds from now on count
             failed = threading.Event()
 
             def stop():
