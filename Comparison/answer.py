@@ -52,7 +52,7 @@ def answer(report, workers):
     free = [name for name in rows if figures.waits_for_nobody(rows[name])]
     every = list(rows)
     asked = [
-        ("Must each update be that of one machine with a larger batch, the same in each run?", "all equal", exact),
+        ("Must each update equal that of one machine with a larger batch, reproducibly?", "all equal", exact),
         ("Does a message take longer than a local step: slow links, or a large model?", "slow links", every),
         ("Do workers come and go, or die?", "all equal", free),
         ("Is a machine much slower than the others?", "one slow", every),
@@ -123,7 +123,7 @@ def as_table(report, workers, prefix="", is_short=False):
       prefix: of the links to the folders.
       is_short: without the figures.
     """
-    rows = [["the first question that you answer with yes", "take", "virtual seconds until the target"], ["---"] * 3]
+    rows = [["question", "take", "virtual seconds until the target"], ["---"] * 3]
     rows.append([cell.format(prefix=prefix) for cell in OF_TABLES])
     for leaf in answer(report, workers):
         rows.append([leaf.question, f"[{leaf.row}]({prefix}{leaf.folder}/) `{leaf.flags}`", leaf.support])

@@ -155,7 +155,7 @@ def table(report, names=None):
     """Returns the runs as a Markdown table, the fastest first: those of these names, or all."""
     plain = report["runs"].get(PLAIN)
     lines = [
-        "| samples/s, the median | | of plain TensorFlow | test accuracy | optimizer |",
+        "| | samples/s (median) | × plain TensorFlow | test accuracy | optimizer |",
         "|---|---:|---:|---:|---|",
     ]
     for name, run in sorted(report["runs"].items(), key=lambda item: -item[1]["median"]):

@@ -11,7 +11,7 @@ PAGE = Path(__file__).with_name("guide") / "flags.md"
 BEGIN, END = "<!-- flags: python book/flags.py -->", "<!-- end of flags -->"
 OWN = ("epochs", "batch_size", "window", "learning_rate", "local_optimizer")  # their defaults are a scheme's own
 CODE = re.compile(
-    r"--\w+|FILE\.py:FUNCTION|'[^']*\*[^']*'|runs/SCHEME/TIME|model\.keras|common/\w+\.sh|common\.Embedding(\(.*\))?"
+    r"--\w+(=\w+)?|FILE\.py:FUNCTION|'[^']*\*[^']*'|runs/SCHEME/TIME|model\.keras|common/\w+\.sh|common\.Embedding(\(.*\))?"
 )
 
 
@@ -20,7 +20,7 @@ def tables():
     values, lines = flags.define({"local_optimizer": "sgd"}), []
     for title, names in flags.in_groups(values):
         if names:
-            lines += ["", f"### {title}", "", "| flag | default | meaning |", "|---|---|---|"]
+            lines += ["", f"## {title}", "", "| flag | default | meaning |", "|---|---|---|"]
         lines += [f"| `--{name}` | {' | '.join(_cells(values[name]))} |" for name in names]
     return "\n".join([*lines, ""])
 
@@ -34,6 +34,7 @@ def _cells(flag):
         text = f"{', '.join(f'`{kind}`' for kind in kinds.strip('<').split('|'))}: {text}"
     if flag.name in OWN:
         return "the scheme's own", text
+    default = f"`{default}`" if re.fullmatch(r"[\d.]+", default) else default
     if flag.default is not None and not default:
         default = f"`{flag.default:g}`" if isinstance(flag.default, float) else f"`{flag.default}`"
         default = {"`True`": "on", "`False`": "off"}.get(default, default)

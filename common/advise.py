@@ -316,7 +316,7 @@ def advice(estimates, settings):
     lines = [f"Begin with {named(found)}: {why}; {what}."]
     if others:
         shares = ", ".join(f"{named(each)} {each.computing:.0%}" for each in others)
-        lines.append(f"So much of their time the workers of others compute: {shares}.")
+        lines.append(f"Share of time that workers compute with other schemes: {shares}.")
     if found.ps_load > 0.5:
         more = f"more of them divide that, as --num_ps={2 * settings.num_ps}"
         lines.append(f"The links of the ps are in use for {found.ps_load:.0%} of the time: {more}.")

@@ -210,7 +210,7 @@ def define_numbers(name, default, help, least=None, above=None, most=FLOAT32, fl
 
 def define_gpus(flag_values=flags.FLAGS):
     """Defines the flag that `common.devices.with_gpus` reads."""
-    text = "all, or numbers as 0,2: a GPU for each worker (default of --num_workers: one worker for each GPU)"
+    text = "all, or numbers such as 0,2: a GPU for each worker (default of --num_workers: one worker for each GPU)"
     flags.DEFINE_string("gpus", None, text, flag_values)
 
 
@@ -276,11 +276,12 @@ def define(defaults):
     names = "digits, linear, mnist, mnist1d, quadratic, text"
     text = f"{names}; files, as 'DIR/*.csv', '*.parquet', '*.tfrecord'; or FILE.py:FUNCTION, which runs with your rights"
     flags.DEFINE_string("data", own("data", "digits"), text)
-    flags.DEFINE_string("test_data", None, "files of the test set (default: every tenth record of --data)")
+    flags.DEFINE_string("test_data", None, "files of the test set, for --data=FILES (default: every tenth record of these)")
     text = "label column of CSV and Parquet files (default: the last one called label, target or y, or else the last)"
     flags.DEFINE_string("label", None, text)
-    flags.DEFINE_string("parse", None, "FILE.py:FUNCTION that makes (x, y) of a TFRecord, a scalar string tensor")
-    text = "linear, dense (no bias), mlp, cnn (images), cnn1d (series), transformer (whole numbers); or FILE.py:FUNCTION"
+    flags.DEFINE_string("parse", None, "FILE.py:FUNCTION that parses a TFRecord, a scalar string tensor, into (x, y)")
+    names = "linear, dense (no bias), mlp, cnn (images), cnn1d (series), transformer (sequences of whole numbers)"
+    text = f"{names}; or FILE.py:FUNCTION"
     flags.DEFINE_string("model", own("model", "mlp"), text)
     for name, most, text in (
         ("layers", 1000, "blocks of --model=transformer"),  # each is some 400 operations of the graph
@@ -288,16 +289,18 @@ def define(defaults):
         ("heads", INT32, "attention heads of --model=transformer"),
     ):
         define_integer(name, own(name), f"{text} (default: {TRANSFORMER[name]})", least=1, most=most)
-    text = "loss of a model that has none, by its name in Keras, as huber (default: by the labels)"
+    text = "loss of a model that has none, by its name in Keras, such as huber (default: by the labels)"
     flags.DEFINE_string("loss", None, text)
     define_integer("batch_size", own("batch_size"), "samples per step and worker", least=1)
     define_number("learning_rate", own("learning_rate"), "step size", above=0)
-    flags.DEFINE_string("learning_rate_schedule", None, "cosine, linear, or FILE.py:FUNCTION (default: constant)")
+    text = "learning rate as a function of the global step: cosine, linear, or FILE.py:FUNCTION (default: constant)"
+    flags.DEFINE_string("learning_rate_schedule", None, text)
     define_integer("warmup_steps", 0, "global updates during which the learning rate grows to its full size", least=0)
     if "weight_decay" not in values:  # of a scheme whose optimizer always has it
         text = "λ of decoupled weight decay, as in AdamW, applied by the scheme's optimizer"
         define_number("weight_decay", 0, text, least=0)
-    define_number("clip_norm", None, "largest norm of a local gradient (global_clipnorm in Keras)", above=0)
+    text = "maximum norm of a local gradient (Keras's global_clipnorm); longer ones are scaled"
+    define_number("clip_norm", None, text, above=0)
     # A loop of the graph counts them, in 32 bits.
     define_integer("window", own("window", 1), "local steps between two exchanges with the ps", least=1, most=INT32)
     text = "compression of the vectors that a worker sends to the ps"
@@ -315,20 +318,21 @@ def define(defaults):
     define_number("validation", own("validation"), text, above=0, below=1)
     text = "evaluations without a smaller validation loss after which training ends"
     define_integer("patience", own("patience"), text, least=1)
-    flags.DEFINE_string("callback", None, "FILE.py:FUNCTION, called by the chief with each step and its metrics")
+    text = "FILE.py:FUNCTION, called by the chief with the global step and the numbers of each line of metrics or evaluation"
+    flags.DEFINE_string("callback", None, text)
     text = "seconds for which workers that are ready wait for the others before the first update"
     define_number("start_secs", own("start_secs", 60), text, least=0, most=SECONDS)
     text = "global updates that worker 0 makes before the others begin (asynchronous schemes)"
     define_integer("warm_start_steps", 0, text, least=0)
     text = "extra milliseconds of each worker's local training, as 0,0,50, to see the effect of a straggler"
     define_numbers("delays", None, text, least=0, most=1000 * SECONDS)
-    text = "most rounds in one session call (default: by model and length of the run)"
+    text = "maximum number of rounds in one session call (default: by model and length of the run)"
     # A round takes 18 kB of the graph at least (HogWild), which can have 2 GB.
     define_integer("rounds_per_call", own("rounds_per_call"), text, least=1, most=100_000)
     # Keras takes 32 bits, and each worker adds its index.
     define_integer("seed", own("seed", 0), "seed of initial values and of the order of samples", least=0, most=2**31)
     flags.DEFINE_string("run_dir", None, "folder of all files of the run (default: runs/SCHEME/TIME)")
-    text = "whether model.keras is written for a model with tables on the ps (common.Embedding): it holds them whole"
+    text = "write model.keras for a model with tables on the ps (common.Embedding), with the whole tables"
     flags.DEFINE_enum("save_tables", "yes", ["yes", "no"], text)
     text = "optimizer of the rows of tables on the ps (common.Embedding); scheme: the scheme's own"
     flags.DEFINE_enum("table_optimizer", "scheme", TABLE_OPTIMIZERS, text)
@@ -341,7 +345,7 @@ def define(defaults):
     define_number("checkpoint_secs", own("checkpoint_secs", 5), text, above=0, most=SECONDS)
     text = "seconds between evaluations on the test set during training; more, where an evaluation takes long"
     define_number("evaluation_secs", 1, text, above=0, most=SECONDS)
-    text = "restarts of each task within an hour: the first at once, later ones after a pause of up to 30 s"
+    text = "most restarts of a task within an hour: the first at once, later ones after a pause that grows to 30 s"
     define_integer("max_restarts", 3, text, least=0)
     text = "seconds without progress after which a task is killed and restarted; also the limit for checking --data and --model"
     define_number("hang_secs", 60, text, least=2, most=SECONDS)

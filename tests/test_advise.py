@@ -172,7 +172,7 @@ def test_what_it_says():
         "Begin with Dynamic-SGD: its workers compute for 90% of their time, and with schemes nearer to plain SGD they wait for "
         "more than 20% of it; nobody waits for a slower worker, and a stale gradient counts less."
     )
-    assert text[1] == "So much of their time the workers of others compute: Synchronous-SGD 50%."
+    assert text[1] == "Share of time that workers compute with other schemes: Synchronous-SGD 50%."
     assert text[2].startswith("The links of the ps are in use for 60% of the time: ") and "--num_ps=2" in text[2]
     assert text[3] == "    bash Dynamic-SGD/run.sh --num_ps=1 --num_workers=8"
     assert text[4].startswith("Not considered: accuracy.")
