@@ -120,6 +120,7 @@ class Round:
     losses: list = field(default_factory=list)  # seconds of training that were lost, each time that parameters were restored
     problem: str = ""
     _ends_of_parameters: list = field(default_factory=list)  # times at which a ps, or all tasks, got a signal
+    _stops_of_chief: list = field(default_factory=list)  # times
 
     def __post_init__(self):
         drawn = random.Random(f"{self.seed}-{self.number}")
@@ -250,6 +251,8 @@ class Round:
         self.injected.append((round(at, 2), kind, whom))
         if not whom.startswith("worker"):
             self._ends_of_parameters.append(time.time())
+        elif (kind, whom) == ("SIGSTOP", "worker 0"):
+            self._stops_of_chief.append(time.time())
 
     def _kill_launcher(self, process, at):
         process.kill()
@@ -361,7 +364,10 @@ class Round:
                     earlier = step, max(0.0, later[1] - METRICS_SECS)
                 share = (step - earlier[0]) / (later[0] - earlier[0])
                 self.losses.append(last - (earlier[1] + share * (later[1] - earlier[1])))
-                if self.losses[-1] > CHECKPOINT_SECS + (LARGE_MORE_SECS if self._slower > 1 else MORE_SECS):
+                most = CHECKPOINT_SECS + (LARGE_MORE_SECS if self._slower > 1 else MORE_SECS)
+                # A chief that is stopped while it saves keeps the others from saving, until it is killed.
+                most += max((fault - time for time in self._stops_of_chief if before < time < fault), default=0.0)
+                if self.losses[-1] > most:
                     yield f"{self.losses[-1]:.1f} s were lost when parameters were {line['parameters']}"
 
     def _unreadable(self):
