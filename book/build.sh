@@ -21,6 +21,7 @@ rm -rf "$here/_build"
 # The traces of the player come from the simulator, so this part alone needs TensorFlow.
 "$PYTHON" "$here/traces.py" "$here/_build/static/traces"
 "$venv/bin/python" "$here/collect.py" "$here/_build/source"
-# -W: a warning is an error. A link that leads nowhere is a warning.
-"$venv/bin/python" -m sphinx --quiet -W --keep-going -j 2 -c "$here" "$here/_build/source" "$here/_build/html"
+# -W: a warning is an error. A link that leads nowhere is a warning. After an error one of Sphinx's two processes may wait for
+# the other for ever.
+timeout 900 "$venv/bin/python" -m sphinx --quiet -W --keep-going -j 2 -c "$here" "$here/_build/source" "$here/_build/html"
 echo "$here/_build/html/index.html"

@@ -158,6 +158,7 @@ def link_terms(app, doctree, docname):
         return
     words = [re.sub(r"\\[- ]", "[- ]", re.escape(word)) for word in sorted(terms, key=len, reverse=True)]
     pattern = re.compile(rf"(?<![\w-])({'|'.join(words)})(s?)(?![\w-])", re.IGNORECASE)
+    known = {_joined(form): found for form, found in terms.items()}
     target, seen = app.builder.get_relative_uri(docname, GLOSSARY), set()
     for text in list(doctree.findall(nodes.Text)):
         if not isinstance(text.parent, (nodes.paragraph, nodes.emphasis)):
@@ -166,7 +167,7 @@ def link_terms(app, doctree, docname):
             continue
         pieces, end = [], 0
         for match in pattern.finditer(text):
-            anchor, meaning = terms.get(match[1].lower()) or terms[re.sub("[- ]", "-", match[1].lower())]
+            anchor, meaning = known[_joined(match[1])]
             if anchor not in seen:
                 seen.add(anchor)
                 link = {"refuri": f"{target}#{anchor}", "reftitle": meaning, "internal": True, "classes": ["term"]}
@@ -174,6 +175,11 @@ def link_terms(app, doctree, docname):
                 end = match.end()
         if pieces:
             text.parent.replace(text, [piece for piece in [*pieces, nodes.Text(text[end:])] if piece.astext()])
+
+
+def _joined(term):
+    """The same for "round robin" and "Round-robin"."""
+    return re.sub("[- ]", "-", term.lower())
 
 
 UNLINKED = (nodes.reference, nodes.title, nodes.literal, nodes.literal_block, nodes.thead, addnodes.desc_signature)
