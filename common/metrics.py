@@ -190,9 +190,9 @@ class MetricsHook(tf.train.SessionRunHook):
         rounds = run_context.original_args.fetches
         if not isinstance(rounds, Rounds):
             return None
-        self._began = self._began or time.perf_counter()
-        self._first = self._first or self._began
         self._call_began = time.perf_counter()
+        self._began = self._began or self._call_began
+        self._first = self._first or self._began
         return tf.train.SessionRunArgs([rounds.loss, rounds.steps, rounds.parts, rounds.local_steps])
 
     def after_run(self, run_context, run_values):

@@ -564,15 +564,14 @@ def in_memory(dataset):
     need, has = (dataset.num_samples + dataset.test.count) * dataset.bytes_of_one, limits.memory() // 2
     if need > has:
         need, has = limits.as_bytes(need), limits.as_bytes(has)
-        raise UserError(f"{dataset.name}: the samples take {need}, but half of this machine's memory is {has}: take() fewer")
+        raise UserError(f"{dataset.name}: the samples take {need}, but half of this machine's memory is {has}: give fewer")
 
-    def every(share, whose):
-        blocks = list(dataset._read(share, 0, dataset.block, None, whose))
+    def every(shares, half):
+        blocks = [block for each in shares for block in dataset._read(each, 0, dataset.block, None, f"of the {half} set")]
         return tf.nest.map_structure(lambda *parts: np.concatenate(parts), *blocks)
 
-    shares = [every(share, "of the training set") for share in dataset.shares]
-    train = tf.nest.map_structure(lambda *parts: np.concatenate(parts), *shares)
-    return data.checked((train, every(dataset.test, "of the test set")), dataset.name.removeprefix("--data="))
+    halves = every(dataset.shares, "training"), every([dataset.test], "test")
+    return data.checked(halves, dataset.name.removeprefix("--data="))
 
 
 @contextlib.contextmanager

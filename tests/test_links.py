@@ -1,26 +1,32 @@
 """Links between the pages: each leads to a file that git tracks, and to a heading that is there."""
 
+import importlib.util
 import json
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
+from absl.testing import flagsaver
 from runs import ROOT
 
-LINK = re.compile(r"\]\(([^()\s#]*)(?:#([^()\s]*))?\)")
+from common import flags
+
+
+def module_of_book(name):
+    """A module of the book's, which are no package."""
+    spec = importlib.util.spec_from_file_location(f"book_{name}", ROOT / "book" / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+COLLECT = module_of_book("collect")
 IN_FENCES = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 
-def tracked():
-    """The files of the project, those that git would add among them."""
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    return {path for path in listed.split("\0") if path and (ROOT / path).is_file()}
-
-
-FILES = tracked()
-PAGES = sorted(path for path in FILES if path.endswith((".md", ".ipynb")) and not path.startswith("shared/"))
+FILES = set(map(str, COLLECT.tracked()))
+PAGES = sorted(path for path in FILES if path.endswith(COLLECT.PAGES))
 
 
 def prose(path):
@@ -41,7 +47,7 @@ def headings(path):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links(page):
-    for link, part in LINK.findall(prose(page)):
+    for link, part in COLLECT.LINK.findall(prose(page)):
         if re.match(r"[a-z]+:", link):
             continue
         place = ((ROOT / page).parent / link).resolve() if link else ROOT / page
@@ -53,18 +59,14 @@ def test_links(page):
         else:
             assert name in FILES, f"{page} links to {link}, which git does not track"
         if part and name.endswith(".md"):
-            assert part in headings(name), f"{page} links to {link}#{part}: no such heading"
+            assert part.removeprefix("#") in headings(name), f"{page} links to {link}{part}: no such heading"
 
 
 def test_the_flags_of_the_guide_are_those_of_the_programs():
-    """`python book/flags.py` writes them."""
-    import importlib.util
-
-    from absl.testing import flagsaver
-
-    spec = importlib.util.spec_from_file_location("book_flags", ROOT / "book" / "flags.py")
-    assert spec and spec.loader
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    """`python book/flags.py` writes them. Each is in one group."""
+    script = module_of_book("flags")
     with flagsaver.flagsaver():
         assert script.written(script.PAGE.read_text()) == script.PAGE.read_text()
+    assert "## This program" not in script.PAGE.read_text()
+    grouped = [name for group in flags.GROUPS.values() for name in group]
+    assert len(grouped) == len(set(grouped))
