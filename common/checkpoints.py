@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import stat
+import tempfile
 import threading
 import time
 import uuid
@@ -27,6 +28,8 @@ from common.words import say
 
 DROPPED = "gradients_dropped"
 KEPT = 5  # checkpoints in a folder; older ones are removed
+PATIENCE_SECS = 2.0
+UNFINISHED = ".unfinished-"  # begins the name of a subfolder in which a checkpoint is written
 
 
 class NotFinite(Exception):
@@ -153,8 +156,9 @@ def write_checkpoint(folder, step, names, slices, values, parts=()):
     """Writes `model.ckpt-STEP` into a folder, lists it as the newest there, and removes what is older than the newest few.
 
     One of the same step that is there stays until the new one is whole, and listed as `model.ckpt-0STEP`; then that takes its
-    name. So a process that dies meanwhile leaves one of the two. Several processes may write at a time. To be called where
-    eager execution is on.
+    name. So a process that dies meanwhile leaves one of the two. Several processes may write at a time; one whose checkpoint
+    another has overtaken lists nothing. A process that is stopped while it writes holds up no other; if it is stopped in the
+    milliseconds in which it lists a checkpoint, others wait for `PATIENCE_SECS`. To be called where eager execution is on.
 
     Args:
       names, slices: of the values, as `tf.raw_ops.SaveV2` takes them.
@@ -164,18 +168,23 @@ def write_checkpoint(folder, step, names, slices, values, parts=()):
     Raises:
       TrainingFailed: if it cannot be written.
     """
-    with writing_into(folder):
-        turn = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(turn, fcntl.LOCK_EX)
-            _remove_unfinished(folder)
+    with writing_into(folder), _own_subfolder(folder) as subfolder:
+        newest = _newest_in(folder)
+        written = _write(subfolder, names, slices, values, parts)
+        with _turn(folder):
             known = [os.path.basename(path) for path in checkpoints_in(folder)]
+            if known and known[-1] != newest and _step_of(known[-1]) > step:
+                return
+            _remove_unfinished(folder)
             new, again = f"model.ckpt-{step}", f"model.ckpt-0{step}"
             others = [name for name in known if name not in (new, again)]
             first = again if new in known else new
             _remove(folder, first)  # an index that is left might be read with the new data
             path = os.path.join(folder, first)
-            _write(path, names, slices, values, parts)
+            tf.raw_ops.MergeV2Checkpoints(checkpoint_prefixes=written, destination_prefix=path, delete_old_dirs=False)
+            if known and _newest_in(folder) not in (known[-1], first):  # it was stopped meanwhile, and others did not wait
+                _remove(folder, first)
+                return
             _list(folder, [*others, first])
             if first == again:
                 _remove(folder, new)
@@ -188,27 +197,79 @@ def write_checkpoint(folder, step, names, slices, values, parts=()):
                 _list(folder, [*others, new])
             for name in (*others[: 1 - KEPT], again):
                 _remove(folder, name)
+
+
+@contextlib.contextmanager
+def _turn(folder):
+    """Locks a folder for what takes milliseconds. Whoever has it for `PATIENCE_SECS` is stopped: others wait no longer."""
+    with _opened(folder) as descriptor:
+        pause, patience = threading.Event(), int(PATIENCE_SECS / 0.01)
+        while patience and not _lock(descriptor):
+            patience -= 1
+            pause.wait(0.01)
+        yield
+
+
+@contextlib.contextmanager
+def _own_subfolder(folder):
+    """Gives a subfolder for what is not whole yet. Its writer has locked it; those of processes that have died are removed."""
+    for left in Path(folder).glob(f"{UNFINISHED}*"):
+        with contextlib.suppress(OSError), _opened(left) as descriptor:
+            if _lock(descriptor):
+                shutil.rmtree(left)
+    made = tempfile.mkdtemp(prefix=".new-", dir=folder)
+    with _opened(made) as descriptor:
+        _lock(descriptor)
+        path = os.path.join(folder, UNFINISHED + os.path.basename(made).removeprefix(".new-"))
+        os.rename(made, path)  # not before it is locked
+        try:
+            yield path
         finally:
-            os.close(turn)  # which gives the lock back, as the end of the process does
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _opened(folder):
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)  # which gives a lock back, as the end of the process does
+
+
+def _lock(descriptor):
+    """Whether nobody else has the lock of an open folder."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _newest_in(folder):
+    return next((os.path.basename(path) for path in reversed(checkpoints_in(folder))), None)
+
+
+def _step_of(name):
+    return int(name.rpartition("-")[2])
 
 
 def _remove_unfinished(folder):
-    """Removes what a process has left that died while it wrote a checkpoint in parts. Nobody else writes meanwhile."""
-    for file in Path(folder).glob("model.ckpt-*"):
-        name, _, rest = file.name.partition(".data-")
-        if ".part-" in file.name or (rest and not Path(folder, f"{name}.index").exists()):
+    """Removes the data of a checkpoint whose process died before its index was there. To be called with the lock."""
+    for file in Path(folder).glob("model.ckpt-*.data-*"):
+        if not Path(folder, f"{file.name.partition('.data-')[0]}.index").exists():
             file.unlink(missing_ok=True)
 
 
-def _write(path, names, slices, values, parts):
-    """Writes a checkpoint. All of it has to be finite, as `NotFinite` says otherwise."""
+def _write(folder, names, slices, values, parts):
+    """Writes a checkpoint in parts and returns their prefixes. All of it has to be finite, as `NotFinite` says otherwise."""
     written: list[str] = []
     for some in itertools.chain([(names, slices, values)], (([name], [spec], [value]) for name, spec, value in parts)):
         if written and not np.isfinite(some[2][0]).all():
             raise NotFinite
-        written.append(f"{path}.part-{len(written)}")
+        written.append(os.path.join(folder, f"part-{len(written)}"))
         tf.raw_ops.SaveV2(prefix=written[-1], tensor_names=some[0], shape_and_slices=some[1], tensors=some[2])
-    tf.raw_ops.MergeV2Checkpoints(checkpoint_prefixes=written, destination_prefix=path, delete_old_dirs=False)
+    return written
 
 
 def _list(folder, names):
@@ -217,8 +278,7 @@ def _list(folder, names):
 
 
 def _remove(folder, name):
-    path = os.path.join(folder, name)
-    for file in (*_files_of(path), *glob.glob(f"{glob.escape(path)}.part-*")):
+    for file in _files_of(os.path.join(folder, name)):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(file)
 

@@ -173,6 +173,42 @@ def test_whoever_dies_while_a_step_is_saved_again_leaves_a_checkpoint_of_it(chie
     assert {path.name for path in chief.folder.glob("*.index")} == {"model.ckpt-0.index", "model.ckpt-1.index"}
 
 
+@pytest.mark.parametrize("where", ["SaveV2", "MergeV2Checkpoints"])
+def test_a_writer_that_is_stopped_holds_up_no_other(chief, monkeypatch, where):
+    """It goes on when another has saved a later step, which stays the newest."""
+    monkeypatch.setattr(checkpoints, "PATIENCE_SECS", 0.1)
+    opened, writes, goes_on, does = chief.begin(), threading.Event(), threading.Event(), getattr(tf.raw_ops, where)
+    opened.run(chief.update)
+
+    def stop(**arguments):
+        does(**arguments)
+        if not writes.is_set():
+            writes.set()
+            assert goes_on.wait(SECONDS)
+
+    monkeypatch.setattr(tf.raw_ops, where, stop)
+    stopped = threading.Thread(target=chief.keeper.save, args=(opened,))
+    stopped.start()
+    assert writes.wait(SECONDS)
+    opened.run(chief.update)
+    other = Worker(chief.place, chief.folder, 1)
+    other.keeper.save(other.join())
+    assert list(saved(chief.folder)) == [0, 2]
+    goes_on.set()
+    stopped.join()
+    assert list(saved(chief.folder)) == [0, 2]
+    assert not list(chief.folder.glob("model.ckpt-1*")) and not list(chief.folder.glob(f"{checkpoints.UNFINISHED}*"))
+
+
+def test_what_a_dead_writer_has_left_is_removed(chief):
+    opened, left = chief.begin(), chief.folder / f"{checkpoints.UNFINISHED}x"
+    left.mkdir()
+    (left / "part-0.index").touch()
+    (chief.folder / "model.ckpt-7.data-00000-of-00001").touch()
+    chief.keeper.save(opened)
+    assert not left.exists() and not list(chief.folder.glob("model.ckpt-7*"))
+
+
 @pytest.mark.parametrize("has_links", [True, False])
 def test_a_step_that_is_saved_again_keeps_its_name(chief, monkeypatch, has_links):
     if not has_links:
