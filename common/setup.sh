@@ -65,8 +65,17 @@ up_to_date && use "$venv"
 trap 'say "stopped; the next run sets up again"; exit 130' INT
 old=$(cat "$stamp" 2>/dev/null) why=$(shortcoming "$venv") uv=$(type -P uv)
 
-watch() { # for how long this goes on, and what pip or uv said last, until it is killed
-    while sleep 1 && kill -0 $$; do printf '\r\e[K%d s: %.60s' "$SECONDS" "$(tail -n 1 "$log")"; done 2>/dev/null >/dev/tty
+watch() { # the seconds so far and the last line of pip or uv; once pip says what it installs, how many are left, and how long
+    local list said all infos began
+    while sleep 1 && kill -0 $$; do
+        said=$(tail -n 1 "$log") list=$(grep '^Installing collected packages: ' "$log")
+        if [[ -n $list ]]; then
+            list=${list//[^,]/} all=$((${#list} + 1)) infos=("$venv"/lib/*/site-packages/*.dist-info) began=${began:-$SECONDS}
+            said="$((${#infos[@]} < all ? ${#infos[@]} : all)) of $all packages, "
+            said+="about $(((SECONDS - began + 1) * (all > ${#infos[@]} ? all - ${#infos[@]} : 0) / ${#infos[@]})) s left"
+        fi
+        printf '\r\e[K%d s: %.60s' "$SECONDS" "$said"
+    done 2>/dev/null >/dev/tty
 }
 
 step() { # runs a command, on a terminal with a line of its progress; if it fails, one line says so

@@ -249,11 +249,23 @@ def test_interrupted(clone, how):
 
 def test_progress_on_a_terminal(clone):
     pipe = clone.pip_waits()
-    clone.before_pip(f"print('Downloading tiny', flush=True); open({str(pipe)!r}).read()")
+    names = "Installing collected packages: tiny, small, other"
+    clone.before_pip(f"""
+def say(line):
+    print(line, flush=True)
+    open({str(pipe)!r}).read()
+
+say('Downloading tiny')
+install('tiny', '1')
+say({names!r})
+""")
     environ = [f"{name}={value}" for name, value in clone.env.items()]
     with runs.on_a_terminal(["env", "-i", *environ, "bash", str(clone.root / "common" / "setup.sh")]) as (process, screen, _):
         shown = b""
         while b" s: Downloading tiny" not in shown:
+            shown += os.read(screen, 1000)
+        open(pipe, "w").close()
+        while b" s: 1 of 3 packages, about " not in shown:
             shown += os.read(screen, 1000)
         open(pipe, "w").close()
         assert process.wait(300) == 0
