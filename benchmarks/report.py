@@ -1,4 +1,4 @@
-"""Writes the tables of the READMEs from what the benchmarks have measured: `python benchmarks/report.py`.
+"""Writes the tables of the READMEs, and Comparison/rules.json, from what was measured: `python benchmarks/report.py`.
 
 A table stands between `<!-- NAME: ... -->` and `<!-- end of NAME -->`. With `--check` nothing is written, and the exit status
 is 1 if a table differs from its file.
@@ -34,9 +34,13 @@ READMES = [HERE.parent / "README.md", HERE / "README.md", MACHINES / "README.md"
 READMES += [COMPARISON / "README.md", HERE.parent / "book" / "guide" / "results.md"]
 
 
-def which_scheme(report, prefix="", is_short=False):
-    """Returns the decision tree of Comparison/, to which the benchmark of many workers belongs."""
-    return answer.as_table(report, json.loads((HERE / "workers.json").read_text()), prefix, is_short)
+RULES = COMPARISON / "rules.json"
+
+
+def rules():
+    """Returns the rules of `common.recommend`, made from Comparison/ and the benchmark of many workers."""
+    of_files = (json.loads(path.read_text()) for path in (COMPARISON / "comparison.json", HERE / "workers.json"))
+    return json.dumps(answer.as_rules(*of_files), indent=1, ensure_ascii=False) + "\n"
 
 
 TABLES: dict[str, tuple[Any, Any]] = {  # name: file, and what makes a table of it
@@ -58,8 +62,8 @@ TABLES: dict[str, tuple[Any, Any]] = {  # name: file, and what makes a table of 
     "slow links": (MACHINES / "slow_links.json", slow_links.table),
     "until loss": (LINKS / "until_loss.json", until_loss.table),
     "until loss simulated": (LINKS / "simulated.json", until_loss.simulated_table),
-    "short answer": (COMPARISON / "comparison.json", functools.partial(which_scheme, is_short=True)),
-    "which scheme of all": (COMPARISON / "comparison.json", functools.partial(which_scheme, prefix="../")),
+    "short answer": (RULES, functools.partial(answer.as_table, is_short=True)),
+    "which scheme of all": (RULES, functools.partial(answer.as_table, prefix="../")),
     "schemes": (COMPARISON / "comparison.json", figures.schemes),
     "rates": (COMPARISON / "comparison.json", figures.rates),
     "other problems": (COMPARISON / "comparison.json", figures.of_others),
@@ -72,9 +76,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="only look whether all tables are those of the files")
     options = parser.parse_args()
-    for path in READMES:
-        before = path.read_text()
-        after = with_tables(before)
+    for path in [RULES, *READMES]:
+        before = path.read_text() if path.exists() else ""
+        after = rules() if path == RULES else with_tables(before)
         if after != before and options.check:
             sys.exit(f"{path} has other figures than its files: run python benchmarks/report.py")
         if after != before:

@@ -94,7 +94,7 @@ def contents(root):
     """Returns what is in the book, {caption: pages}, in README.md's order."""
     first, others = collect.reading_order((root / "README.md").read_text())
     return {
-        "Start": ["README", "book/player"],
+        "Start": ["README", "book/which", "book/player"],
         "Guide": [f"book/guide/{page}" for page in GUIDE],
         "In reading order": [f"{folder}/README" for folder in first],
         "With any scheme": [f"{folder}/README" for folder in others],

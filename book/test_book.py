@@ -6,7 +6,9 @@ import http.server
 import json
 import os
 import re
+import runpy
 import threading
+import types
 from pathlib import Path
 from urllib.parse import unquote, urldefrag
 
@@ -19,6 +21,17 @@ from skips import skip_for
 PAGES = sorted(str(path.relative_to(HTML)) for path in HTML.rglob("*.html") if "_static" not in path.parts)
 LINKS = re.compile(r'<[a-z][^<>]*?\s(?:href|src)="([^"<>]*)"')
 TERM = r'<a class="[^"]*term[^"]*" href="([^"]*)" title="([^"]*)">staleness</a>'
+# Fills in the form "Which scheme?" as a reader would, and returns the paragraphs of its answer.
+ASK = """
+const form = document.getElementById("which");
+form.reset();
+for (const fact of RULES.facts) {
+  const input = form.elements[fact.name], value = arguments[0][fact.name] ?? fact.default;
+  if (input.type === "checkbox") input.checked = Boolean(value); else input.value = value;
+}
+form.dispatchEvent(new Event("input"));
+return [...document.querySelectorAll("#which-answer p")].map((p) => p.textContent);
+"""
 NOTEBOOKS = [path for path in tracked() if path.suffix == ".ipynb"]
 
 
@@ -128,6 +141,31 @@ def test_numbers_of_the_first_page_are_those_of_the_tables():
     table = (ROOT / "Slow-Links" / "README.md").read_text().split("<!-- until loss:")[1].split("<!-- end")[0]
     times = [float(row.split("|")[4]) for row in table.splitlines()[4:] if row.startswith("| ")]
     assert f"{int(min(times[1:]))} to {int(max(times))} times fewer seconds" in re.sub(r"\[(.*?)\]\(.*?\)", r"\1", first)
+
+
+@pytest.fixture(scope="module")
+def recommend():
+    """The module common/recommend.py, without the packages that the rest of `common` needs."""
+    return types.SimpleNamespace(**runpy.run_path(str(ROOT / "common" / "recommend.py")))
+
+
+def test_the_form_answers_twenty_questions_as_the_tables_do(wide, recommend):
+    """So does `common.advise`, see tests/test_recommend.py."""
+    open_page(wide, "book/which.html")
+    questions = json.loads((ROOT / "book" / "questions.json").read_text())
+    assert len(questions) == 20
+    for asked in questions:
+        shown = wide.execute_script(ASK, asked["facts"])
+        rule, notes = recommend.recommend(asked["facts"])
+        given = rule["flags"] or f"({rule['note']})"
+        assert rule["scheme"] == asked["scheme"]
+        assert shown[0] == f"Begin with {rule['scheme']} {given}: {rule['says']}."
+        target = f" In {recommend.rules()['target']}." if rule["support"].endswith(" s") else ""
+        assert shown[1].endswith(f"; {rule['why']}.{target}")
+        assert shown[2:] == notes
+    [said] = wide.execute_script(ASK, {"workers": 1})
+    assert said.startswith("Workers: ") and "2" in said
+    assert not errors_of(wide)
 
 
 def test_terms_are_linked():

@@ -2,12 +2,14 @@
 
     python -m common.advise --parameters=25e6 --workers=8 --mbit=1000 --latency_ms=5 --step_ms=80
 
-The cost model is the simulator's: what a round consists of is read off the scheme's own graph (`common.simulation`), and
-`common.virtual_time` says when each step of it happens. Nothing is trained, so nothing here is about accuracy.
+The rules of `common.recommend`, which were made from measured runs, decide which one. The cost model is the simulator's: a
+round is read off the scheme's own graph (`common.simulation`), and `common.virtual_time` says when each step of it happens.
+Nothing is trained here.
 """
 
 import functools
 import math
+import re
 import sys
 from typing import NamedTuple
 
@@ -17,11 +19,18 @@ from absl import flags as absl_flags
 from common import flags, notebook
 from common.flags import UserError
 from common.folders import flags_of_one_run, folder_of
+from common.recommend import recommend, rules
 from common.virtual_time import Costs, VirtualTime
 
 PROGRAM = "common.advise"
 MOST_WORKERS, MOST_WINDOW = 1000, 100_000
 MBIT = 1e6 / 8  # bytes per second
+YES = {  # facts of `common.recommend` that are true or not
+    "tables": "whether the model has tables that are larger than a worker's memory",
+    "exact": "whether each update must equal that of one machine with a larger batch, reproducibly",
+    "come_and_go": "whether workers come and go, or die",
+    "non_iid": "whether the data is non-IID across workers",
+}
 # In the order of README.md
 SCHEMES = (
     *("HogWild", "Dynamic-SGD", "Ringmaster-ASGD", "DC-ASGD", "Semi-Synchronous-SGD", "Synchronous-SGD"),
@@ -33,30 +42,9 @@ SCRIPTS = {
     "Synchronous-SGD --by=all_reduce": "all_reduce.py",
     "Synchronous-SGD --by=sync_replicas_optimizer": "sync_replicas_optimizer.py",
 }
-# Of schemes that make several local steps between two messages: from the default on, what is tried
+# Tried where messages are slow; 500 is H in DiLoCo's paper
 WINDOWS = (20, 50, 100, 200, 500)
 ENOUGH = 0.8  # share of their time that workers compute, from which on a scheme need not send less
-
-
-class Choice(NamedTuple):
-    """A scheme that may be the pick, the longest window that is tried for it, and what is good about it."""
-
-    name: str
-    most: int
-    what: str
-
-
-# Those that change plain SGD least come first; the first one that keeps workers busy is the pick. 500 is H in DiLoCo's paper;
-# a window of Streaming-DiLoCo is for one of two fragments.
-CHOICES = (
-    Choice("Synchronous-SGD", 1, "each update is that of one machine with a larger batch, so no gradient is stale"),
-    Choice("Dynamic-SGD", 1, "nobody waits for a slower worker, and a stale gradient counts less"),
-    Choice("DOWNPOUR", 20, "nobody waits for a slower worker, and there is one exchange for several local steps"),
-    Choice("DiLoCo", 500, "there is one exchange for many local steps, and what workers send is not stale"),
-    Choice("Asynchronous-DiLoCo", 500, "there is one exchange for many local steps, and nobody waits for a slower worker"),
-    Choice("Streaming-DiLoCo", 250, "a part of the parameters at a time is on its way while workers compute"),
-    Choice("SparseLoCo", 500, "workers send only the largest values, in two bits each"),
-)
 
 
 class Estimate(NamedTuple):
@@ -188,36 +176,19 @@ def all_schemes(settings):
     return found, without
 
 
-def pick(known, at_window, fixed=False):
-    """Returns the `Estimate`s of the `CHOICES` that were looked at, the last of them the pick.
+def with_window(found, at_window):
+    """Returns the `Estimate` of a scheme with the shortest window at which its workers compute for `ENOUGH` of their time.
 
-    That is the first one whose workers compute for `ENOUGH` of their time, with the shortest window that makes it so. If none
-    does, the one that comes nearest.
+    If none of `WINDOWS` does, that with the longest one.
 
     Args:
-      known: {name: `Estimate`} of all schemes, with their default windows.
-      at_window: function of a name and a window that returns an `Estimate`.
-      fixed: whether the windows are as the user wants them.
-
-    Raises:
-      UserError: if none of the choices is known.
+      found: its `Estimate` with the default window.
+      at_window: function of a window that returns an `Estimate`.
     """
-    seen = []
-    for choice in (choice for choice in CHOICES if choice.name in known):
-        found = known[choice.name]
-        windows = [] if fixed else [window for window in WINDOWS if found.window < window <= choice.most]
-        if windows and found.computing < ENOUGH:
-            longest = at_window(choice.name, windows.pop())
-            while found.computing < ENOUGH <= longest.computing and windows:
-                found = at_window(choice.name, windows.pop(0))
-            found = found if found.computing >= ENOUGH else longest
-        seen.append(found)
-        if found.computing >= ENOUGH:
-            return seen
-    if not seen:
-        raise UserError("none of the schemes can be had with these flags: leave out --compress and --compress_pull")
-    best = max(seen, key=lambda each: each.computing)
-    return [*(each for each in seen if each is not best), best]
+    windows = [window for window in WINDOWS if window > found.window]
+    while found.computing < ENOUGH and windows:
+        found = at_window(windows.pop(0))
+    return found
 
 
 def main(arguments):
@@ -228,7 +199,7 @@ def main(arguments):
     print("\n".join([assumed(settings), "", *table(estimates, settings)]))
     for name, why in without.items():
         print(f"not in the table: {name}: {why}")
-    print("", *advice(estimates, settings), sep="\n")
+    print("", *advice(estimates, without, settings), sep="\n")
     return 0
 
 
@@ -255,6 +226,8 @@ def define():
     number("topk", None, text, above=0, most=1.0)
     text = "how the ps write the parameters that a worker gets"
     absl_flags.DEFINE_enum("compress_pull", "none", flags.PULL_COMPRESSIONS, text, flag_values=values)
+    for name, text in YES.items():
+        absl_flags.DEFINE_bool(name, False, text, flag_values=values)
     absl_flags.DEFINE_bool("help", False, "show this help", flag_values=values)
     return values
 
@@ -302,21 +275,34 @@ def three(value):
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value >= 1e-4 else f"{value:.1e}"
 
 
-def advice(estimates, settings):
-    """Returns the lines that say which scheme to begin with, why, and what was not considered."""
-    known = {each.name: each for each in estimates}
-    *others, found = pick(known, lambda name, window: of_scheme(settings, name, name, window), bool(settings.window))
-    what = next(choice.what for choice in CHOICES if choice.name == found.name)
-    share = f"{found.computing:.0%} of their time"
-    if found.computing >= ENOUGH:
-        why = f"its workers compute for {share}"
-        why += f", and with schemes nearer to plain SGD they wait for more than {1 - ENOUGH:.0%} of it" if others else ""
-    else:
-        why = f"its workers compute for {share}, and no other scheme comes nearer to {ENOUGH:.0%}"
-    lines = [f"Begin with {named(found)}: {why}; {what}."]
-    if others:
-        shares = ", ".join(f"{named(each)} {each.computing:.0%}" for each in others)
-        lines.append(f"Share of time that workers compute with other schemes: {shares}.")
+def facts_of(settings):
+    """Returns the facts that `common.recommend.recommend` takes."""
+    names = ("parameters", "workers", "step_ms", "latency_ms", "slow", "step_cv", *YES)
+    return {name: float(getattr(settings, name)) for name in names} | {"mbit": settings.mbit or 0.0}
+
+
+def advice(estimates, without, settings):
+    """Returns the lines that say which scheme to begin with, why, and what was not measured.
+
+    Args:
+      estimates, without: what `all_schemes` has returned.
+    """
+    known = rules()
+    rule, notes = recommend(facts_of(settings), known)
+    name, support = rule["scheme"], re.sub(r"\[.*?\]\((.*?)\)", r"\1", rule["support"].format(prefix=""))
+    lines = [f"Begin with {name} ({rule.get('note') or rule['flags']}): {rule['says']}."]
+    lines.append(f"Measured: {support}; {rule['why']}." + (f" In {known['target']}." if support.endswith(" s") else ""))
+    lines += notes
+    folder, _, variant = name.partition(", ")
+    found = next((each for each in estimates if each.name == folder and not variant), None)
+    if found is None:
+        return lines + ([f"With these flags it cannot be had: {without[folder]}."] if folder in without else [])
+    if rule["fact"] == "messages" and not settings.window:
+        found = with_window(found, lambda window: of_scheme(settings, name, name, window))
+    window = f", with a window of {found.window}" if found.window > 1 else ""
+    lines.append(f"Its workers compute for {found.computing:.0%} of their time{window}.")
+    if found.computing < ENOUGH:
+        lines.append(f"That is less than {ENOUGH:.0%}: send fewer bytes, as with --compress=int8 or SparseLoCo, or add ps.")
     if found.ps_load > 0.5:
         more = f"more of them divide that, as --num_ps={2 * settings.num_ps}"
         lines.append(f"The links of the ps are in use for {found.ps_load:.0%} of the time: {more}.")
@@ -324,17 +310,10 @@ def advice(estimates, settings):
     words |= {"window": found.window} if found.window > 1 else {}
     defaults = {"batch_size": 32, "compress": "none", "compress_pull": "none", "topk": None}
     words |= {name: value for name, none in defaults.items() if (value := getattr(settings, name)) != none}
-    lines.append(" ".join([f"    bash {found.name}/run.sh", *(f"--{name}={value}" for name, value in words.items())]))
-    lines.append(
-        "Not considered: accuracy. The longer a window and the staler a gradient, the more samples it takes to learn the same; "
-        "only training tells how many (benchmarks/README.md, Slow-Links/README.md)."
-    )
+    given = [f"--{key}={value}" for key, value in words.items()]
+    lines.append(" ".join([f"    bash {rule['folder']}/run.sh", *given, rule["flags"]]))
+    lines.append("The learning rate is a starting point. Longer windows need more samples (Slow-Links/README.md).")
     return lines
-
-
-def named(estimate):
-    """Returns the name of a scheme, with its window if it has one."""
-    return f"{estimate.name} with a window of {estimate.window}" if estimate.window > 1 else estimate.name
 
 
 if __name__ == "__main__":

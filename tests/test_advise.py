@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from runs import ROOT
 
-from common import advise
+from common import advise, recommend
 from common.flags import Settings
 from common.virtual_time import Action, Costs, Waiting
 
@@ -20,12 +20,9 @@ def settings(**flags):
     return advise.parse(advise.define(), [f"--{name}={value}" for name, value in {**EXAMPLE, **flags}.items()])
 
 
-def estimates(**computing):
-    """By name: of schemes whose workers compute for such a share of their time, with a window of 1."""
-    return {
-        name.replace("_", "-"): advise.Estimate(name.replace("_", "-"), 1, 1, 1.0, share, 0.0, 1.0, 1.0, 0.0)
-        for name, share in computing.items()
-    }
+def with_computing(share, name="SAGN", window=5, ps_load=0.0):
+    """An `Estimate` of a scheme whose workers compute for such a share of their time."""
+    return advise.Estimate(name, window, window, 1.0, share, 0.0, 1.0, 1.0, ps_load)
 
 
 # --- The figures -------------------------------------------------------------------------------------------------------
@@ -126,77 +123,58 @@ def test_all_schemes_of_the_collection():
     table = (ROOT / "README.md").read_text().partition("## Reading order")[2]
     folders = re.findall(r"^\| \[([\w-]+)\]", table.partition("These folders are not schemes")[0], re.M)
     assert tuple(folders[3:]) + ("Write-Your-Own-Scheme",) == advise.SCHEMES
-    assert {choice.name for choice in advise.CHOICES} <= set(advise.SCHEMES)
+    assert {rule["folder"] for rule in recommend.rules()["rules"]} <= {*advise.SCHEMES, "Embeddings"}
 
 
-# --- The pick ----------------------------------------------------------------------------------------------------------
+# --- The advice --------------------------------------------------------------------------------------------------------
 
 
-def picked(known, at_window=None, fixed=False):
-    *others, found = advise.pick(known, at_window, fixed)
-    return found.name, found.window, [each.name for each in others]
-
-
-def test_the_first_that_keeps_workers_busy():
-    known = estimates(Synchronous_SGD=0.79, Dynamic_SGD=0.81, HogWild=1.0, DiLoCo=0.99)
-    assert picked(known) == ("Dynamic-SGD", 1, ["Synchronous-SGD"])
-    known["Synchronous-SGD"] = known["Synchronous-SGD"]._replace(computing=0.8)
-    assert picked(known) == ("Synchronous-SGD", 1, [])
-
-
-def test_the_shortest_window_that_does():
+def test_the_shortest_window_that_keeps_workers_busy():
     """A step takes as long as a hundredth of an exchange; then as a thousandth, which is too much for all windows."""
 
-    def at_window(name, window, exchange=25):
-        share = window / (window + (exchange if name != "SparseLoCo" else 10 * exchange))
-        return estimates(**{name: share})[name]._replace(window=window)
+    def chosen(exchange):
+        return advise.with_window(at_window(10, exchange), lambda window: at_window(window, exchange)).window
 
-    known = estimates(Synchronous_SGD=0.01, DOWNPOUR=0.01, DiLoCo=0.01, SparseLoCo=0.01)
-    assert picked(known, at_window) == ("DiLoCo", 100, ["Synchronous-SGD", "DOWNPOUR"])
-    slower = picked(known, lambda name, window: at_window(name, window, 1000))
-    assert slower == ("DiLoCo", 500, ["Synchronous-SGD", "DOWNPOUR", "SparseLoCo"])
-    assert picked(known, None, fixed=True)[:2] == ("Synchronous-SGD", 1)
+    def at_window(window, exchange):
+        return with_computing(window / (window + exchange), "DiLoCo", window)
 
-
-def test_no_scheme_is_left(user_error):
-    with user_error("none of the schemes can be had with these flags: leave out --compress and --compress_pull"):
-        advise.pick(estimates(HogWild=1.0), None)
+    assert [chosen(exchange) for exchange in (1, 3, 25, 1000)] == [10, 20, 100, 500]
 
 
 def test_what_it_says():
-    """Three sentences: the pick and why, what more ps would do, what was not considered."""
-    found = estimates(Synchronous_SGD=0.5, Dynamic_SGD=0.9)
-    found["Dynamic-SGD"] = found["Dynamic-SGD"]._replace(ps_load=0.6)
-    text = advise.advice(list(found.values()), settings())
-    assert text[0] == (
-        "Begin with Dynamic-SGD: its workers compute for 90% of their time, and with schemes nearer to plain SGD they wait for "
-        "more than 20% of it; nobody waits for a slower worker, and a stale gradient counts less."
-    )
-    assert text[1] == "Share of time that workers compute with other schemes: Synchronous-SGD 50%."
-    assert text[2].startswith("The links of the ps are in use for 60% of the time: ") and "--num_ps=2" in text[2]
-    assert text[3] == "    bash Dynamic-SGD/run.sh --num_ps=1 --num_workers=8"
-    assert text[4].startswith("Not considered: accuracy.")
-    asked = settings(window=10, batch_size=8, compress="topk", topk=0.1, compress_pull="int8")
-    found["DOWNPOUR"] = found.pop("Dynamic-SGD")._replace(name="DOWNPOUR", window=10)
-    command = next(line for line in advise.advice(list(found.values()), asked) if "bash" in line)
-    assert command.endswith("--num_workers=8 --window=10 --batch_size=8 --compress=topk --compress_pull=int8 --topk=0.1")
+    """The scheme and why, its measurement, what no run has measured, its window and the links of the ps, and a command."""
+    calm = {"parameters": 5000, "latency_ms": 1, "step_ms": 10}
+    text = advise.advice([with_computing(0.9, ps_load=0.6)], {}, settings(**calm))
+    assert text[0] == "Begin with SAGN (--learning_rate=0.04): no question is answered yes."
+    assert text[1].startswith("Measured: all equal: ") and text[1].endswith(recommend.rules()["target"] + ".")
+    assert text[2] == "Its workers compute for 90% of their time, with a window of 5."
+    assert text[3].startswith("The links of the ps are in use for 60% of the time: ") and "--num_ps=2" in text[3]
+    assert text[4] == "    bash SAGN/run.sh --num_ps=1 --num_workers=8 --window=5 --learning_rate=0.04"
+    assert text[5].startswith("The learning rate is a starting point.") and len(text) == 6
+    asked = settings(**calm, window=10, batch_size=8, compress="topk", topk=0.1, compress_pull="int8")
+    command = next(line for line in advise.advice([with_computing(0.7, window=10)], {}, asked) if "bash" in line)
+    more = "--window=10 --batch_size=8 --compress=topk --compress_pull=int8 --topk=0.1 --learning_rate=0.04"
+    assert command.endswith(f"--num_workers=8 {more}")
+    assert advise.advice([with_computing(0.7)], {}, settings(**calm))[3].startswith("That is less than 80%: send fewer bytes")
+
+
+def test_a_scheme_that_its_flags_exclude():
+    text = advise.advice([], {"SAGN": "--compress is not for it"}, settings(parameters=5000, latency_ms=1, step_ms=10))
+    assert text[-1] == "With these flags it cannot be had: --compress is not for it."
+    tables = advise.advice([], {}, advise.parse(advise.define(), ["--tables", *(f"--{k}={v}" for k, v in EXAMPLE.items())]))
+    assert tables[0].startswith("Begin with Embeddings (HogWild, or DOWNPOUR with a window): ")
+    assert tables[1].startswith("Measured: benchmarks/README.md#tables-on-the-ps; ") and tables[-1].startswith("Also true")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "flags, names, expected",
-    [
-        ({}, ["Synchronous-SGD"], "Synchronous-SGD"),
-        ({"slow": 10}, ["Synchronous-SGD", "Dynamic-SGD"], "Dynamic-SGD"),
-        ({"mbit": 2, "latency_ms": 20}, ["Synchronous-SGD", "DOWNPOUR", "DiLoCo"], "DiLoCo"),
-    ],
-)
-def test_the_pick_by_conditions(flags, names, expected):
-    """Equal machines on a fast network; one is slow; slow links."""
-    asked = settings(**{"parameters": 26_122, "workers": 4, "mbit": 10_000, "latency_ms": 0.1, "step_ms": 20, **flags})
-    known = {each: advise.of_scheme(asked, each, each) for each in names}
-    assert picked(known, lambda name, window: advise.of_scheme(asked, name, name, window))[0] == expected
-    assert advise.pick(known, lambda name, window: advise.of_scheme(asked, name, name, window))[-1].computing >= advise.ENOUGH
+def test_slow_links_take_a_longer_window():
+    asked = settings(parameters=26_122, workers=4, mbit=2, latency_ms=20, step_ms=20)
+    text = advise.advice([advise.of_scheme(asked, "DiLoCo", "DiLoCo")], {}, asked)
+    assert text[0].startswith("Begin with DiLoCo (--local_learning_rate=")
+    [command] = [line for line in text if "bash" in line]
+    window = int(command.partition("--window=")[2].split()[0])
+    shares = [advise.of_scheme(asked, "DiLoCo", "DiLoCo", each).computing for each in (10, *advise.WINDOWS) if each <= window]
+    assert shares[-1] >= advise.ENOUGH > shares[-2]
 
 
 # --- The program -------------------------------------------------------------------------------------------------------

@@ -53,10 +53,10 @@ def row(folder, waiting, seconds, flags=None, rate_flag="learning_rate", steps=1
 def report():
     """Three rows, of which each is best somewhere."""
     return {
-        "problem": {"text": "75% of the test set are right"},
+        "workers": 8,
+        "problem": {"text": "75% of the test set are right", "flags": {"data": "mnist1d"}},
         "others": {"text": {"text": "loss 2.42"}, "quadratic": {"text": "loss 0.013"}},
         "conditions": {"all equal": {}, "one slow": {}, "slow links": {}},
-        "workers": 8,
         "rows": {
             "HogWild": row(
                 "HogWild",
@@ -157,25 +157,38 @@ def test_the_answer_asks_one_question_after_the_other(report, many):
     assert found == {
         "Must": ("Synchronous-SGD", "--learning_rate=0.05"),  # DiLoCo is faster, but its updates are not those of one machine
         "Does": ("DiLoCo, H = 50", of_diloco),
+        "Are": ("HogWild", "--learning_rate=0.01"),
         "Do": ("HogWild", "--learning_rate=0.05"),  # the only one that waits for nobody; random slowness was not measured
         "Is": ("HogWild", "--learning_rate=0.05"),
-        "Are": ("HogWild", "--learning_rate=0.01"),
         "None": ("DiLoCo, H = 50", of_diloco),
     }
-    assert leaves[4].support == "100 workers, accuracy after 1 s: 0.950 (0.900 to 0.960); Dynamic-SGD 0.960 (0.950 to 0.970)"
+    assert leaves[2].support == "100 workers, accuracy after 1 s: 0.950 (0.900 to 0.960); Dynamic-SGD 0.960 (0.950 to 0.970)"
     many["schemes"]["Dynamic-SGD"][1]["0.1"] = [0.955, 0.97, 0.96]
-    assert answer.of_many("", many).row == "Dynamic-SGD"
+    assert answer.answer(report, many)[2].row == "Dynamic-SGD"
 
 
 def test_each_leaf_of_the_tree_names_what_supports_it(report, many):
     import answer
 
-    lines = answer.as_table(report, many, "../").splitlines()[3:]
+    lines = answer.as_table(answer.as_rules(report, many), "../").splitlines()[3:]
     assert "[DiLoCo, H = 50](../DiLoCo/) `--window=50" in lines[1]
-    assert lines[1].endswith("| slow links: 4.00 (3.00 to 5.00) s |")
+    assert lines[1].endswith("| slow links: 4.00 (3.00 to 5.00) s | the best median |")
     report["rows"]["DiLoCo, H = 50"]["found"]["all equal"]["runs"] = runs(2.5, 2.4, 3.0)
-    of_both = "| all equal: 3.00 (2.00 to 4.00) s; DiLoCo, H = 50 2.50 (2.40 to 3.00) s |"
-    assert answer.as_table(report, many).splitlines()[-1].endswith(of_both)
+    of_both = "| all equal: 3.00 (2.00 to 4.00) s; DiLoCo, H = 50 2.50 (2.40 to 3.00) s | within the range of "
+    assert of_both in answer.as_table(answer.as_rules(report, many)).splitlines()[-1]
+
+
+def test_a_row_that_another_beats_everywhere_is_no_answer(report, many):
+    """Its median lies outside the range of the other's seeds under each condition, and with many workers."""
+    import answer
+
+    assert not answer.beaten_everywhere(report, many)
+    ours = report["rows"]["HogWild"]
+    worse = {**ours, "found": {name: {"rate": 1, "runs": runs(90, 91, 92)} for name in ("all equal", "one slow")}}
+    report["rows"] = {"HogWild": ours, "Dynamic-SGD": worse}
+    assert not answer.beaten_everywhere(report, many)
+    del many["schemes"]["Dynamic-SGD"]
+    assert answer.beaten_everywhere(report, many) == {"Dynamic-SGD"}
 
 
 def test_a_front_has_those_that_no_other_beats():

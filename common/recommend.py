@@ -1,0 +1,68 @@
+"""Which scheme to begin with: the first rule that holds, of those that `Comparison/rules.json` has.
+
+The rules are made from measured runs by `python benchmarks/report.py`. README.md, Comparison/README.md, `common.advise` and the
+form of the book (book/static/which.js) read the same file.
+"""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+RULES = Path(__file__).resolve().parents[1] / "Comparison" / "rules.json"
+FAR = 3  # times what was measured, from which on a line says so
+
+
+class Recommendation(NamedTuple):
+    """The answer.
+
+    Attributes:
+      rule: the one that decides, a dict of `RULES`.
+      notes: sentences on what no run has measured.
+    """
+
+    rule: dict
+    notes: list
+
+
+def rules():
+    """Returns what `RULES` has."""
+    return json.loads(RULES.read_text())
+
+
+def steps_per_message(facts):
+    """Returns for how many local steps a worker waits in a round of one step: for a pull and a push, while its link is its own.
+
+    Args:
+      facts: numbers by name: `parameters`, `step_ms`, `latency_ms`, and `mbit`, 0 for no limit.
+    """
+    link = 32 * facts["parameters"] / (1000 * facts["mbit"]) if facts["mbit"] else 0.0
+    return 2 * (facts["latency_ms"] + link) / facts["step_ms"]
+
+
+def recommend(facts, known=None):
+    """Returns the `Recommendation`.
+
+    Args:
+      facts: {name: number} of the facts of `rules()`; the others have their defaults. Yes is 1, no is 0.
+      known: what `rules` has returned, if it is at hand.
+    """
+    known = known or rules()
+    facts = {fact["name"]: fact["default"] for fact in known["facts"]} | facts
+    facts["messages"] = steps_per_message(facts)
+    rule, *others = (r for r in known["rules"] if r["fact"] is None or facts[r["fact"]] >= r["least"])
+    notes, said = [], {None, rule["fact"]}
+    for other in others:
+        if other["fact"] not in said:
+            said.add(other["fact"])
+            notes.append(f"Also true of yours: {other['says']}. No run has measured both.")
+    for name, measured in rule["measured"].items():
+        is_far = facts[name] > FAR * measured
+        if is_far or (facts[name] * FAR < measured and name in ("parameters", "workers", rule["fact"])):
+            what = known["units"][name]
+            notes.append(f"Measured with {what.format(number(measured))}, not with {number(facts[name])}.")
+    return Recommendation(rule, notes)
+
+
+def number(value):
+    """Returns a number as text, with three digits at least, as JavaScript does: 4842, 25000000, 7.1."""
+    return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
