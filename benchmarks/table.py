@@ -3,7 +3,8 @@
     python benchmarks/table.py "bash HogWild/run.sh" "bash HogWild/run.sh --window=10" --rounds=3
     python benchmarks/table.py --write */README.md  # runs the commands that stand above the tables, and writes these anew
 
-Every figure is the median over the rounds. The commands run in turn, so that whatever else the machine does meets all.
+Every figure is the median over the rounds. The commands run in turn, so that whatever else the machine does meets all. A column
+of samples/s needs `--speed`: speeds of different days differ by a factor of up to 2, so they stand in benchmarks/ alone.
 """
 
 import argparse
@@ -18,13 +19,14 @@ from pathlib import Path
 
 import compare
 
+SPEED = "samples/s"
 COLUMNS = {
     "test accuracy": ("test_accuracy", ".3f"),
     "test AUC": ("test_auc", ".4f"),
     "test loss": ("test_loss", ".4f"),
     "staleness, mean": ("staleness_mean", ".2f"),
     "staleness, max": ("staleness_max", ".0f"),
-    "samples/s": ("samples_per_second", ",.0f"),
+    SPEED: ("samples_per_second", ",.0f"),
     "seconds in all": ("wall_seconds", ".1f"),
 }
 # What a README has of a table: the command that printed it, which may go over several lines, and what it printed.
@@ -37,7 +39,7 @@ def main():
     """Prints the table, or writes those of READMEs anew."""
     options = parse(sys.argv[1:])
     if not options.write:
-        print(table(options.commands, options.rounds))
+        print(table(options.commands, options.rounds, options.speed))
     for path in options.commands if options.write else []:
         Path(path).write_text(with_tables(Path(path).read_text()))
         print(path, flush=True)
@@ -45,9 +47,10 @@ def main():
 
 def parse(arguments):
     """Returns the options of a command line."""
-    parser = argparse.ArgumentParser(usage='%(prog)s "COMMAND" ["COMMAND" ...] [--rounds=N], or --write README.md ...')
+    parser = argparse.ArgumentParser(usage='%(prog)s "COMMAND" ["COMMAND" ...] [--rounds=N] [--speed] or --write README.md ...')
     parser.add_argument("commands", nargs="+", help="each takes --run_dir, as every run.sh and script does")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each command (default: 3)")
+    parser.add_argument("--speed", action="store_true", help=f"a column for {SPEED}, too")
     parser.add_argument("--write", action="store_true", help="READMEs are named; runs the commands above their tables")
     options = parser.parse_args(arguments)
     if options.rounds < 1:
@@ -62,19 +65,20 @@ def with_tables(text):
 
     def made(match):
         options = parse(shlex.split(match["arguments"].replace("\\\n", " ")))
-        return match[0].replace(match["table"], table(options.commands, options.rounds))
+        return match[0].replace(match["table"], table(options.commands, options.rounds, options.speed))
 
     return IN_README.sub(made, text)
 
 
-def table(commands, rounds):
-    """Runs commands in turn, so many rounds; returns what they reached as a Markdown table."""
+def table(commands, rounds, has_speed=False):
+    """Runs commands in turn, so many rounds; returns what they reached as a Markdown table, with or without their speed."""
     results: dict[str, list[dict]] = {command: [] for command in commands}
     for _ in range(rounds):
         for command in commands:
             results[command].append(run(command))
     every = [result for of_command in results.values() for result in of_command]
-    columns = {name: column for name, column in COLUMNS.items() if median(every, *column)}  # none that would be empty
+    wanted = {name: column for name, column in COLUMNS.items() if has_speed or name != SPEED}
+    columns = {name: column for name, column in wanted.items() if median(every, *column)}  # none that would be empty
     lines = [f"| command | {' | '.join(columns)} |", "|---" + "|---:" * len(columns) + "|"]
     for command, of_command in results.items():
         lines.append(f"| `{command}` | {' | '.join(median(of_command, *column) for column in columns.values())} |")
