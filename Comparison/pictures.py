@@ -124,14 +124,15 @@ def heat(figure, report):
     axes.set_facecolor("0.85")
     shown = axes.imshow(np.log2(ratio), cmap="Oranges", vmin=0, vmax=4, aspect="auto")
     for (row, column), value in np.ndenumerate(table):
-        axes.text(column, row, figures.three(value), ha="center", va="center", fontsize=9)
+        colour = "white" if ratio[row, column] > 7 else "black"
+        axes.text(column, row, figures.three(value), ha="center", va="center", fontsize=9, color=colour)
     axes.set(xticks=range(len(conditions)), yticks=range(len(names)))
-    axes.set_xticklabels(conditions)
+    axes.set_xticklabels([name.replace(" ", "\n") for name in conditions])
     axes.set_yticklabels(names)
     axes.xaxis.tick_top()
     bar = figure.colorbar(shown, ax=axes, ticks=range(5), shrink=0.6, label="times as long as the fastest of the column")
     bar.ax.set_yticklabels(["1", "2", "4", "8", "16 or more"])
-    axes.set_title("virtual seconds until the target, medians", pad=28, fontsize=11)
+    axes.set_title("virtual seconds until the target, medians", pad=40, fontsize=11)
 
 
 def pareto(figure, report):
