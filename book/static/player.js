@@ -216,14 +216,14 @@ const player = (() => {
     const x = d3.scaleLinear([0, about.end], [46, width - 8]);
     picture.append("g").attr("class", "axis").attr("transform", "translate(40 0)")
       .call(d3.axisLeft(y).tickValues(ticks).tickFormat(format).tickSize(-(width - 48)));
-    picture.append("g").attr("class", "axis").attr("transform", `translate(0 ${height - 10})`)
-      .call(d3.axisBottom(x).ticks(6).tickSize(4).tickFormat(""));
+    picture.append("g").attr("class", "axis time").attr("transform", `translate(0 ${height - 20})`)
+      .call(d3.axisBottom(x).ticks(6).tickSize(3).tickPadding(2).tickFormat((time) => (time === 0 ? "time 0" : time)));
     return x;
   };
 
   const staleness = (picture, width, height) => {
     const most = Math.max(3, d3.max(trace.pushes, (push) => push.stale));
-    const y = d3.scaleLinear([0, most], [height - 14, 28]), x = axes(picture, width, height, y, [0, most]);
+    const y = d3.scaleLinear([0, most], [height - 24, 28]), x = axes(picture, width, height, y, [0, most]);
     titled(picture, "staleness of each push");
     const color = (push) => WORKERS[push.worker];
     const circles = picture.append("g").selectAll("circle").data(trace.pushes).join("circle").attr("cx", (push) => x(push.time))
@@ -242,13 +242,13 @@ const player = (() => {
   };
 
   const lossCurve = (picture, width, height) => {
-    const y = d3.scaleLog([1e-3, 100], [height - 14, 24]).clamp(true);
+    const y = d3.scaleLog([1e-3, 100], [height - 24, 24]).clamp(true);
     const above = (s) => Math.max(1e-3, s.loss - about.problem.floor);
     return curve(picture, width, height, "loss of x̃, above the least possible", y, [0.001, 0.1, 10], String, above);
   };
 
   const accuracyCurve = (picture, width, height) => {
-    const y = d3.scaleLinear([0, 1], [height - 14, 28]);
+    const y = d3.scaleLinear([0, 1], [height - 24, 28]);
     return curve(picture, width, height, "test accuracy of x̃", y, [0, 0.5, 1], d3.format(".0%"), (s) => s.accuracy);
   };
 
