@@ -194,9 +194,9 @@ def _why_unreachable(address):
 
 
 def _tell_and_log(line):
-    tell(line)
     if os.environ.get("LAUNCHER_LOG"):
-        print_at_once(line)  # else that was on the terminal
+        print_at_once(line)  # first: who sees the line on the terminal finds it in the log
+    tell(line)
 
 
 def look_for_waits():
