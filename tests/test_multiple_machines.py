@@ -166,7 +166,11 @@ def by_ssh(hosts, tmp_path):
         yield by_ssh
         for process in started:
             process.kill()
-            process.communicate()
+        for pid in processes(tmp_path / "run"):  # of a test that failed: what is left would keep the pipe to us open
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for process in started:
+            process.communicate(timeout=SECONDS)
 
 
 MODEL = """
