@@ -11,6 +11,8 @@ import figures
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 from workers import chosen  # noqa: E402
 
+from common.recommend import steps_per_message  # noqa: E402
+
 MANY = (1000, 100)  # workers, at which the benchmark of many workers decides
 # From how many on: the geometric mean of a number of workers that was measured and the next smaller one
 FROM = {1000: 300, 100: 30}
@@ -49,7 +51,7 @@ UNITS = {
     "slow": "a slowest worker that takes {} times as long",
     "step_cv": "times of steps whose deviation by their mean is {}",
 }
-CALM = {"parameters": 4842, "workers": 8, "messages": 0.2, "slow": 1, "step_cv": 0.1}  # of the condition "all equal"
+PARAMETERS_OF_MANY = 26_122  # of the model that the benchmark of many workers trains
 
 
 class Leaf(NamedTuple):
@@ -94,36 +96,55 @@ def answer(report, workers):
     exact = [name for name in rows if is_exact(rows[name])]
     free = [name for name in rows if figures.waits_for_nobody(rows[name])]
     every = list(rows)
+    # Of each: the question, the same as a statement, the fact and the least value that is a yes, the condition, the rows
     asked: list[tuple] = [
-        ("Must each update equal that of one machine with a larger batch, reproducibly?", "updates must equal one machine's"),
-        ("Does a message take longer than a local step: slow links, or a large model?", "messages take longer than a step"),
-        *((f"Are there {FROM[many]} workers or more?", f"there are {FROM[many]} workers or more") for many in MANY),
-        ("Do workers come and go, or die?", "workers come and go"),
-        ("Is a machine at least three times slower than the others?", "a machine is much slower than the others"),
-        ("Does the time of a step vary by half of its mean or more, as on shared machines?", "times of steps vary"),
-        ("Is the data non-IID across workers?", "the data is non-IID"),
-        ("None of these", "no question is answered yes"),
-    ]
-    # Of each: its fact and the least value that is a yes, the condition that was measured and what it had, the rows that may be
-    found: list[tuple] = [
-        ("exact", 1, "all equal", {}, exact),
-        ("messages", 1, "slow links", {"messages": 7.1}, every),
-        *(("workers", FROM[many], many, {"workers": many, "parameters": 26_122}, every) for many in MANY),
-        ("come_and_go", 1, "all equal", {}, free),
-        ("slow", 3, "one slow", {"slow": 10}, every),
-        ("step_cv", 0.5, "random", {"step_cv": 1}, every),
-        ("non_iid", 1, "unlike shards", {}, every),
-        (None, 0, "all equal", {}, every),
+        (
+            "Must each update equal that of one machine with a larger batch, reproducibly?",
+            "updates must equal one machine's",
+            *("exact", 1, "all equal", exact),
+        ),
+        (
+            "Does a message take longer than a local step: slow links, or a large model?",
+            "messages take longer than a step",
+            *("messages", 1, "slow links", every),
+        ),
+        *(
+            (f"Are there {FROM[n]} workers or more?", f"there are {FROM[n]} workers or more", "workers", FROM[n], n, every)
+            for n in MANY
+        ),
+        ("Do workers come and go, or die?", "workers come and go", "come_and_go", 1, "all equal", free),
+        (
+            "Is a machine at least three times slower than the others?",
+            "a machine is much slower than the others",
+            *("slow", 3, "one slow", every),
+        ),
+        (
+            "Does the time of a step vary by half of its mean or more, as on shared machines?",
+            "times of steps vary",
+            *("step_cv", 0.5, "random", every),
+        ),
+        ("Is the data non-IID across workers?", "the data is non-IID", "non_iid", 1, "unlike shards", every),
+        ("None of these", "no question is answered yes", None, 0, "all equal", every),
     ]
     leaves = []
-    for texts, (fact, least, condition, measured, names) in zip(asked, found, strict=True):
-        head: dict[str, Any] = {"question": texts[0], "says": texts[1], "fact": fact, "least": least}
+    for question, says, fact, least, condition, names in asked:
+        head: dict[str, Any] = {"question": question, "says": says, "fact": fact, "least": least}
         if condition in MANY:
             if condition in workers["workers"]:
-                leaves.append(of_many(head, workers, condition, CALM | measured, beaten))
+                measured = facts_in(report, "all equal") | {"workers": condition, "parameters": PARAMETERS_OF_MANY}
+                leaves.append(of_many(head, workers, condition, measured, beaten))
         elif known := [name for name in names if condition in rows[name]["found"]]:
-            leaves.append(of_condition(head, report, known, condition, CALM | measured))
+            leaves.append(of_condition(head, report, known, condition, facts_in(report, condition)))
     return leaves
+
+
+def facts_in(report, condition):
+    """Returns the facts of `common.recommend` that the runs under a condition had, {name: number}."""
+    of_condition = report["conditions"][condition]
+    cluster = {"mbit": 0, **report["cluster"], **of_condition["flags"]}
+    facts = {"parameters": next(iter(report["rows"].values()))["parameters"], "workers": report["workers"]}
+    messages = round(steps_per_message({**cluster, **facts}), 1)
+    return {**facts, "messages": messages, "slow": of_condition["slow"], "step_cv": cluster["step_cv"]}
 
 
 def beaten_everywhere(report, workers):
@@ -206,10 +227,10 @@ def as_rules(report, workers):
     """Returns the answers as `common.recommend` reads them, for JSON."""
     leaves = [leaf._asdict() for leaf in answer(report, workers)]
     rules = [OF_TABLES, *({"scheme": leaf.pop("row"), **leaf} for leaf in leaves)]
-    problem = report["problem"]
+    problem, facts = report["problem"], facts_in(report, "all equal")
     target = (
-        f"virtual seconds until {problem['text']}, of {problem['flags']['data']} with a model of {CALM['parameters']:,} "
-        f"parameters and {report['workers']} workers"
+        f"virtual seconds until {problem['text']}, of {problem['flags']['data']} with a model of {facts['parameters']:,} "
+        f"parameters and {facts['workers']} workers"
     )
     return {"command": "python benchmarks/report.py", "target": target, "facts": FACTS, "units": UNITS, "rules": rules}
 

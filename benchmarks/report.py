@@ -1,4 +1,4 @@
-"""Writes the tables of the READMEs, and Comparison/rules.json, from what was measured: `python benchmarks/report.py`.
+"""Writes the tables of the READMEs, and Comparison/rules.json, from the measurements: `python benchmarks/report.py`.
 
 A table stands between `<!-- NAME: ... -->` and `<!-- end of NAME -->`. With `--check` nothing is written, and the exit status
 is 1 if a table differs from its file.

@@ -20,7 +20,7 @@ fi
 rm -rf "$here/_build"
 # The traces of the player come from the simulator, so this part alone needs TensorFlow.
 "$PYTHON" "$here/traces.py" "$here/_build/static/traces"
-# A script, which a page that was opened from a disk may load
+# As a script, since a page that is opened from a disk may load no JSON
 { echo 'const RULES ='; cat "$here/../Comparison/rules.json"; } >"$here/_build/static/rules.js"
 "$venv/bin/python" "$here/collect.py" "$here/_build/source"
 # -W: a warning is an error. A link that leads nowhere is a warning. After an error one of Sphinx's two processes may wait for

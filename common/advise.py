@@ -2,7 +2,7 @@
 
     python -m common.advise --parameters=25e6 --workers=8 --mbit=1000 --latency_ms=5 --step_ms=80
 
-The rules of `common.recommend`, which were made from measured runs, decide which one. The cost model is the simulator's: a
+`common.recommend` picks the scheme, by rules that were made from measured runs. The cost model is the simulator's: a
 round is read off the scheme's own graph (`common.simulation`), and `common.virtual_time` says when each step of it happens.
 Nothing is trained here.
 """

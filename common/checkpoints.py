@@ -71,7 +71,7 @@ def checkpoints_in(folder):
     # The file that lists them is damaged, or names those of another folder, or they were copied without it.
     files = [str(file.with_suffix("")) for file in Path(folder).glob("*-*.index")] if folder else []
     found = [path for path in files if path.rpartition("-")[2].isdigit() and _is_ours(path, folder)]
-    return [path for _, path in sorted({int(path.rpartition("-")[2]): path for path in found}.items())]
+    return [path for _, path in sorted({_step_of(path): path for path in found}.items())]
 
 
 def _is_ours(path, folder):
@@ -201,7 +201,7 @@ def write_checkpoint(folder, step, names, slices, values, parts=()):
 
 @contextlib.contextmanager
 def _turn(folder):
-    """Locks a folder for what takes milliseconds. Whoever has it for `PATIENCE_SECS` is stopped: others wait no longer."""
+    """Locks a folder for some milliseconds. A process that holds it for `PATIENCE_SECS` is stopped: others go on without it."""
     with _opened(folder) as descriptor:
         pause, patience = threading.Event(), int(PATIENCE_SECS / 0.01)
         while patience and not _lock(descriptor):
@@ -212,7 +212,7 @@ def _turn(folder):
 
 @contextlib.contextmanager
 def _own_subfolder(folder):
-    """Gives a subfolder for what is not whole yet. Its writer has locked it; those of processes that have died are removed."""
+    """Gives a subfolder for an unfinished checkpoint, locked by its writer. Those of processes that have died are removed."""
     for left in Path(folder).glob(f"{UNFINISHED}*"):
         with contextlib.suppress(OSError), _opened(left) as descriptor:
             if _lock(descriptor):

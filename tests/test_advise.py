@@ -142,7 +142,7 @@ def test_the_shortest_window_that_keeps_workers_busy():
 
 
 def test_what_it_says():
-    """The scheme and why, its measurement, what no run has measured, its window and the links of the ps, and a command."""
+    """The scheme and the reason, its measurement, conditions without a measurement, its window, the ps, and a command."""
     calm = {"parameters": 5000, "latency_ms": 1, "step_ms": 10}
     text = advise.advice([with_computing(0.9, ps_load=0.6)], {}, settings(**calm))
     assert text[0] == "Begin with SAGN (--learning_rate=0.04): no question is answered yes."

@@ -175,7 +175,7 @@ def test_whoever_dies_while_a_step_is_saved_again_leaves_a_checkpoint_of_it(chie
 
 @pytest.mark.parametrize("where", ["SaveV2", "MergeV2Checkpoints"])
 def test_a_writer_that_is_stopped_holds_up_no_other(chief, monkeypatch, where):
-    """It goes on when another has saved a later step, which stays the newest."""
+    """It goes on when another has saved a later step. The later step stays the newest."""
     monkeypatch.setattr(checkpoints, "PATIENCE_SECS", 0.1)
     opened, writes, goes_on, does = chief.begin(), threading.Event(), threading.Event(), getattr(tf.raw_ops, where)
     opened.run(chief.update)

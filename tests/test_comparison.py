@@ -38,6 +38,7 @@ def row(folder, waiting, seconds, flags=None, rate_flag="learning_rate", steps=1
         "folder": folder,
         "flags": flags or {},
         "rate_flag": rate_flag,
+        "parameters": 4842,
         "actions": [train, push],
         "waiting": {**no, **waiting},
         "state": {"worker": 2.0, "ps": 1.0},
@@ -56,7 +57,8 @@ def report():
         "workers": 8,
         "problem": {"text": "75% of the test set are right", "flags": {"data": "mnist1d"}},
         "others": {"text": {"text": "loss 2.42"}, "quadratic": {"text": "loss 0.013"}},
-        "conditions": {"all equal": {}, "one slow": {}, "slow links": {}},
+        "cluster": {"step_ms": 10, "step_cv": 0.1, "latency_ms": 1},
+        "conditions": {name: {"flags": {}, "slow": 1} for name in ("all equal", "one slow", "slow links")},
         "rows": {
             "HogWild": row(
                 "HogWild",
