@@ -39,22 +39,22 @@ MBIT = 1e6 / 8
 def define_own():
     """Defines the flags of the virtual cluster."""
     define_number("step_ms", 10, "milliseconds of a local step, on average over all workers", above=0)
-    define_number("machine_cv", 0, "how much machines differ: deviation by mean of their step times", least=0, most=10.0)
-    define_number("step_cv", 0, "how much steps on one machine differ, in the same measure", least=0, most=10.0)
-    define_numbers("latency_ms", "0", "milliseconds of a message one way; of all workers, or one for each", least=0)
-    define_numbers("mbit", None, "Mbit/s of a worker's link each way, of all or one for each (default: no limit)", above=0)
+    define_number("machine_cv", 0, "coefficient of variation of step times between machines", least=0, most=10.0)
+    define_number("step_cv", 0, "coefficient of variation of step times on one machine", least=0, most=10.0)
+    define_numbers("latency_ms", "0", "one-way latency of a message in ms, one for all workers or one for each", least=0)
+    define_numbers("mbit", None, "Mbit/s of a worker's link each way, one for all or one for each (default: no limit)", above=0)
     define_numbers("mbit_up", None, "the same, towards the ps alone (default: --mbit)", above=0)
     define_number("ps_mbit", None, "Mbit/s of each ps's network card each way (default: no limit)", above=0)
     define_number("call_ms", 0, "milliseconds of a session call besides its --rounds_per_call rounds", least=0)
     define_number("read_ms", 0, "milliseconds that the ps take to read x̃ for a worker, one after the other", least=0)
     define_number("apply_ms", 0, "milliseconds that the ps take for an update, one after the other", least=0)
-    define_numbers("start_at", None, "seconds after which workers begin, as 0,0,30: the third joins late", least=0)
-    text = "WORKER:FROM:UNTIL in seconds, as 3:10:25: it dies, and begins anew; 3:10: it never comes back"
+    define_numbers("start_at", None, "start times of the workers in seconds, such as 0,0,30: the third joins late", least=0)
+    text = "WORKER:FROM:UNTIL in seconds, such as 3:10:25: it dies, then starts anew; 3:10: it never comes back"
     absl_flags.DEFINE_list("away", [], text)
     define_number("non_iid", None, "α of a Dirichlet distribution: the smaller, the more the workers' classes differ", above=0)
     absl_flags.DEFINE_bool("clock_only", False, "train no model: only compute the schedule (speed, staleness, waiting)")
-    define_number("parameters", None, "with --clock_only: size of the model, as 25e6 (default: that of --model)", least=1)
-    text = "folders of real runs of the scheme, from which --step_ms, --step_cv and --latency_ms, or --mbit, are found"
+    define_number("parameters", None, "with --clock_only: size of the model, such as 25e6 (default: that of --model)", least=1)
+    text = "folders of real runs of the scheme, to fit --step_ms, --step_cv and --latency_ms or --mbit"
     absl_flags.DEFINE_list("calibrate", [], text)
     define_number("trace_secs", None, "virtual seconds in timeline.png and trace.json (default: some rounds)", least=0)
 
@@ -67,14 +67,14 @@ def parse(arguments):
       UserError: if it is not understood.
     """
     if not arguments or arguments[0].startswith("-"):
-        raise UserError("name a scheme first, as `bash Simulation/run.sh HogWild --num_workers=1000`")
+        raise UserError("name a scheme first: `bash Simulation/run.sh HogWild --num_workers=1000`")
     folder = folder_of(arguments[0])
     has_own_decay = "weight_decay" in absl_flags.FLAGS
     define_own()
     values = flags.define({"num_workers": 100, **folder.defaults})
     settings = flags.parse(values, arguments[1:], "simulate.py", (*WITHOUT, *set(folder.without) - {"window"}))
     if "window" in folder.without and flags.present(values, "window"):
-        raise UserError(f"--window means nothing to {folder.name}")
+        raise UserError(f"{folder.name} takes no --window")
     settings = settings.but(
         scheme=folder.name,
         began=time.monotonic(),
@@ -88,9 +88,9 @@ def parse(arguments):
         count, of_first = len(getattr(settings, name) or []), name in ("start_at", "delays")
         if count > settings.num_workers or (not of_first and count not in (0, 1, settings.num_workers)):
             how = "at most one for each" if of_first else "one for all, or one for each"
-            raise UserError(f"--{name} has {count} for {settings.num_workers} workers: give {how}")
+            raise UserError(f"--{name} has {count} values for {settings.num_workers} workers: give {how}")
     if settings.clock_only and settings.non_iid:
-        raise UserError("--non_iid is about samples, and --clock_only trains no model: leave one out")
+        raise UserError("--non_iid divides samples, but --clock_only uses none: leave one out")
     if settings.parameters and flags.present(values, "model"):
         raise UserError("--parameters takes the place of a model: leave out --model")
     if "calibrate" in flags.present(values, "calibrate") and not settings.calibrate:
@@ -149,7 +149,7 @@ def _all_away(settings, starts):
             raise UserError(f"--away: worker {worker} is away from {since:g} s on, but begins only at {starts[worker]:g} s")
     for (worker, _, until), (other, since, _) in itertools.pairwise(found):
         if worker == other and since <= until:
-            raise UserError(f"--away: worker {worker} is away from {since:g} s on, but has not come back from before")
+            raise UserError(f"--away: two absences of worker {worker} overlap at {since:g} s")
     return found
 
 
@@ -194,20 +194,18 @@ class Run:
         if self.model.tables:
             raise UserError(
                 "the model has tables on the ps (common.Embedding), and the simulator does not know how many of their rows a "
-                "message has: use keras.layers.Embedding, whose table every worker has whole"
+                "message has: use keras.layers.Embedding, whose whole table is on every worker"
             )
         measured = [calibrate.read(path) for path in settings.calibrate]
         for run in measured:
             calibrate.check(run, settings, self.model.description)
-        self.engine = engine = self._engine(settings)
-        self.actions, self.waiting, self.costs = engine.actions, engine.waiting, costs_of(settings)
-        self.optimizers, self.calibration = engine.optimizers, None
-        self.last = self._last_of(engine.samples_per_update)
+        self.engine: Any = None if settings.clock_only else self._engine(settings)
+        known = self.engine or self._facts(settings)
+        self.actions, self.waiting, self.costs = known.actions, known.waiting, costs_of(settings)
+        self.optimizers, self.calibration = known.optimizers, None
+        self.last = self._last_of(known.samples_per_update)
         if measured:
             self._calibrate(measured)
-        if settings.clock_only:
-            engine.close()
-            self.engine = None
 
     def _engine(self, settings):
         """Returns the `common.simulation.Engine` of so many workers."""
@@ -215,32 +213,45 @@ class Run:
         from common.compression import compression_of
         from common.schedules import schedule_of
 
-        n, dataset, scheme = settings.num_workers, self._shown, self._folder.scheme
-        if settings.clock_only:  # there may be more workers than samples
-            shards = simulation.Shards(dataset.train, [np.arange(dataset.num_samples)] * n, settings.batch_size, range(n))
-        else:
-            shards = simulation.shards_of(dataset, n, settings.batch_size, settings.seed, settings.non_iid)
-        compression = compression_of(settings)
-        if settings.clock_only and settings.parameters:
-            actions, _ = simulation.round_of_size(scheme, settings, settings.parameters, n, settings.num_ps, compression)
-            messages = [(action.up, action.down) for action in actions]
-        else:
-            messages = simulation.messages_of(scheme, settings, self.model, shards, settings.num_ps, compression)
-        engine = simulation.Engine(
+        n, scheme, compression = settings.num_workers, self._folder.scheme, compression_of(settings)
+        shards = simulation.shards_of(self._shown, n, settings.batch_size, settings.seed, settings.non_iid)
+        facts = simulation.facts_of(scheme, settings, self.model, shards, settings.num_ps, compression)
+        self._check_overlap(facts.actions)
+        return simulation.Engine(
             *(scheme, settings, self.model, shards, settings.num_ps),
             schedule=schedule_of(settings),
             last_of=self._last_of,
             clip_norm=settings.clip_norm,
             compression=compression,
-            messages=messages,
+            messages=[(action.up, action.down) for action in facts.actions],
         )
-        if any(action.ahead and not engine.actions[k - 1].writes for k, action in enumerate(engine.actions)):
-            engine.close()
+
+    def _facts(self, settings):
+        """Returns the `common.simulation.Facts` of so many workers: all that the clock has to know of an engine."""
+        from common import simulation, tf
+        from common.compression import compression_of
+        from common.schedules import schedule_of
+
+        n, dataset, scheme, compression = settings.num_workers, self._shown, self._folder.scheme, compression_of(settings)
+        if settings.parameters:
+            facts = simulation.facts_of_size(scheme, settings, settings.parameters, n, settings.num_ps, compression)
+        else:  # there may be more workers than samples
+            numbers = [np.arange(dataset.num_samples)] * n
+            shards = simulation.Shards(dataset.train, numbers, settings.batch_size, range(n))
+            facts = simulation.facts_of(scheme, settings, self.model, shards, settings.num_ps, compression)
+        self._check_overlap(facts.actions)
+        if schedule := schedule_of(settings):  # is refused as in a run
+            schedule.ask = lambda: self._last_of(facts.samples_per_update)
+            with tf.Graph().as_default():
+                schedule(tf.constant(0))
+        return facts
+
+    def _check_overlap(self, actions):
+        if any(action.ahead and not actions[k - 1].writes for k, action in enumerate(actions)):
             raise UserError(
-                f"{self._folder.name} pulls ahead elsewhere than right after a push, which the simulator does not know: leave "
+                f"{self._folder.name} prefetches elsewhere than right after a push, which the simulator does not know: leave "
                 "out --overlap, or let each pull come right after a push"
             )
-        return engine
 
     def _last_of(self, samples_per_update):
         return self._training.last_step(self.settings, self._dataset.num_samples, samples_per_update)
@@ -268,12 +279,10 @@ class Run:
             "warm_start_steps": 0,
             "machine_cv": 0.0,
         }  # of what is only to be simulated
-        settings = self.settings.but(num_workers=n, clock_only=True, **nothing, **made, **own)
+        settings = self.settings.but(num_workers=n, **nothing, **made, **own)
         actions, waiting = self.actions, self.waiting
         if n != self.settings.num_workers or any(getattr(self.settings, name) != value for name, value in own.items()):
-            engine = self._engine(settings)
-            actions, waiting = engine.actions, engine.waiting
-            engine.close()
+            actions, waiting, *_ = self._facts(settings)
         costs = costs_of(settings)
         begin = lambda found: VirtualTime(actions, n, found.costs(costs), waiting, self.settings.seed)  # noqa: E731
         return calibrate.Clock(run, actions, begin)
@@ -299,7 +308,7 @@ class Run:
                 raise TrainingFailed(
                     f"{when} all workers that are left, {len(stuck):,}, wait for worker {away}, which does not come back"
                 )
-            raise TrainingFailed(f"{when} no worker goes on: --away takes worker {away} away for good")
+            raise TrainingFailed(f"{when} no worker is left: --away removes worker {away} for good")
         if not self.clock.updates:
             raise TrainingFailed(f"there was no update within --seconds={settings.seconds:g}: a round takes longer")
 
@@ -531,7 +540,7 @@ def too_few(run):
     if updates >= n or not idle:
         return None
     made = f"{updates:,} update{'s' * (updates > 1)} for {n:,} workers"
-    return f"{made}: {idle:,} of them do not push once; train for longer, or with fewer workers"
+    return f"{made}: {idle:,} of them never push; train for longer, or with fewer workers"
 
 
 def calibrated(calibration):

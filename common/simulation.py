@@ -88,8 +88,7 @@ class Engine:
             self._local = local
             own = _per_worker(hyperparameters(hp, center, local), local)
             self.steps = build_steps(scheme, center, local, own)
-            quorum = _waiting_of(center, local).quorum or 1
-            self.samples_per_update = quorum * shards.batch_size * local.steps_per_update
+            self.samples_per_update = _samples_per_update(_waiting_of(center, local), shards, local)
             if schedule and last_of:
                 schedule.ask = lambda: last_of(self.samples_per_update)
             mine = [v for v in tf.local_variables() if v not in before]
@@ -349,7 +348,9 @@ def shards_of(dataset, num_workers, batch_size, seed, non_iid=None):
     """
     n = dataset.num_samples
     if n < num_workers:
-        raise UserError(f"{n:,} training samples are too few for {num_workers:,} workers: --num_workers or --data must change")
+        raise UserError(
+            f"{n:,} training samples are too few for {num_workers:,} workers: choose fewer --num_workers or other --data"
+        )
     samples = tuple(mapped(lambda array: array[:], part) for part in dataset.train)
     seeds = range(seed, seed + num_workers)
     if non_iid is None:
@@ -411,14 +412,14 @@ class _Center(GlobalParameters):
 
     def ring(self, local):
         raise UserError(
-            "the workers of this scheme average among themselves within a step (center.ring), which one worker's graph cannot "
-            "do for all; Synchronous-SGD makes the same updates through the ps, and can be simulated"
+            "the workers of this scheme average among themselves within a step (center.ring), so one worker's graph cannot "
+            "stand for all; Synchronous-SGD makes the same updates through the ps, and can be simulated"
         )
 
     def dynamic(self, local, most):
         raise UserError(
-            "the workers of this scheme make more or fewer local steps by their speed on a real clock (center.dynamic), which "
-            "those of a simulation have none of: let all make as many"
+            "the workers of this scheme adapt their local steps to their speed on a real clock (center.dynamic), but a "
+            "simulation has no real clock: use a fixed number of local steps"
         )
 
 
@@ -513,7 +514,7 @@ def _switch(scheme, kind, branches):
         if "is accessed from branch" not in str(error):
             raise
         raise UserError(
-            f"{scheme.__name__} uses a tensor in another step than it was made in: keep it in a vector, "
+            f"{scheme.__name__} uses a tensor of another step: keep it in a vector, "
             '`yield local.assign(local.vector("start"), value)`'
         ) from error
 
@@ -580,6 +581,20 @@ def round_of(scheme, hp, model, shards, num_ps, compression=None):
 
     Arguments and bytes are those of `messages_of`. Nothing is run.
     """
+    return facts_of(scheme, hp, model, shards, num_ps, compression)[:2]
+
+
+class Facts(NamedTuple):
+    """What is known of a scheme without an `Engine`, in a fraction of its time; the attributes are those of an `Engine`."""
+
+    actions: list
+    waiting: Waiting
+    samples_per_update: Any
+    optimizers: Any
+
+
+def facts_of(scheme, hp, model, shards, num_ps, compression=None):
+    """Returns the `Facts` of a scheme. Arguments and bytes are those of `messages_of`."""
     with tf.Graph().as_default() as graph:
         device_fn = tf.train.replica_device_setter(ps_tasks=num_ps, worker_device=_WORKER)
         options = {"compression": compression, "fragments": fragments_of(hp)}
@@ -597,19 +612,31 @@ def round_of(scheme, hp, model, shards, num_ps, compression=None):
                 trained.append(local.local_steps - begun)
                 messages.append(_bytes_of(step, earlier))
                 earlier, begun = set(graph.get_operations()), local.local_steps
-    return _actions(steps, trained, messages), _waiting_of(center, local)
+    waiting = _waiting_of(center, local)
+    samples = _samples_per_update(waiting, shards, local)
+    return Facts(_actions(steps, trained, messages), waiting, samples, (center.optimizers.names, local.optimizers.names))
+
+
+def _samples_per_update(waiting, shards, local):
+    return (waiting.quorum or 1) * shards.batch_size * local.steps_per_update
 
 
 def round_of_size(scheme, hp, parameters, num_workers, num_ps, compression=None):
     """Returns the same as `round_of`, for any model of so many parameters. It takes no memory."""
+    return facts_of_size(scheme, hp, parameters, num_workers, num_ps, compression)[:2]
+
+
+def facts_of_size(scheme, hp, parameters, num_workers, num_ps, compression=None):
+    """Returns the same as `facts_of`, for any model of so many parameters. It takes no memory."""
     size = min(int(parameters), MOST_PARAMETERS)
     samples = np.zeros([1, 1], np.float32), np.zeros([1, 1], np.float32)
     shards = Shards(samples, [np.zeros(1, int)] * num_workers, hp.batch_size, range(num_workers))
-    actions, waiting = round_of(scheme, hp, _Sized(size), shards, num_ps, compression)
+    facts = facts_of(scheme, hp, _Sized(size), shards, num_ps, compression)
     if parameters > size:  # so many that what does not grow with them, as a global step, is nothing beside them
         scale = parameters / size
-        actions = [each._replace(up=round(scale * each.up), down=round(scale * each.down)) for each in actions]
-    return actions, waiting
+        actions = [each._replace(up=round(scale * each.up), down=round(scale * each.down)) for each in facts.actions]
+        facts = facts._replace(actions=actions)
+    return facts
 
 
 class _Sized:

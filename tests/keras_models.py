@@ -7,6 +7,7 @@ loaded and evaluated by Keras itself. tests/test_keras_models.py does the same, 
 
 import concurrent.futures
 import functools
+import gc
 import json
 import math
 import os
@@ -735,7 +736,7 @@ def nothing_to_train():
     return net
 
 
-@model(classes(6, 3), refused="gru is stateful: it would go on where the batch before has ended")
+@model(classes(6, 3), refused="gru is stateful: it would continue from the previous batch")
 def stateful():
     """A stateful recurrent layer"""
     return keras.Sequential([layers.GRU(4, stateful=True, name="gru"), layers.Dense(3)])
@@ -754,7 +755,7 @@ class Unseeded(layers.Layer):
         return inputs + keras.random.normal(ops.shape(inputs))
 
 
-@model(classes(6), refused="cannot be a part of a graph: it needs a variable or table that is none of its layers'")
+@model(classes(6), refused="cannot be a part of a graph: it needs a variable or table other than its layers'")
 def unseeded():
     """`keras.random` without a `SeedGenerator`"""
     return stack([6], Unseeded(), layers.Dense(3))
@@ -767,7 +768,7 @@ class Adversaries(keras.Sequential):
         return {}
 
 
-@model(classes(6), refused="a custom gradient of a function that uses variables or takes arguments by name")
+@model(classes(6), refused="a custom gradient of a function with variables or keyword arguments")
 def rematerialized():
     """Layers that are computed again for the gradient, `RematScope`"""
     with keras.RematScope(mode="full"):
@@ -909,6 +910,8 @@ def write_table():
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--json"]:
         training.plots.draw_curve = lambda run_dir: None  # pictures take longer than training here
+        gc.collect()
+        gc.freeze()  # `clear_session` collects garbage for each model
         sys.modules["keras_models"] = sys.modules["__main__"]  # which `--model=FILE.py:FUNCTION` would else run again
         print(json.dumps({name: outcome(name, int(sys.argv[2])) for name in sys.argv[3:]}))
     else:

@@ -160,7 +160,7 @@ def test_what_it_says():
 
 def test_a_scheme_that_its_flags_exclude():
     text = advise.advice([], {"SAGN": "--compress is not for it"}, settings(parameters=5000, latency_ms=1, step_ms=10))
-    assert text[-1] == "With these flags it cannot be had: --compress is not for it."
+    assert text[-1] == "It does not work with these flags: --compress is not for it."
     tables = advise.advice([], {}, advise.parse(advise.define(), ["--tables", *(f"--{k}={v}" for k, v in EXAMPLE.items())]))
     assert tables[0].startswith("Begin with Embeddings (HogWild, or DOWNPOUR with a window): ")
     assert tables[1].startswith("Measured: benchmarks/README.md#tables-on-the-ps; ") and tables[-1].startswith("Also true")
@@ -183,7 +183,7 @@ def test_slow_links_take_a_longer_window():
 def test_compression_leaves_one_out():
     """SparseLoCo packs its own messages. Elsewhere a quarter of the bytes go up."""
     asked = settings(compress="int8")
-    with pytest.raises(advise.UserError, match="--compress=int8 is for vectors that are sent whole"):
+    with pytest.raises(advise.UserError, match="--compress=int8 is for dense messages"):
         advise.of_scheme(asked, "SparseLoCo", "SparseLoCo")
     whole, packed = (advise.of_scheme(each, "HogWild", "HogWild") for each in (settings(), asked))
     share = packed.bytes_per_hour * packed.round_seconds / whole.bytes_per_hour / whole.round_seconds
@@ -225,7 +225,7 @@ def test_three_digits(value, text):
         (["--step_ms=0"], "--step_ms must be greater than 0, not 0"),
         (["--slow=0.5"], "--slow must be at least 1, not 0.5"),
         (["--worker=8"], "unknown flag --worker; did you mean --workers?"),
-        (["--topk=0.1"], "--topk=0.1 is for --compress=topk: leave it out, or give that"),
+        (["--topk=0.1"], "--topk=0.1 needs --compress=topk: add that, or leave --topk out"),
         (["HogWild"], "unexpected argument 'HogWild': flags are written --name=value"),
         (["--parameters=2", "--workers=2", "--step_ms=1", "--num_ps=3"], "--num_ps=3 is more than the 2 parameters: give"),
     ],

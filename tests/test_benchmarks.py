@@ -94,7 +94,7 @@ def test_target_that_is_missed_is_said_to_be():
         ]
     }
     missed, reached = run.targets(report).splitlines()[2:]
-    assert "0.79 ×, short of it" in missed and "short" not in reached
+    assert "0.79 ×, missed" in missed and "missed" not in reached
 
 
 def test_accuracy_is_reached_between_two_evaluations():
@@ -211,7 +211,7 @@ def test_targets_of_tables_that_are_missed_are_marked():
     runs = {name: {"median": rate} for name, rate in rates.items()}
     first, second = tables.targets({"runs": {"1": runs, "2": runs}}).splitlines()[2:4]
     assert first == "| HogWild | 3 × | ParameterServerStrategy | 3.00 × | 3.00 × |"
-    assert second.endswith("| 9.99 ×, short of it | 9.99 ×, short of it |")
+    assert second.endswith("| 9.99 ×, missed | 9.99 ×, missed |")
 
 
 def test_samples_of_clicks_are_rows_of_the_table(monkeypatch):

@@ -51,7 +51,7 @@ def test_one_that_raises_is_told_once(told):
     for step in range(2):
         callback(step, {})
     callback.close()
-    error = "--callback=f raised SystemExit: no network; training goes on, and later errors of it are not told"
+    error = "--callback=f raised SystemExit: no network; training goes on, and its later errors are not shown"
     assert told == [error, "step 0", "step 1"]
 
 

@@ -575,11 +575,11 @@ def test_training_ends_when_checkpoints_cannot_be_written(servers, tmp_path):
 
 def test_a_full_disk_without_a_checkpoint(tmp_path):
     """There is nothing to go on from."""
-    for what in "start again", "those in it are whole, and --resume goes on from the newest":
+    for what in "start again", "its checkpoints are intact, and --resume continues from the newest":
         with pytest.raises(TrainingFailed) as info, checkpoints.writing_into(str(tmp_path)):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         assert str(info.value) == (
-            f"no checkpoint can be written into {tmp_path}: No space left on device; {what} when that is mended"
+            f"no checkpoint can be written into {tmp_path}: No space left on device; {what} once that is fixed"
         )
         (tmp_path / "model.ckpt-0.index").touch()
 

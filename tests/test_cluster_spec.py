@@ -166,7 +166,7 @@ def test_tf_config_that_is_nested_too_deep(user_error):
 @pytest.mark.parametrize("hosts", [None, [1], "a:1", [["a:1"]], [None], {"1": "a:1"}, {"0": 1}, {"x": "a:1"}, 7, True])
 def test_tf_config_whose_hosts_are_no_list(user_error, hosts):
     for cluster in {"ps": hosts, "worker": ["b:2"]}, {"worker": hosts}, {"boss": hosts}:
-        with user_error("TF_CONFIG: the hosts of the job", "are no list of host:port", "expected {"):
+        with user_error("TF_CONFIG: the hosts of the job", "are not a list of host:port", "expected {"):
             task(tf_config(cluster, "worker", 0))
 
 
@@ -379,7 +379,7 @@ def test_last_worker_as_evaluator(master):
 @pytest.mark.parametrize("hosts", [{}, {"ps_hosts": "a:1", "worker_hosts": "b:1"}, {"ps_hosts": "a:1", "master": "b:1"}])
 def test_evaluator_with_one_worker_only(user_error, hosts):
     task = TaskSpecDef("ps", **hosts) if hosts else TaskSpecDef()
-    with user_error("one only", "has to train"):
+    with user_error("the only worker", "has to train"):
         task.use_last_worker_as_evaluator()
 
 
@@ -396,7 +396,7 @@ def test_evaluator_with_one_worker_only(user_error, hosts):
         (("worker", 0, None, None, "a:1"), ["no ps"]),
         (("worker", 0, None, "a:1", "b:1,,c:1"), ["''", "expected host:port"]),
         (("boss", 0), ["'boss'"]),
-        (("master", 0, None, "a:1", "b:1", "m:1,n:1"), ["one master at most, not 2"]),
+        (("master", 0, None, "a:1", "b:1", "m:1,n:1"), ["at most one master, not 2"]),
     ],
 )
 def test_task_that_cannot_be(user_error, arguments, texts):

@@ -57,7 +57,7 @@ def cnn():
     ])
 
 def large():
-    return keras.Sequential([keras.Input((8, 8, 1)), layers.Flatten(), layers.Dense(4000), layers.Dense(5000), layers.Dense(3)])
+    return keras.Sequential([keras.Input((8, 8, 1)), layers.Flatten(), layers.Dense(2000), layers.Dense(2500), layers.Dense(3)])
 
 def load():
     '''Three classes: the bright row is above, in the middle, below.'''
@@ -224,7 +224,7 @@ def damaged(run):
 def paused(run):
     """SIGSTOP of worker 1, for which the others wait, and SIGCONT: the launcher shows both, and the log has it."""
     run.until(is_training)
-    log, over = run.folder / "logs" / "worker-0.log", "worker 0 waits no longer for worker 1"
+    log, over = run.folder / "logs" / "worker-0.log", "worker 0 no longer waits for worker 1"
     before = log.read_text().count(over)  # of its start
     send(run.folder, "worker", 1, signal.SIGSTOP)
     run.until(lambda line: re.match(r"worker 0 has waited \d+ s, since [\d:]+, for worker 1 at 127.0.0.1:", line))
@@ -361,7 +361,7 @@ def warmed_up(run):
 def waited_for_nobody(run):
     """Worker 1 comes when worker 0 has done all, and the summary says so; or a warm start never lets it begin."""
     if not any("warm" in flag for flag in run.flags):
-        assert "1 of 2 workers have not come within --start_secs=0.1: the others begin" in run.output
+        assert "1 of 2 workers have not started within --start_secs=0.1: the others begin" in run.output
     assert "the workers' samples differ much" in run.output
     assert run.result["samples_per_worker"][1] == 0 and run.result["staleness_max"] == 0
     assert not any("staleness" in line for line in metrics_of(run.folder, 1))
@@ -381,9 +381,9 @@ def slots_of(run):
 
 
 def wrote_large_checkpoints(run):
-    """Of 20 million float32. The graph, which is in the files of events, holds no values."""
-    assert sum(path.stat().st_size for path in run.folder.glob("checkpoints/model.ckpt-0.data-*")) > 80e6
-    assert max(path.stat().st_size for path in run.folder.rglob("events*")) < 10e6
+    """Of 5 million float32. The graph, which is in the files of events, holds no values."""
+    assert sum(path.stat().st_size for path in run.folder.glob("checkpoints/model.ckpt-0.data-*")) > 20e6
+    assert max(path.stat().st_size for path in run.folder.rglob("events*")) < 2.5e6
 
 
 @dataclass
@@ -417,32 +417,27 @@ class Row:
 ALL_REDUCE = "Synchronous-SGD/all_reduce.py"
 CNN = "--model={files}/cnn.py:cnn --data={files}/cnn.py:load "
 MOMENTUM = "--local_optimizer=momentum --local_learning_rate=0.01 "
-OWN = "DOWNPOUR-Easy DOWNPOUR AGN Dynamic-SGD DC-ASGD AEASGD AEAMSGD Asynchronous-DiLoCo".split()
-TOGETHER = "Synchronous-SGD Synchronous-SGD-different-learning-rates SAGN Local-SGD DiLoCo Streaming-DiLoCo".split()
-TOGETHER += ["SparseLoCo", "Write-Your-Own-Scheme"]
+OWN = "DOWNPOUR-Easy AEAMSGD Asynchronous-DiLoCo".split()
+TOGETHER = "Synchronous-SGD-different-learning-rates SAGN Local-SGD SparseLoCo Write-Your-Own-Scheme".split()
 
-FEW = "--rounds_per_call=2 "  # a smaller graph is sooner built; the first row has the default, ten rounds
+# A smaller graph is built sooner. The first row has the defaults: 10 rounds, and 60 epochs.
+FEW = "--rounds_per_call=2 --epochs=30 "
 RUNS = [
-    # Each scheme without a fault
-    # 60 epochs of 1,438 samples in batches of 32
+    # Each scheme without a fault, if it has no row with an option or a fault, and no round in test_chaos.py
+    # 60 epochs of 1,438 samples in batches of 32: 2,697 updates
     Row("HogWild", "", (learned, counted, told, saved_a_model, wrote_all_files, ended_at(2697))),
     *(Row(scheme, FEW) for scheme in OWN),
     Row("Ringmaster-ASGD", FEW, (learned, dropped_stale_gradients)),
     Row("Semi-Synchronous-SGD", FEW + "--data={files}/late.py:after_a_wait", (learned, counted, began_together)),
-    *(Row(scheme, "" if scheme == "Synchronous-SGD" else FEW, pace="together") for scheme in TOGETHER),
+    *(Row(scheme, FEW, pace="together") for scheme in TOGETHER),
     Row(
         ALL_REDUCE,
         "--validation=0.2 --patience=2 --epochs=1e6 --learning_rate=0.5 --evaluation_secs=0.1 --callback={files}/own.py:show",
         (stopped_early, counted),
         pace="together",
     ),
-    Row("Synchronous-SGD/sync_replicas_optimizer.py", "", (learned,)),  # whose workers do not contribute alike
+    Row("Synchronous-SGD/sync_replicas_optimizer.py", "--epochs=40", (learned,)),  # whose workers do not contribute alike
     # Options
-    Row(
-        "Synchronous-SGD",
-        "--validation=0.2 --patience=2 --epochs=1e6 --learning_rate=0.5 --evaluation_secs=0.1 --callback={files}/own.py:show",
-        (stopped_early,),
-    ),
     Row(
         "Synchronous-SGD",
         "--backup_workers=1 --num_workers=3 --num_ps=2 --delays=0,0,500 --rounds_per_call=1 --steps=300",
@@ -450,8 +445,8 @@ RUNS = [
     ),
     Row(
         "DC-ASGD",
-        "--adaptive --num_ps=2 --num_workers=3 --warm_start_steps=500 --steps=4000",
-        (learned, counted, warmed_up, ended_at(4000)),
+        "--adaptive --num_ps=2 --num_workers=3 --warm_start_steps=500 --steps=2500",
+        (learned, counted, warmed_up, ended_at(2500)),
     ),
     Row("DOWNPOUR", "--warm_start_steps=1000000 --steps=100", (waited_for_nobody,)),
     Row(
@@ -607,8 +602,8 @@ def test_tasks_that_are_started_by_hand(run_dir):
         read_until(chief, lambda line: re.match(rf"worker 0 has waited .* for worker 2 at {workers[2]}$", line))
         tasks += [begin(*flags, "--job_name=worker", "--task_index=2")]
         output = finish(chief)
-        assert f"worker 0 waits no longer for worker 2 at {workers[2]}: it took " in output
-        assert f"worker 1 waits no longer for worker 0 at {workers[0]}: it took " in finish(one)
+        assert f"worker 0 no longer waits for worker 2 at {workers[2]}: it took " in output
+        assert f"worker 1 no longer waits for worker 0 at {workers[0]}: it took " in finish(one)
         for task in tasks:
             finish(task)
     assert result_of(run_dir)["test_accuracy"] >= 0.9
@@ -682,7 +677,7 @@ def test_own_loss_and_metrics_of_two_outputs(run_dir, tmp_path):
 
     before = {path: path.read_bytes() for path in run_dir.glob("checkpoints/model*")}
     output = run(run_dir, *arguments, f"--model={spec}:wider", "--epochs=30", "--resume", status=2)
-    assert "--resume: this is another model than before: where it had kernel [65, 16], there is now kernel [65, 17]" in output
+    assert "--resume: the model has changed: it had kernel [65, 16], and now has kernel [65, 17]" in output
     output = run(run_dir, *arguments, f"--model={spec}:build", "--resume", status=2, script=ROOT / "DOWNPOUR" / "downpour.py")
     last = output.splitlines()[-1]
     assert last.startswith("downpour.py: the checkpoint in") and "'parameters/Adagrad'" in last

@@ -34,7 +34,7 @@ DYNAMIC = ROOT / "Asynchronous-DiLoCo" / "asynchronous_diloco.py"
 
 def is_of_worker_1(line):
     """Not that it waits: a busy machine is slow to start."""
-    return line.startswith("worker 1 ") and " has waited " not in line and " waits no longer " not in line
+    return line.startswith("worker 1 ") and " has waited " not in line and " no longer waits " not in line
 
 
 # --- What a worker hears ----------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def report():
     """Three rows, of which each is best somewhere."""
     return {
         "workers": 8,
-        "problem": {"text": "75% of the test set are right", "flags": {"data": "mnist1d"}},
+        "problem": {"text": "75% test accuracy", "flags": {"data": "mnist1d"}},
         "others": {"text": {"text": "loss 2.42"}, "quadratic": {"text": "loss 0.013"}},
         "cluster": {"step_ms": 10, "step_cv": 0.1, "latency_ms": 1},
         "conditions": {name: {"flags": {}, "slow": 1} for name in ("all equal", "one slow", "slow links")},
@@ -86,7 +86,7 @@ def test_what_each_row_needs_is_shown_as_median_and_range_also_if_it_was_not_rea
     import figures
 
     lines = figures.needs(report, "seconds").splitlines()
-    assert lines[0] == "| virtual seconds until 75% of the test set are right | all equal | one slow | slow links |"
+    assert lines[0] == "| virtual seconds until 75% test accuracy | all equal | one slow | slow links |"
     assert lines[2] == "| HogWild | 3.00 (2.00 to 4.00) | 3.00 | not reached (40.0 to not reached) |"
     assert len(lines) == 2 + len(report["rows"])
     in_thousands = figures.needs(report, "samples").splitlines()

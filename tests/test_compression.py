@@ -196,8 +196,8 @@ def test_what_is_not_finite_stays_so_in_a_sparse_vector(how):
 
 @pytest.mark.parametrize("how", [(4096, 64, 9), (4096, 64, 1), (64, 65, 2), (64, 0, 2), (2**23, 64, 2)])
 def test_a_sparse_vector_that_cannot_be(user_error, how):
-    said = "a sparse message has chunks of at most 4,194,304 values, no more of each than it has, and 2 to 8 bits for a value, "
-    with user_error(said + "or 32: not chunk_size={}, top={}, value_bits={}".format(*how)):
+    said = "a sparse message needs chunk_size <= 4,194,304, 1 <= top <= chunk_size, and value_bits of 2 to 8, or 32; "
+    with user_error(said + "not chunk_size={}, top={}, value_bits={}".format(*how)):
         sparse(np.ones(100), *how)
 
 
@@ -538,7 +538,7 @@ def test_bytes_of_sparseloco_on_the_wire(bytes_of_round, value_bits, pull):
 
 
 def test_compress_on_top_of_packed_messages_is_refused(replay, user_error):
-    with user_error("--compress is for vectors that are sent whole, and this scheme packs its own: leave it out"):
+    with user_error("--compress is for dense messages, but this scheme compresses its own: leave it out"):
         replay("SparseLoCo", Compression("int8"), value_bits=2, **OF_SPARSELOCO)
 
 
@@ -623,20 +623,20 @@ def test_what_x_keeps_has_to_come_from_it(replay, user_error):
 
 def test_a_push_of_nobody_is_refused(graph, model, user_error):
     center = GlobalParameters(model.initial_parameters, compression=Compression("int8"))
-    with user_error("--compress=int8 needs to know whose message this is: build the steps by `common.steps.build_steps`"):
+    with user_error("--compress=int8 needs to know the worker that sends: build the steps with `common.steps.build_steps`"):
         center.push(tf.train.GradientDescentOptimizer(0.1), tf.zeros([4]))
 
 
 def test_all_reduce_is_refused(graph, model, known_batches, batches, user_error):
     center = GlobalParameters(model.initial_parameters, compression=Compression(pull="bf16"))
     local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)))
-    with user_error("--compress and --compress_pull are for messages to and from a ps, which center.ring has none of"):
+    with user_error("--compress and --compress_pull are for messages to and from a ps; center.ring has none"):
         center.ring(local)
 
 
 def test_a_share_of_another_compression(parse, user_error):
     assert parse("--compress=topk", "--topk=0.1").topk == 0.1
-    with user_error("--topk=0.1 is for --compress=topk: leave it out, or give that"):
+    with user_error("--topk=0.1 needs --compress=topk: add that, or leave --topk out"):
         parse("--compress=sign", "--topk=0.1")
 
 

@@ -348,7 +348,7 @@ def save(folder, step, parameters, name=None):
 
 def test_checkpoint_of_another_model(script, tmp_path, regression, user_error):
     path = save(tmp_path, 10, [1, 2])
-    with user_error(path, "2 parameters, the model 4", "flags"):
+    with user_error(path, "2 parameters, but the model has 4", "flags"):
         script.values_in(path, models.build("linear", regression))
 
 

@@ -135,7 +135,7 @@ def test_a_worker_counts_what_it_draws(built, initialized, scheme, per_call):
 
 def test_rounds_that_differ_are_refused(built, user_error):
     changing.steps = 0  # type: ignore[attr-defined]
-    with user_error("changing makes 2 local steps for an update in one round, and 1 in another: samples are counted by the"):
+    with user_error("changing makes 2 local steps for an update in one round, and 1 in another: all rounds must be alike"):
         built(changing, rounds_per_call=2)
 
 

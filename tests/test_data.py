@@ -219,7 +219,7 @@ def test_weights_that_are_none():
 
 
 @pytest.mark.parametrize(
-    "x, text", [((), "x_train holds no arrays"), ({1: np.zeros([6, 2])}, "x_train has the key 1: expected a name")]
+    "x, text", [((), "x_train holds no arrays"), ({1: np.zeros([6, 2])}, "x_train has the key 1: expected the name of")]
 )
 def test_arrays_without_arrays_or_names(user_error, x, text):
     with user_error(f"--data=mine: {text}"):
@@ -305,7 +305,7 @@ def test_several_that_do_not_fit(user_error, spoil, text):
 
 
 def test_parts_that_differ_between_training_and_test(user_error):
-    with user_error("--data=mine: x_train 2 and x_test 1 arrays, of other names or numbers; expected the same in both"):
+    with user_error("--data=mine: x_train 2 and x_test 1 arrays, with different names or numbers; expected the same in both"):
         data.checked((several(6), several(4, lambda s: ({"text": s[0]["text"]}, *s[1:]))), "mine")
 
 
@@ -336,12 +336,12 @@ class InBatches(keras.utils.PyDataset):
         ((InBatches(), InBatches()), "it gave a keras.utils.PyDataset"),
         ((n for n in range(9)), "it gave a generator: np.stack(list(...)) makes an array, tf.data.Dataset.from_generator a"),
         (((n for n in range(9)), arrays()[1]), "it gave a generator"),
-        ((*arrays(), arrays()[1]), "it gave three pairs: leave out that of validation, as --validation=0.1 holds out a tenth"),
+        ((*arrays(), arrays()[1]), "it gave three pairs: leave out the validation pair; --validation=0.1 holds out a tenth"),
         ([([[1], [2, 3]], [0, 1])] * 2, "it gave lists of unequal lengths: keras.utils.pad_sequences makes an array of them"),
     ],
 )
 def test_what_was_given_instead_is_told(user_error, given, text):
-    with user_error(f"--data=mine {NUMPY_ARRAYS}, and weights as a third of each, if samples have some; {text}"):
+    with user_error(f"--data=mine {NUMPY_ARRAYS}, and weights as a third of each pair, if samples have some; {text}"):
         data.checked(given, "mine")
 
 
@@ -625,7 +625,7 @@ def test_batch_larger_than_memory_is_refused(user_error, monkeypatch):
     monkeypatch.setattr(data.limits, "memory", lambda: 16 * 10**9)
     x, y = np.zeros([5, 8, 8, 1], np.float32), np.zeros(5, np.int32)  # 260 bytes a sample, and 16 for its index
     data.check_batch(x, y, 57_000_000)  # more samples than there are: a batch may take several epochs
-    with user_error("--batch_size=58000000 takes at least 16.0 GB of memory, but there are 16.0 GB: choose less"):
+    with user_error("--batch_size=58000000 takes at least 16.0 GB of memory, but the machine has 16.0 GB: choose a smaller"):
         data.check_batch(x, y, 58_000_000)
     with user_error("--batch_size=29000000 in 2 workers takes at least 16.0 GB of memory"):
         data.check_batch(x, y, 29_000_000, num_workers=2)

@@ -204,7 +204,7 @@ def start(tmp_path, *flags, instead_of_host_a='sh -c "$2"'):
 def test_a_host_that_allows_no_network_starts_nothing(tmp_path):
     """One line says so, and what to do."""
     done = start(tmp_path, instead_of_host_a=f'{shlex.join(FORBID)} sh -c "$2"')
-    line = f"start.sh: a allows its tasks no network of their own: {WHY}; start.sh --insecure goes without\n"
+    line = f"start.sh: a allows its tasks no network of their own: {WHY}; start.sh --insecure runs without one\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
     assert not (tmp_path / "run").exists()
 

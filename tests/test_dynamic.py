@@ -129,18 +129,18 @@ def test_what_cannot_be(model, rule, parts, known_batches, batches, user_error):
         yield local.train(dynamic.steps, sgd)
         yield center.push(sgd, local.gradient)
 
-    with user_error("pushes_alone: center.dynamic goes with center.exact, whose push counts the local steps"):
+    with user_error("pushes_alone: center.dynamic needs center.exact, whose push counts the local steps"):
         build_steps(pushes_alone, center, local, HP)
-    with user_error("the window of local.train is a number; where the scheme has center.dynamic, it is `dynamic.steps`"):
+    with user_error("the window of local.train is a number; in a scheme with center.dynamic it is `dynamic.steps`"):
         local.train(3, sgd)
-    with user_error("center.dynamic counts the local steps of each push: no threshold may throw one away"):
+    with user_error("center.dynamic counts the local steps of each push, so a threshold must not discard any"):
         center.exact(local, "step", 2).push(sgd, local.gradient)
     center.schedule = lambda step: 1.0
-    with user_error("center.dynamic: nobody knows before how many updates a run has, so the learning rate has no schedule"):
+    with user_error("center.dynamic: the number of updates is not known in advance, so the learning rate cannot follow"):
         build_steps(rule, center, LocalParameters(center, model, local.batches, "another"), HP)
     with user_error(
-        "the workers of this scheme make more or fewer local steps by their speed on a real clock (center.dynamic), which "
-        "those of a simulation have none of: let all make as many"
+        "the workers of this scheme adapt their local steps to their speed on a real clock (center.dynamic), but a "
+        "simulation has no real clock: use a fixed number of local steps"
     ):
         Replay(rule, HP, model, lambda i: known_batches(*(b[i] for b in batches), f"batches_{i}"))
 

@@ -51,7 +51,7 @@ def test_ratings_of_any_size(users, items, samples, factors):
 
 @pytest.mark.parametrize("size", [(0, 1, 100), (1, 0, 100), (1, 1, 19), (1, 1, 100, 0)])
 def test_ratings_of_no_size(size):
-    with pytest.raises(ValueError, match="expected 1 user, item and factor"):
+    with pytest.raises(ValueError, match="expected at least 1 user, 1 item, 1 factor"):
         ratings.make(*size)
 
 
@@ -98,7 +98,7 @@ def test_the_line_says_how_far_below_the_best(monkeypatch):
     monkeypatch.setattr(ratings, "best_auc", lambda: 0.85)
     result = {"data": "/a/Embeddings/ratings.py:load", "test_auc": 0.8412}
     assert below_best.compared(result) == "test AUC 0.8412, the best reachable 0.8500: 0.0088 below it"
-    assert "is known for" in below_best.compared({**result, "data": "mine.py:load"})
+    assert "is known only for" in below_best.compared({**result, "data": "mine.py:load"})
     assert "no metric" in below_best.compared({"data": "ratings.py:load"})
 
 

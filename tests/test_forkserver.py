@@ -755,7 +755,7 @@ def test_interrupted_run_waits_for_no_ps_that_has_died(run, folder, monkeypatch,
     began = time.monotonic()
     result = run({"ps 0": ps, "worker 0": worker}, hear)
     assert result.status == 130 and time.monotonic() - began < supervisor.STOP_SECONDS
-    assert "ps 0 failed (5), and nobody starts it again: the run ends without it" in result.lines
+    assert "ps 0 failed (5) and is not restarted: the run ends without it" in result.lines
 
 
 @pytest.mark.parametrize("first", [signal.SIGHUP, signal.SIGINT])

@@ -173,7 +173,7 @@ def test_a_round_that_is_wrong(place, user_error):
 
     with user_error("a message is a vector [6]", "not (12,)"):
         build_steps(all_at_once, center, local, None)
-    with user_error("--fragments=13 are more than the 12 parameters"):
+    with user_error("--fragments=13 is more than the 12 parameters"):
         place(fragments=13)
 
 
@@ -192,7 +192,7 @@ def test_an_exchange_ends_before_the_next_one(load_scheme, user_error):
     script = load_scheme("Streaming-DiLoCo", "streaming_diloco")
     check = script.__globals__["check"]
     check(types.SimpleNamespace(window=5, overlap_steps=5))
-    with user_error("--overlap_steps=6 is more than --window=5"):
+    with user_error("--overlap_steps must be at most --window=5"):
         check(types.SimpleNamespace(window=5, overlap_steps=6))
 
 

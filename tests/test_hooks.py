@@ -398,7 +398,7 @@ def test_those_that_are_there_begin_without_the_others(gate, said):
     with tf.Session() as session:
         session.run(look)
         start(session, gate, said, secs=0.1)
-        assert said == ["1 of 3 workers have not come within --start_secs=0.1: the others begin"]
+        assert said == ["1 of 3 workers have not started within --start_secs=0.1: the others begin"]
         assert session.run(look).size == 0
 
 
@@ -408,7 +408,7 @@ def test_who_has_left_is_not_waited_for(gate, said):
     with tf.Session() as session:
         session.run(looks)
         start(session, gate, said, secs=0.1)
-        assert said == ["1 of 3 workers have not come within --start_secs=0.1: the others begin"]
+        assert said == ["1 of 3 workers have not started within --start_secs=0.1: the others begin"]
     with tf.Session() as session:
         session.run(looks[:1])
         start(session, gate, said, who_left=lambda: {2: [0.0]})

@@ -57,12 +57,12 @@ def test_check_says_how_long_each_part_took(check):
         (f"{LOADS}{BUILDS}os.abort()", "--model=m.py:f: was killed by SIGABRT while building the model"),
         (f"{LOADS}os.kill(os.getpid(), 9)", "--data=d.py:f: was killed by SIGKILL while loading the data"),
         (f"{LOADS}sys.exit(130)", "--data=d.py:f: it raised KeyboardInterrupt"),
-        (f"{LOADS}sys.exit(0)", "--data=d.py:f: it ended the program, with exit status 0, in place of returning"),
-        (f"{LOADS}os._exit(5)", "--data=d.py:f: it ended the program, with exit status 5, in place of returning"),
+        (f"{LOADS}sys.exit(0)", "--data=d.py:f: it exited with status 0 instead of returning"),
+        (f"{LOADS}os._exit(5)", "--data=d.py:f: it exited with status 5 instead of returning"),
         (f"{LOADS}raise MemoryError", "--data=d.py:f: ran out of memory (MemoryError) while loading the data"),
         (f"{LOADS}print('scheme.py: no', file=sys.stderr); sys.exit(2)", "no"),
         ("raise ImportError('libthis.so')", "ImportError: libthis.so"),
-        ("sys.exit(0)", "the check of data and model: it ended the program, with exit status 0, in place of returning"),
+        ("sys.exit(0)", "the check of data and model: it exited with status 0 instead of returning"),
     ],
 )
 def test_check_that_fails(check, code, words):
@@ -81,7 +81,7 @@ def test_check_that_hangs_is_said_and_ended_with_its_children(check, tmp_path, m
     monkeypatch.setattr(input_check, "CHECK_SECONDS", 0.1)
     hangs = f"pid = os.fork()\nif pid: open({str(tmp_path / 'pid')!r}, 'w').write(str(pid))\n{LOADS}signal.pause()"
     error, out = check(hangs, hang_secs=3)
-    assert error == "--data=d.py:f did not come to an end within 3 s; if it needs more, give a larger --hang_secs"
+    assert error == "--data=d.py:f did not finish within 3 s; if it needs longer, give a larger --hang_secs"
     assert out.startswith("checking the data and the model before the tasks start; it is ") and out.count("\n") == 1
     assert wait_until_gone([int((tmp_path / "pid").read_text())]) == []
 

@@ -192,13 +192,15 @@ os.execv(sys.executable, [sys.executable, "-c", sys.argv[1]])
 
 @pytest.mark.parametrize("is_there", [False, True])
 def test_keras_folder_in_a_home_that_is_not_writable(of_all, is_there):
-    """It is used if it is there: Keras itself would look at the home alone, and take /tmp/.keras."""
+    """It is used if it is there: Keras itself would look at the home alone, and take /tmp/.keras. That Keras takes what the
+    variable says is tested above.
+    """
     for name in ("tmp", "home", "home/.keras") if is_there else ("tmp", "home"):
         (of_all / name).mkdir()
     (of_all / "home").chmod(0o500)
     environ = {name: value for name, value in os.environ.items() if name not in ("KERAS_HOME", "MPLCONFIGDIR")}
     environ |= {"HOME": str(of_all / "home"), "TMPDIR": str(of_all / "tmp"), "XDG_CACHE_HOME": str(of_all / "tmp")}
-    command = [sys.executable, "-c", AS_ORDINARY_USER, CACHES]
+    command = [sys.executable, "-c", AS_ORDINARY_USER, "import common, os; print(os.environ['KERAS_HOME'])"]
     ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=SECONDS)
     (of_all / "home").chmod(0o700)
     assert ended.returncode == 0, ended.stderr

@@ -20,12 +20,13 @@ import types
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import by_hand
 import kubernetes_validate
 import pytest
 import yaml
 from conftest import CHECKOUT
 from kubeflow.training import ApiClient
-from runs import ENDLESS, SECONDS, finish, is_training, read_until, result_of, updates_of, wait_until
+from runs import ENDLESS, HOGWILD, SECONDS, finish, is_training, read_until, result_of, updates_of, wait_until
 
 from common import launch, supervisor
 
@@ -410,7 +411,7 @@ def test_the_scheme_s_own_flags_and_the_command_are_in_the_manifest():
         (["tests", "--image=a/b"], "there is no scheme 'tests'; "),
         (["benchmarks", "--image=a/b"], "there is no scheme 'benchmarks'; "),
         (["Non-Distributed-Setup", "--image=a/b"], "there is no scheme 'Non-Distributed-Setup'; "),
-        (["HogWild"], "--image is missing: give the image that `docker push` was told, as REGISTRY/IMAGE, see README.md"),
+        (["HogWild"], "--image is missing: give its name as in `docker push REGISTRY/IMAGE`, see README.md"),
         (["HogWild", "--image="], "--image must be one word, not ''"),
         (["HogWild", "--image=a b"], "--image must be one word, not 'a b'"),
         (["HogWild", "--image=a/b", "--num_ps=0"], "--num_ps must be at least 1, not 0"),
@@ -427,27 +428,27 @@ def test_the_scheme_s_own_flags_and_the_command_are_in_the_manifest():
         ),
         (
             ["HogWild", "--image=a/b", "--max_workers=4", "--kind=tfjob"],
-            "--max_workers: the operator tells each pod only which ",
+            "--max_workers: the operator tells a pod only the workers ",
         ),
-        (["HogWild", "--image=a/b", "--", "--max_workers=4"], "--max_workers=4 after --: where and as what a task runs, "),
-        (["Asynchronous-DiLoCo", "--image=a/b", "--max_workers=4"], "--max_workers: the rule of this scheme has the number "),
+        (["HogWild", "--image=a/b", "--", "--max_workers=4"], "--max_workers=4 after --: the manifest sets the host and "),
+        (["Asynchronous-DiLoCo", "--image=a/b", "--max_workers=4"], "--max_workers: the rule of this scheme uses the number "),
         (["HogWild", "--image=a/b", "--num_workers=two"], "--num_workers must be a whole number, not 'two'"),
         (["HogWild", "--image=a/b", "--gpus_per_worker=2"], "--gpus_per_worker must be at most 1, not 2"),
         (["HogWild", "--image=a/b", "--kind=helm"], "flag --kind=helm: value should be one of <plain|statefulset|tfjob>"),
-        (["HogWild", "--image=a/b", "--name=My_Run"], "--name must be small letters, digits and dashes, at most 45, "),
-        (["HogWild", "--image=a/b", "--name=1st"], "--name must be small letters, digits and dashes, at most 45, "),
-        (["HogWild", "--image=a/b", "--name="], "--name must be small letters, digits and dashes, at most 45, "),
-        (["HogWild", "--image=a/b", f"--name={46 * 'a'}"], "--name must be small letters, digits and dashes, at most 45, "),
-        (["HogWild", "--image=a/b", "--storage=much"], "--storage must be a size as 10Gi, not 'much'"),
+        (["HogWild", "--image=a/b", "--name=My_Run"], "--name must have at most 45 lowercase letters, digits and dashes"),
+        (["HogWild", "--image=a/b", "--name=1st"], "--name must have at most 45 lowercase letters, digits and dashes"),
+        (["HogWild", "--image=a/b", "--name="], "--name must have at most 45 lowercase letters, digits and dashes"),
+        (["HogWild", "--image=a/b", f"--name={46 * 'a'}"], "--name must have at most 45 lowercase letters, digits and dashes"),
+        (["HogWild", "--image=a/b", "--storage=much"], "--storage must be a size such as 10Gi, not 'much'"),
         (
             ["HogWild", "--image=a/b", "--epochs=5"],
             "unknown flag --epochs (--help lists all); the scheme's own flags come ",
         ),
         (["HogWild", "--image=a/b", "window"], "unexpected argument 'window': flags are written --name=value"),
-        (["HogWild", "--image=a/b", "--", "--run_dir=x"], "--run_dir=x after --: where and as what a task runs, the manifest "),
-        (["HogWild", "--image=a/b", "--", "--num_ps", "2"], "--num_ps after --: where and as what a task runs, "),
-        (["HogWild", "--image=a/b", "--", "--nolaunch"], "--nolaunch after --: where and as what a task runs, "),
-        (["HogWild", "--image=a/b", "--", "--resume"], "--resume after --: where and as what a task runs, "),
+        (["HogWild", "--image=a/b", "--", "--run_dir=x"], "--run_dir=x after --: the manifest sets the host and "),
+        (["HogWild", "--image=a/b", "--", "--num_ps", "2"], "--num_ps after --: the manifest sets the host and "),
+        (["HogWild", "--image=a/b", "--", "--nolaunch"], "--nolaunch after --: the manifest sets the host and "),
+        (["HogWild", "--image=a/b", "--", "--resume"], "--resume after --: the manifest sets the host and "),
         (["HogWild", "--image=a/b", "--", "--flagfile=f"], "unknown flag --flagfile=f after -- (HogWild/run.sh --help lists "),
         (["HogWild", "--image=a/b", "--nocheck_flags", "--", "-flagfile", "f"], "unknown flag -flagfile after -- "),
         (["HogWild", "--image=a/b", "--nocheck_flags", "--", "--undefok=x"], "unknown flag --undefok=x after -- "),
@@ -503,31 +504,39 @@ class Cluster:
         """The folder that the pod sees as /runs."""
         return self._folder / name
 
-    def start(self, name):
-        """Starts the pod, maybe once more."""
+    def start(self, name, is_program=False):
+        """Starts the pod, maybe once more.
+
+        It is a fork of a process that has imported tensorflow, and never resumes, or it `is_program`, by entry.sh.
+        """
         pod = self.pods[name]
         environ = pod.environ()
         for host, port in self._ports.items():
             environ["TF_CONFIG"] = environ["TF_CONFIG"].replace(f'"{host}:2222"', f'"127.0.0.1:{port}"')
         assert (":2222" in environ["TF_CONFIG"]) == self._are_some_absent
         places = {"/app/": f"{CHECKOUT}/", "/runs/": f"{self.runs(name)}/"}
-        return subprocess.Popen(
-            [functools.reduce(lambda word, place: word.replace(*place), places.items(), word) for word in pod.command()],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            env={**ENVIRON, **environ, "TF_GRPC_REUSE_PORT": "true"},  # lets the test hold the ports
-        )
+        environ = {**ENVIRON, **environ, "TF_GRPC_REUSE_PORT": "true"}  # lets the test hold the ports
+        command = [functools.reduce(lambda word, place: word.replace(*place), places.items(), word) for word in pod.command()]
+        if is_program:
+            return subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                text=True,
+                env=environ,
+            )
+        assert command[:3] == ["bash", str(FOLDER / "entry.sh"), "HogWild"]
+        return by_hand.start(HOGWILD, "--launch", *command[3:], environ=environ)
 
 
 @pytest.mark.cluster
 def test_the_pods_train(run_dir):
-    """Of a TFJob. Those of the other kinds are below."""
+    """Of a TFJob, as programs. Those of the other kinds are below."""
     things = objects("DOWNPOUR", "--kind=tfjob", "--num_ps=2", "--", "--window=10", "--learning_rate=0.05")
     with contextlib.ExitStack() as stack:
         cluster = Cluster(things, run_dir, stack)
-        started = {name: cluster.start(name) for name in cluster.pods}
+        started = {name: cluster.start(name, is_program=True) for name in cluster.pods}
         outputs = {name: finish(process) for name, process in started.items()}  # with status 0
     result = result_of(cluster.runs("downpour-chief-0") / "downpour")
     roles = [json.loads(pod.environ()["TF_CONFIG"])["task"]["type"] for pod in cluster.pods.values()]
@@ -551,7 +560,7 @@ def test_a_pod_in_place_of_the_chief_goes_on_from_its_checkpoint(run_dir):
         finish(chief, status=130)
         ps.send_signal(signal.SIGTERM)
         finish(ps, status=130)  # there is no worker left that it would wait for
-        ps, chief = cluster.start("hogwild-ps-0"), cluster.start("hogwild-chief-0")
+        ps, chief = cluster.start("hogwild-ps-0"), cluster.start("hogwild-chief-0", is_program=True)
         finish(chief)
         finish(ps)
     result = result_of(cluster.runs("hogwild-chief-0") / "hogwild")

@@ -116,7 +116,7 @@ def test_last_words(start, code, words):
 def test_last_words_of_a_task_that_writes_to_the_terminal(tmp_path):
     assert (
         supervisor.Task("worker", 0, ["python", "scheme.py"], str(tmp_path), is_shown=True).last_words()
-        == "what it said is above"
+        == "its output is above"
     )
 
 
@@ -195,7 +195,7 @@ def test_chief_that_ends_without_a_result_has_failed(launched, tmp_path, is_ther
     result = tmp_path / "result.json"
     if is_there:
         launch.write_json(result, {"steps": 1})
-    with pytest.raises(TrainingFailed, match=f"^worker 0 has ended, but written no {result}$"):
+    with pytest.raises(TrainingFailed, match=f"^worker 0 ended without writing {result}$"):
         launched(lambda: 0)
     assert launched(lambda: launch.write_json(result, {"steps": 1}) or 0) == 0
 
@@ -265,9 +265,9 @@ def test_workers_without_a_gpu(assign):
 @pytest.mark.parametrize(
     "text, texts",
     [
-        ("2", ["names GPU 2", "TensorFlow sees 2: 0 to 1"]),
+        ("2", ["names GPU 2", "TensorFlow sees only 2: 0 to 1"]),
         ("0,0", ["twice", "--num_workers"]),
-        ("some", ["must be all, or numbers of GPUs as 0,2", "'some'"]),
+        ("some", ["must be all, or GPU numbers such as 0,2", "'some'"]),
         ("-1", ["must be all"]),
         ("0,", ["must be all"]),
     ],
@@ -278,7 +278,7 @@ def test_gpus_that_cannot_be(assign, user_error, text, texts):
 
 
 def test_gpu_that_is_not_there_where_there_is_none(assign, user_error):
-    with user_error("--gpus=0 names GPU 0, but of those TensorFlow sees none"):
+    with user_error("--gpus=0 names GPU 0, but TensorFlow sees none"):
         assign("0", 0)
 
 

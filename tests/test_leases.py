@@ -31,10 +31,15 @@ class Workers:
         self._short = [call_of(each, window, 1) for each in self.batches]
         self._empty = [each._pool.initializer for each in self.batches]
         self._leased, self._given_back = ledger._next.read_value(), ledger._count.read_value()
+        self._initializers = tf.global_variables_initializer(), tf.local_variables_initializer()
         self.session = tf.Session()
-        self.session.run(tf.global_variables_initializer())
+        self.restart()
+
+    def restart(self):
+        """Nobody has drawn anything yet."""
         feeds = {feed: value for each in self.batches for feed, value in each.init_feed_dict.items()}
-        self.session.run(tf.local_variables_initializer(), feeds)
+        for initializer in self._initializers:
+            self.session.run(initializer, feeds)
         self.drawn: list[int] = []
 
     def begin(self, worker):
@@ -93,56 +98,60 @@ def test_a_piece_is_drawn_to_its_end_before_the_next_is_leased(graph):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("window", "num_workers", "draws"), [(1, 4, 1), (5, 4, 1), (1, 1, 1), (1, 1, 2), (1, 1, 5)])
-@pytest.mark.parametrize("seed", range(2))
-def test_who_comes_and_leaves_in_peace_trains_each_number_once(graph, seed, window, num_workers, draws):
+def test_who_comes_and_leaves_in_peace_trains_each_number_once(graph, window, num_workers, draws):
     """Pieces of a batch, of a window, of several batches, of a call; a worker that leaves gives back what is left of them."""
-    workers, drawn = Workers(4, window, num_workers, draws), random.Random(seed)
-    present = {0}
-    workers.begin(0)
-    for _ in range(100):
-        worker = drawn.randrange(4)
-        if worker not in present:
-            workers.begin(worker)
-            present.add(worker)
-        elif worker and drawn.random() < 0.3:
+    workers = Workers(4, window, num_workers, draws)
+    for seed in range(2):
+        workers.restart()
+        drawn = random.Random(seed)
+        present = {0}
+        workers.begin(0)
+        for _ in range(100):
+            worker = drawn.randrange(4)
+            if worker not in present:
+                workers.begin(worker)
+                present.add(worker)
+            elif worker and drawn.random() < 0.3:
+                workers.leave(worker)
+                present.remove(worker)
+            else:
+                workers.draw(worker, drawn.random() < 0.5)
+        for worker in present - {0}:
             workers.leave(worker)
-            present.remove(worker)
-        else:
-            workers.draw(worker, drawn.random() < 0.5)
-    for worker in present - {0}:
-        workers.leave(worker)
-    leased = workers.drawn_to_the_end()
-    assert leased > 2 * N and set(range(leased)) <= set(workers.drawn)
-    assert len(workers.drawn) == len(set(workers.drawn))
+        leased = workers.drawn_to_the_end()
+        assert leased > 2 * N and set(range(leased)) <= set(workers.drawn)
+        assert len(workers.drawn) == len(set(workers.drawn))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_workers", "draws"), [(4, 1), (1, 1), (1, 2), (4, 10)])
-@pytest.mark.parametrize("seed", range(2))
-def test_what_a_worker_had_leased_that_is_killed_is_trained_again(graph, seed, num_workers, draws):
+def test_what_a_worker_had_leased_that_is_killed_is_trained_again(graph, num_workers, draws):
     """Each number at least once, though nobody knows whether those of its last call were pushed."""
-    workers, drawn = Workers(4, num_workers=num_workers, draws=draws), random.Random(seed)
-    pushed: list[list[int]] = [[] for _ in range(4)]
-    is_sure = [True] * 4
-    for worker in range(4):
-        workers.begin(worker)
-    for _ in range(120):
-        worker = drawn.randrange(4)
-        if drawn.random() < 0.1:
+    workers = Workers(4, num_workers=num_workers, draws=draws)
+    for seed in range(2):
+        workers.restart()
+        drawn = random.Random(seed)
+        pushed: list[list[int]] = [[] for _ in range(4)]
+        is_sure = [True] * 4
+        for worker in range(4):
             workers.begin(worker)
-            if not is_sure[worker]:
-                del pushed[worker][-draws * BATCH :]  # those were lost with it
-            is_sure[worker] = True
-        else:
-            pushed[worker] += workers.draw(worker)
-            is_sure[worker] = False
-    for worker in range(1, 4):
-        workers.leave(worker)
-    before = len(workers.drawn)
-    leased = workers.drawn_to_the_end()
-    trained = {number for numbers in (*pushed, workers.drawn[before:]) for number in numbers}
-    assert set(range(leased)) <= trained
-    assert len(set(workers.drawn)) < len(workers.drawn) and min(workers.drawn) >= 0
+        for _ in range(120):
+            worker = drawn.randrange(4)
+            if drawn.random() < 0.1:
+                workers.begin(worker)
+                if not is_sure[worker]:
+                    del pushed[worker][-draws * BATCH :]  # those were lost with it
+                is_sure[worker] = True
+            else:
+                pushed[worker] += workers.draw(worker)
+                is_sure[worker] = False
+        for worker in range(1, 4):
+            workers.leave(worker)
+        before = len(workers.drawn)
+        leased = workers.drawn_to_the_end()
+        trained = {number for numbers in (*pushed, workers.drawn[before:]) for number in numbers}
+        assert set(range(leased)) <= trained
+        assert len(set(workers.drawn)) < len(workers.drawn) and min(workers.drawn) >= 0
 
 
 @pytest.mark.slow

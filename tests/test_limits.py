@@ -25,8 +25,8 @@ def test_open_files(allowed, user_error):
     allowed(files=1024)
     limits.check_tasks(2, 400)
     with user_error(
-        "500,002 tasks need 1,000,034 open files each, but `ulimit -n` allows 1,024: fewer --num_ps or --num_workers, or "
-        "ulimit -n 1000034"
+        "500,002 tasks need 1,000,034 open files each, but `ulimit -n` allows 1,024: choose fewer --num_ps or --num_workers, "
+        "or raise the limit, ulimit -n 1000034"
     ):
         limits.check_tasks(500_000, 2)
     allowed(files=resource.RLIM_INFINITY, processes=resource.RLIM_INFINITY)
@@ -36,7 +36,7 @@ def test_open_files(allowed, user_error):
 def test_processes(allowed, user_error):
     allowed(processes=4000)
     limits.check_tasks(1, 39)
-    with user_error("41 tasks need some 4,100 threads, but `ulimit -u` allows 4,000: fewer --num_ps or --num_workers"):
+    with user_error("41 tasks need some 4,100 threads, but `ulimit -u` allows 4,000: choose fewer --num_ps or --num_workers"):
         limits.check_tasks(1, 40)
     allowed(processes=4000, user=0)  # to which that limit does not apply
     limits.check_tasks(1, 40)
@@ -53,7 +53,7 @@ def test_processes_of_the_system(allowed, user_error, name, of):
 def test_threads_of_one_process(allowed, user_error):
     allowed(processes=4000)
     limits.check_threads("--num_threads=4000 needs", 4000, "of them")
-    with user_error("--num_threads=4001 needs 4,001 threads, but `ulimit -u` allows 4,000: fewer of them, or a higher limit"):
+    with user_error("--num_threads=4001 needs 4,001 threads, but `ulimit -u` allows 4,000: choose fewer of them, or raise"):
         limits.check_threads("--num_threads=4001 needs", 4001, "of them")
 
 

@@ -273,11 +273,11 @@ def several_outputs():
         (lambda: subclassed(lambda x: keras.ops.sigmoid(x[:, :4]) / 2), ["ends with sigmoid"]),
         (
             lambda: keras.Sequential([keras.layers.Reshape([3, 1]), keras.layers.GRU(4, stateful=True, name="gru")]),
-            [": gru is stateful: it would go on where the batch before has ended"],
+            [": gru is stateful: it would continue from the previous batch"],
         ),
         (lambda: keras.Sequential([Noise(), keras.layers.Dense(4)]), ["keras.random without a SeedGenerator"]),
-        (lambda: keras.Sequential([Recomputed()]), ["a custom gradient of a function that uses variables"]),
-        (rematerialized, ["a custom gradient of a function that uses variables or takes arguments by name, as of keras.remat"]),
+        (lambda: keras.Sequential([Recomputed()]), ["a custom gradient of a function with variables"]),
+        (rematerialized, ["a custom gradient of a function with variables or keyword arguments, as in keras.remat"]),
         (
             lambda: keras.Sequential([dense(8, activation="softmax"), keras.layers.Lambda(lambda p: p[:, :4] + p[:, 4:])]),
             ["ends with softmax"],
@@ -287,9 +287,9 @@ def several_outputs():
         (lambda: subclassed(lambda x: keras.ops.softmax(x)), ["ends with softmax"]),
         (lambda: dense(1, activation="sigmoid"), ["outputs of shape [1]", "expected [4] logits"]),
         (lambda: dense(4, kernel_constraint="non_neg"), ["kernel has the constraint NonNeg", "use a regularizer"]),
-        (lambda: compiled(dense(4)), ["is compiled without a loss, and its layers have none"]),
-        (lambda: OwnTrainStep.of(dense(4)), ["has a train_step of its own", "belongs in compute_loss"]),
-        (lambda: with_own("train_step"), ["has a train_step of its own", "belongs in compute_loss"]),
+        (lambda: compiled(dense(4)), ["is compiled without a loss, and its layers add none"]),
+        (lambda: OwnTrainStep.of(dense(4)), ["has a train_step of its own", "to compute_loss"]),
+        (lambda: with_own("train_step"), ["has a train_step of its own", "to compute_loss"]),
         (lambda: with_own("make_train_function"), ["has a make_train_function of its own, which no worker calls"]),
         (lambda: OwnFit.of(dense(4)), ["has a fit of its own, which no worker calls"]),
         (lambda: subclassed(keras.ops.stop_gradient), ["the loss of the model depends on no trainable variable"]),
@@ -300,7 +300,7 @@ def several_outputs():
         (lambda: subclassed(lambda x: x * float(keras.ops.sum(x))), ["cannot be a part of a graph"]),
         (lambda: keras.Sequential([keras.Input([5]), keras.layers.Dense(4)]), ["cannot be called on samples of shape [3]"]),
         (several_outputs, ["has 2 outputs and 1 arrays of labels"]),
-        (lambda: dense(4, trainable=False), ["has no trainable variables, and workers need some"]),
+        (lambda: dense(4, trainable=False), ["has no trainable variables: give it a layer"]),
         (of_strings, ["the layer words (StringLookup) takes strings", "in the data, not in the model: dataset.map("]),
         (lambda: dense(4, dtype="float16"), ["computes in float16"]),
         (lambda: dense(4, dtype="float64"), ["variables of type float64, expected float32"]),
@@ -321,7 +321,7 @@ def test_model_that_cannot_be_trained(user_model, user_error, model, texts):
     [
         (np.eye(4)[np.arange(9) % 4], 4, ["the labels are 0.0 and 1.0", "--loss=binary_crossentropy"]),
         (np.arange(9) % 2.0, 1, ["outputs of shape [1], but the labels have shape []", "as whole numbers, y.astype('int32')"]),
-        (np.arange(27).reshape(9, 3), 3, ["expected [3, 27] logits; if they are no classes", "y.astype('float32')"]),
+        (np.arange(27).reshape(9, 3), 3, ["expected [3, 27] logits; if they are not classes", "y.astype('float32')"]),
         (np.eye(4, dtype=int)[np.arange(9) % 4], 4, ["labels are classes 0 to 1", "one-hot labels become", ".argmax(axis=-1)"]),
         (np.arange(9) % 2, 1, ["expected [2] logits; for one output compile the model", "--loss=binary_crossentropy"]),
         ({"a": np.arange(9)}, 9, ["the labels are in a dict or tuple: give an array"]),
@@ -483,9 +483,9 @@ def named_inputs(is_dict):
 @pytest.mark.parametrize(
     ("keys", "text"),
     [
-        ("price area zip", "the samples have 'zip', which is none of the model's inputs, 'area', 'price': leave it out"),
-        ("price area age", "the samples have 'age', which is none of the model's inputs, 'area', 'price': leave it out"),
-        ("price", "the samples lack 'area', one of the model's inputs, 'area', 'price'"),
+        ("price area zip", "the samples have 'zip', which is not an input of the model ('area', 'price'): leave it out"),
+        ("price area age", "the samples have 'age', which is not an input of the model ('area', 'price'): leave it out"),
+        ("price", "the samples lack 'area', an input of the model ('area', 'price'"),
     ],
 )
 def test_inputs_are_found_by_their_names(user_error, is_dict, keys, text):
@@ -647,7 +647,7 @@ def test_model_larger_than_memory_is_refused_before_it_is_built(user_error, monk
     y[3] = 10**9
     with user_error(
         f"the labels are classes 0 to 1000000000, and --model={spec} would have ",
-        "of memory, but there are 1.0 GB; number them without gaps, as np.unique(y, return_inverse=True) does",
+        "of memory, but the machine has 1.0 GB; number them without gaps, as np.unique(y, return_inverse=True) does",
     ):
         models.build(spec, data.checked(((x, y), (x, y)), "far"))
     y[3] = 1000
@@ -939,9 +939,9 @@ def test_flag_and_a_loss_of_the_models_own(monkeypatch, user_error):
     dataset = classes(9, [3], 4)
     for model in language_model(), OwnComputeLoss([keras.layers.Dense(4)]):
         monkeypatch.setattr(models, "call_user_function", lambda *_, model=model: model)
-        with user_error("--loss=mean_squared_error: the model is compiled, or has a compute_loss"):
+        with user_error("--loss=mean_squared_error: the model has a loss already"):
             models.build("m.py:f", dataset, loss="mean_squared_error")
-    with user_error("--loss must be a loss of Keras's, as mean_absolute_error, not 'mse_'"):
+    with user_error("--loss must be a loss of Keras, such as mean_absolute_error, not 'mse_'"):
         models.build("mlp", dataset, loss="mse_")
 
 

@@ -7,9 +7,10 @@ import subprocess
 import sys
 import types
 
+import by_hand
 import numpy as np
 import pytest
-from runs import ROOT, SECONDS, accuracy_of_saved_model, finish, is_training, processes, read_until, result_of, start
+from runs import ROOT, SECONDS, accuracy_of_saved_model, finish, is_training, processes, read_until, result_of
 
 from common import data, devices, models, tf
 from common.center import GlobalParameters
@@ -224,10 +225,15 @@ def test_every_tower_and_every_replica_has_a_device_of_its_own():
     assert found["evaluated"]["loss"] == pytest.approx(np.log(10), abs=0.3)  # untrained
 
 
+def begin(run_dir, script, *flags):
+    """Starts a script, as a fork of a process that has imported tensorflow."""
+    return by_hand.start(script, *flags, f"--run_dir={run_dir}")
+
+
 @pytest.mark.cluster
 @pytest.mark.parametrize("script", [TOWERS, MIRRORED], ids=["towers", "mirrored"])
 def test_two_devices_learn_the_digits(run_dir, script, multiple_gpus, user_error):
-    output = finish(start(run_dir, *(["--epochs=30"] if script == MIRRORED else []), script=script))
+    output = finish(begin(run_dir, script, *(["--epochs=30"] if script == MIRRORED else [])))
     result = result_of(run_dir)
     assert output.count("no GPU: 2 logical CPU devices\n") == 1 and output.startswith("no GPU")
     assert result["test_accuracy"] >= 0.95
@@ -240,20 +246,20 @@ def test_two_devices_learn_the_digits(run_dir, script, multiple_gpus, user_error
     assert accuracy_of_saved_model(run_dir, data.load("digits")) == pytest.approx(result["test_accuracy"])
     assert (run_dir / "curve.png").stat().st_size > 0
     settings = types.SimpleNamespace(resume=True, run_dir=str(run_dir))
-    with user_error("of the other script", "run_mirrored_strategy.sh" if script == MIRRORED else "run.sh"):
+    with user_error("by the other script", "run_mirrored_strategy.sh" if script == MIRRORED else "run.sh"):
         multiple_gpus.begin(settings, is_keras=script == TOWERS)
 
 
 @pytest.mark.cluster
 def test_ctrl_c_saves_and_resume_goes_on_with_more_towers(run_dir):
-    process = start(run_dir, "--epochs=1000000", "--checkpoint_secs=1000", script=TOWERS)
+    process = begin(run_dir, TOWERS, "--epochs=1000000", "--checkpoint_secs=1000")
     read_until(process, is_training)
     process.send_signal(signal.SIGINT)
     assert f"--resume --run_dir={run_dir}" in finish(process, status=130)
     assert processes(run_dir) == []
     saved = int(tf.train.load_variable(tf.train.latest_checkpoint(run_dir / "checkpoints"), "global_step"))
     assert saved > 0
-    finish(start(run_dir, "--resume", f"--steps={saved + 10}", "--num_towers=3", script=TOWERS))
+    finish(begin(run_dir, TOWERS, "--resume", f"--steps={saved + 10}", "--num_towers=3"))
     result = result_of(run_dir)
     assert (result["global_steps"], result["samples"], result["num_towers"]) == (saved + 10, (saved * 2 + 10 * 3) * 32, 3)
 

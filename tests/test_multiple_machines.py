@@ -115,7 +115,7 @@ def wait_for_step(run_dir, worker, step, process):
 def test_three_hosts_train_though_a_link_is_cut_for_ten_seconds(hosts, tmp_path):
     """The worker behind it stands still, the other one goes on; afterwards both do, and the run ends well."""
     run_dir = tmp_path / "run"
-    with cluster(hosts, run_dir, "--epochs=1e9", "--seconds=18") as started:
+    with cluster(hosts, run_dir, *ENDLESS, "--seconds=18", "--delays=5,5") as started:
         for worker in (0, 1):
             wait_for_step(run_dir, worker, 0, started[1])
         hosts.cut(2)
@@ -265,30 +265,59 @@ def saved_at(tmp_path):
     return max(int(path.name.partition("-")[2].partition(".")[0]) for path in tmp_path.glob("run/checkpoints/*.index"))
 
 
-def test_no_task_outlives_what_started_it_by_ssh(by_ssh, tmp_path):
+def test_a_worker_that_is_killed_ends_all_by_ssh(by_ssh, tmp_path):
+    """The others are stopped, and the chief saves."""
     process, pids = start_to_train(by_ssh, tmp_path)
+    folders = sockets_of(pids)
+    os.kill(task_of(tmp_path / "run", 1), signal.SIGKILL)
+    output, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1, output
+    assert "worker 1 ended with exit status 137; the others are stopped" in output
+    assert " port -2 failed" not in output  # as ssh says where nobody is there
+    assert wait_until_gone(pids) == [] and not any(folder.exists() for folder in folders)
+    assert saved_at(tmp_path) > 0
+
+
+LIGHT = """
+import json, os, signal, sys
+
+is_worker = json.loads(os.environ["TF_CONFIG"])["task"]["type"] == "worker"
+signal.signal(signal.SIGTERM, lambda *_: is_worker and sys.exit(print("is asked to end", flush=True)))
+print("begins", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+def start_light_tasks(by_ssh, tmp_path):
+    """Starts tasks that train nothing, of which a ps waits for ever; returns the process of the run and those of its tasks."""
+    (tmp_path / "light").mkdir()
+    (tmp_path / "light" / "light.py").write_text(LIGHT)
+    (tmp_path / "light" / "run.sh").write_text(f'exec {sys.executable} {tmp_path}/light/light.py "$@"\n')
+    process = by_ssh(scheme=str(tmp_path / "light"))
+    for _ in range(3):
+        read_until(process, lambda line: line.endswith(" | begins\n"))
+    return process, processes(tmp_path / "run")
+
+
+def test_no_task_outlives_what_started_it_by_ssh(by_ssh, tmp_path):
+    process, pids = start_light_tasks(by_ssh, tmp_path)
     process.kill()
     pids.remove(process.pid)
     assert len(pids) >= 3
     assert wait_until_gone(pids) == []
 
 
-@pytest.mark.parametrize("what", ["the worker", "its connection"])
-def test_what_is_killed_ends_all_by_ssh(by_ssh, tmp_path, what):
-    """The others are stopped, and the chief saves."""
-    process, pids = start_to_train(by_ssh, tmp_path)
-    file, program = {"the worker": ("environ", f"python {HOGWILD}"), "its connection": ("cmdline", "ssh ")}[what]
-    is_it = [pid for pid in pids if program in said_of(pid, "cmdline") and '"type": "worker", "index": 1' in said_of(pid, file)]
+def test_a_connection_that_is_killed_ends_all_by_ssh(by_ssh, tmp_path):
+    """The task behind it is killed, and the chief is asked to end, as when a worker is killed."""
+    process, pids = start_light_tasks(by_ssh, tmp_path)
     folders = sockets_of(pids)
-    (killed,) = [pid for pid in is_it if "doors.py" not in said_of(pid, "cmdline") or what == "its connection"]
-    os.kill(killed, signal.SIGKILL)
+    os.kill(connection_of(tmp_path / "run", 1), signal.SIGKILL)
     output, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 1, output
-    status = {"the worker": "137", "its connection": "-9"}[what]
-    assert f"worker 1 ended with exit status {status}; the others are stopped" in output
-    assert " port -2 failed" not in output  # as ssh says where nobody is there
+    assert "worker 1 ended with exit status -9; the others are stopped\n" in output
+    assert "worker 0 | is asked to end\n" in output and "worker 1 | is asked to end" not in output
     assert wait_until_gone(pids) == [] and not any(folder.exists() for folder in folders)
-    assert saved_at(tmp_path) > 0
 
 
 STOP = """
@@ -304,7 +333,7 @@ def stop(step, metrics):
 def with_places(by_ssh, tmp_path, *flags):
     """A run of HogWild of two workers at first that trains until the context ends, and then has to end well."""
     (tmp_path / "callback.py").write_text(STOP)
-    flags = (*flags, *ENDLESS, "--delays=10,10", "--evaluation_secs=0.2", f"--callback={tmp_path}/callback.py:stop")
+    flags = (*flags, *ENDLESS, "--delays=20,20", "--evaluation_secs=0.2", f"--callback={tmp_path}/callback.py:stop")
     process = by_ssh(*flags)
     wait_for_step(tmp_path / "run", 0, 0, process)
     yield process
@@ -332,6 +361,17 @@ def wait_until_it_comes(process, run_dir, worker, times=1):
     wait_until(process, trains)
 
 
+def wait_for_lines(process, run_dir, count):
+    """Waits until worker 0 has written so many further lines of metrics about updates; returns all of them."""
+
+    def lines():
+        return [line for line in metrics_of(run_dir, 0) if "staleness" in line]
+
+    before = len(lines())
+    wait_until(process, lambda: len(lines()) >= before + count)
+    return lines()
+
+
 def task_of(run_dir, worker):
     """The process of a worker itself, behind its doors."""
     said = f'"type": "worker", "index": {worker}'
@@ -348,21 +388,22 @@ def connection_of(run_dir, worker):
     return connection
 
 
-def test_workers_join_and_leave_by_ssh(by_ssh, tmp_path):
+def test_workers_join_leave_and_are_lost_by_ssh(by_ssh, tmp_path):
     """On a host that had none, and on that of the ps, where start.sh runs. One leaves as it is asked to here, one by SIGTERM
-    there, and another one takes its place on another host. No update is lost."""
+    there: no update is lost. Another one takes its place on another host, and its connection is killed; the next one there is
+    killed itself. With places the others go on without it, and the place is free."""
     run_dir = tmp_path / "run"
     with with_places(by_ssh, tmp_path, "--num_workers=1", "--max_workers=3") as process:
         refused = [
-            ("worker host2:2300", "all workers of the hosts file are there already: add a line, `worker HOST:PORT`"),
+            ("worker host2:2300", "all workers of the hosts file are already running: add a line, `worker HOST:PORT`"),
             ("worker host1:2300", "host1:2300 is the address of ps 0: give a worker another port"),
-            (f"worker host3:2300 {tmp_path}/none", "host3 cannot be joined from: it ended with exit status 1"),
+            (f"worker host3:2300 {tmp_path}/none", "workers on host3 cannot join: it ended with exit status 1"),
         ]
         for line, why in refused:
             assert join(tmp_path, line) == (2, f"start.sh: {why}\n")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(places, "version", lambda *_: "another")
-            with pytest.raises(UserError, match="the code has changed since the run began, or is of another checkout"):
+            with pytest.raises(UserError, match="the code has changed since the run began, or is another checkout's"):
                 places.ask(run_dir, "join", 1, [("host3:2300", str(ROOT))])
         more_hosts = ["ps host1:2300", "worker host2:2300", "worker host3:2300", "worker host1:2301"]
         assert join(tmp_path, *more_hosts) == (0, "worker 1, worker 2 join\n")
@@ -377,38 +418,31 @@ def test_workers_join_and_leave_by_ssh(by_ssh, tmp_path):
         os.kill(pids[0], signal.SIGTERM)
         assert "worker 1 | worker 1 has left after" in read_until(process, lambda line: "has left after" in line)
         assert wait_until_gone(pids) == []
-        before = newest_step(run_dir, 0)
+        trained = wait_for_lines(process, run_dir, 2)  # the call of the second line began when worker 0 was alone
+        counted = sum(sum(line["staleness"].values()) for line in trained)
+        assert counted + updates_of(run_dir, 1) + updates_of(run_dir, 2) == trained[-1]["global_step"]
         wait_until(process, lambda: join(tmp_path, "worker host2:2301") == (0, "worker 1 joins\n"))  # when ssh has ended, too
-        wait_until_it_comes(process, run_dir, 1, times=2)
-        wait_for_step(run_dir, 0, before, process)
+        for times, of, status in (2, connection_of, -9), (3, task_of, 137):
+            wait_until_it_comes(process, run_dir, 1, times)
+            wait_for_step(run_dir, 0, newest_step(run_dir, 0), process)
+            killed = [of(run_dir, 1), task_of(run_dir, 1)]
+            os.kill(killed[0], signal.SIGKILL)
+            said = read_until(process, lambda line: line.startswith("worker 1 ended with exit status"))
+            assert said == f"worker 1 ended with exit status {status}; the others go on without it\n"
+            said = read_until(process, lambda line: " was lost" in line)
+            assert "worker 1 | worker 1 was lost: it is neither restarted nor waited for" in said
+            read_until(process, lambda line: line == "the place of worker 1 is free\n")
+            assert wait_until_gone(killed) == []
+            wait_for_step(run_dir, 0, newest_step(run_dir, 0), process)
+            if of is connection_of:
+                assert join(tmp_path, "worker host3:2300") == (0, "worker 1 joins\n")
+        wait_for_step(run_dir, 0, 1000, process)  # by which the accuracy is reached
         pids, folders = processes(run_dir), sockets_of(processes(run_dir))
     assert wait_until_gone(pids) == [] and not any(folder.exists() for folder in folders) and not (run_dir / "control").exists()
     result = result_of(run_dir)
-    assert sum(updates_of(run_dir, worker) for worker in range(3)) == result["global_steps"]
     assert result["samples"] == 32 * result["global_steps"]
-    assert result["num_workers"] == 3 and [left["worker"] for left in result["left"]] == [2]
+    assert result["num_workers"] == 3 and [left["worker"] for left in result["left"]] == [1, 2]
     assert result["test_accuracy"] >= 0.95
-
-
-def test_worker_that_is_lost_is_not_waited_for(by_ssh, tmp_path):
-    """With places the others go on, whether it is killed or its connection, and its place is free."""
-    run_dir = tmp_path / "run"
-    with with_places(by_ssh, tmp_path, "--max_workers=2") as process:
-        wait_for_step(run_dir, 1, 0, process)
-        for times, of in enumerate((task_of, connection_of)):
-            if times:
-                assert join(tmp_path, "worker host3:2300") == (0, "worker 1 joins\n")
-                wait_until_it_comes(process, run_dir, 1)
-            os.kill(of(run_dir, 1), signal.SIGKILL)
-            said = read_until(process, lambda line: line.startswith("worker 1 ended with exit status"))
-            assert said.endswith("; the others go on without it\n")
-            assert "worker 1 | worker 1 was lost: nobody" in read_until(process, lambda line: " was lost" in line)
-            read_until(process, lambda line: line == "the place of worker 1 is free\n")
-            wait_for_step(run_dir, 0, newest_step(run_dir, 0), process)
-        pids = processes(run_dir)
-    assert wait_until_gone(pids) == []
-    result = result_of(run_dir)
-    assert [left["worker"] for left in result["left"]] == [1] and result["num_workers"] == 2
 
 
 def test_insecure_workers_join_where_all_on_the_wire_hear_and_reach_them(by_ssh, hosts, tmp_path):
@@ -417,10 +451,10 @@ def test_insecure_workers_join_where_all_on_the_wire_hear_and_reach_them(by_ssh,
     flags = "--insecure", "--num_workers=1", "--max_workers=2", *marked(tmp_path)
     with with_places(by_ssh, tmp_path, *flags) as process:
         assert process.stdout.readline().startswith(
-            "--insecure: whoever reaches a port of these tasks can read and change all, and run programs as"
+            "--insecure: anyone who reaches a port of a task can read and change all, and run programs as"
         )
         assert join(tmp_path, "worker host3:2301")[1].startswith(
-            "start.sh: host3:2301 is no free place of this run: with --insecure the addresses of all places are those"
+            "start.sh: host3:2301 is not a free place of this run: with --insecure the hosts file at its start fixes the"
         )
         assert join(tmp_path, "worker host3:2300") == (0, "worker 1 joins\n")
         wait_until_it_comes(process, run_dir, 1)
@@ -454,9 +488,9 @@ def test_a_task_that_fails_by_ssh_ends_the_others(by_ssh, tmp_path):
         ("ps a\nworker b:2", ["HogWild"], ["'a' is no address", "expected host:port"]),
         ("ps a:1", ["HogWild"], ["names no worker"]),
         ("", ["HogWild"], ["names no ps"]),
-        ("ps a:1\nworker b\0:2", ["HogWild"], ["line 2", "a character that is no text"]),
-        ("ps a:1 /fol\0der\nworker b:2", ["HogWild"], ["line 1", "a character that is no text"]),
-        ("ps a:1\nworker b\x1b:2", ["HogWild"], ["line 2", "a character that is no text"]),
+        ("ps a:1\nworker b\0:2", ["HogWild"], ["line 2", "a character that is not text"]),
+        ("ps a:1 /fol\0der\nworker b:2", ["HogWild"], ["line 1", "a character that is not text"]),
+        ("ps a:1\nworker b\x1b:2", ["HogWild"], ["line 2", "a character that is not text"]),
         ("ps -oProxyCommand=reboot:1\nworker b:2", ["HogWild"], ["the ps '-oProxyCommand=reboot:1' is no address"]),
         ("ps a:1\nworker b:2\nworker b:2", ["HogWild"], ["b:2 is the address of worker 0 and of worker 1"]),
         ("ps a:1\nworker a:1", ["HogWild"], ["a:1 is the address of ps 0 and of worker 0"]),
@@ -466,7 +500,7 @@ def test_a_task_that_fails_by_ssh_ends_the_others(by_ssh, tmp_path):
             ["HogWild", "--max_workers=4", "--num_workers=2"],
             ["--num_workers must be", "from 1 to 1, not '2'"],
         ),
-        ("ps a:1\nworker b:2\nworker b:3", ["HogWild", "--max_workers", "1"], ["--max_workers=1 are fewer than the 2 workers"]),
+        ("ps a:1\nworker b:2\nworker b:3", ["HogWild", "--max_workers", "1"], ["--max_workers=1 is less than the 2 workers"]),
         (
             "ps a:1\nworker b:2",
             ["--insecure", "HogWild", "--max_workers=2"],
@@ -484,7 +518,7 @@ def test_bad_input_to_start(tmp_path, hosts_file, arguments, texts):
 @pytest.mark.parametrize(
     "ssh, texts",
     [
-        ("", ['SSH is empty: expected a command as SSH="ssh -i KEY"']),
+        ("", ['SSH is empty: expected a command such as SSH="ssh -i KEY"']),
         ("  ", ["SSH is empty"]),
         ("ssh -i 'key", ["SSH=ssh -i 'key cannot be split into words: no closing quotation"]),
         ("no-such-ssh -v", ["SSH=no-such-ssh -v: there is no program no-such-ssh"]),

@@ -6,8 +6,9 @@ import re
 import signal
 import time
 
+import by_hand
 import pytest
-from runs import ROOT, delete, finish, is_training, metrics_of, read_until, result_of, send, start, wait_until
+from runs import ENDLESS, ROOT, delete, finish, is_training, metrics_of, read_until, result_of, send, start, wait_until
 
 from common import launch, supervisor, tf
 from common.checkpoints import checkpoints_in
@@ -15,6 +16,7 @@ from common.checkpoints import checkpoints_in
 pytestmark = pytest.mark.cluster
 
 BACKUP = ["--num_workers=3", "--checkpoint_secs=1", "--max_restarts=5"]
+LINEAR = ["--data=linear", "--model=linear"]  # whose graph is soon prepared
 
 
 def step_in(line):
@@ -37,7 +39,8 @@ def test_a_chief_that_was_away(run_dir):
 
     It is stopped again until the others have reached the last step, and then killed: the result is theirs. Logs are deleted.
     """
-    process = start(run_dir, "--launch", "--epochs=150", "--num_ps=2", "--hang_secs=200", "--delays=5,5,5", *BACKUP)
+    flags = "--epochs=150", "--rounds_per_call=2", "--num_ps=2", "--hang_secs=200", "--delays=5,5,5"
+    process = start(run_dir, "--launch", *flags, *BACKUP)
     read_until(process, is_training)
     delete(run_dir / "logs")
     send(run_dir, "worker", 0, signal.SIGSTOP)
@@ -65,7 +68,7 @@ def test_a_chief_that_was_away(run_dir):
 
 def test_a_ps_that_dies_while_the_chief_waits_for_a_last_worker(run_dir):
     """The wait is one for ps 0 alone; the other ps dies, and the worker needs its parameters."""
-    flags = "--num_ps=2", "--num_workers=2", "--steps=300", "--delays=0,8000", "--rounds_per_call=1"
+    flags = *LINEAR, "--num_ps=2", "--num_workers=2", "--steps=300", "--delays=0,8000", "--rounds_per_call=1"
     process = start(run_dir, "--launch", *flags)
     read_until(process, lambda line: line.startswith("worker 0 has waited") and "for worker 1" in line)
     send(run_dir, "ps", 1, signal.SIGKILL)
@@ -77,7 +80,8 @@ def test_a_ps_that_dies_while_the_chief_waits_for_a_last_worker(run_dir):
 def test_an_outage_is_no_training(run_dir):
     """A ps is killed each time that training goes on, until the outages together are longer than --seconds: those are left."""
     seconds, outage, killed = 5, 0.0, None
-    process = start(run_dir, "--launch", "--epochs=1e6", f"--seconds={seconds}", "--checkpoint_secs=1", "--max_restarts=30")
+    flags = *LINEAR, *ENDLESS, f"--seconds={seconds}", "--delays=5,5", "--checkpoint_secs=1", "--max_restarts=30"
+    process = start(run_dir, "--launch", *flags)
     while outage <= seconds:
         read_until(process, is_training)
         outage += time.monotonic() - killed if killed else 0.0
@@ -95,8 +99,8 @@ def test_an_outage_is_no_training(run_dir):
 
 def test_workers_that_come_back_after_the_last_second_train_no_more(run_dir):
     """The chief and another: they are stopped until worker 2 has ended and waits for them, and then killed."""
-    flags = ["--data=linear", "--model=linear", "--delays=20,20,20"]  # whose graph is soon prepared
-    process = start(run_dir, "--launch", "--epochs=1e6", "--seconds=10", "--hang_secs=200", *flags, *BACKUP)
+    flags = *LINEAR, *ENDLESS, "--seconds=10", "--delays=20,20,20", "--hang_secs=200"
+    process = start(run_dir, "--launch", *flags, *BACKUP)
     wait_until(process, lambda: all(any("samples" in line for line in metrics_of(run_dir, i)) for i in range(3)))
     for index in 0, 1:
         send(run_dir, "worker", index, signal.SIGSTOP)
@@ -137,11 +141,14 @@ def test_runs_that_go_on_with_another_count_together(run_dir, tmp_path, parse, m
             return more
 
     is_scheme, devices = script.startswith("HogWild"), 2 if script.startswith("Multiple") else 1
-    alike = ["--data=linear", "--model=linear", *["--num_workers=1"] * launched, *["--rounds_per_call=1"] * is_scheme]
+    alike = [*LINEAR, *["--num_workers=1"] * launched, *["--rounds_per_call=1"] * is_scheme]
 
     def train(*flags, status=0):
-        output = finish(start(run_dir, *["--launch"] * launched, *alike, *flags, script=ROOT / script), status)
-        return output, result_of(run_dir)
+        if launched:
+            process = start(run_dir, "--launch", *alike, *flags, script=ROOT / script)
+        else:
+            process = by_hand.start(ROOT / script, *alike, *flags, f"--run_dir={run_dir}")
+        return finish(process, status), result_of(run_dir)
 
     first, epochs = (2000, 30) if launched else (100, 10)
     flags = f"--steps={first}", "--batch_size=10"

@@ -10,9 +10,11 @@ import time
 import types
 from typing import Any
 
+import by_hand
 import pytest
 from runs import (
     ENDLESS,
+    HOGWILD,
     ROOT,
     SECONDS,
     finish,
@@ -68,11 +70,11 @@ def test_refusal_is_an_error(folder, user_error):
 
 def test_nobody_listens(folder, user_error):
     """No launcher, one that was killed, one that ends before it answers; and no folder."""
-    with user_error("no run with --max_workers trains in", "it is over"):
+    with user_error("no run with --max_workers is training in", "it has ended"):
         places.join(folder)
     with places._named(folder) as path, socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)  # stays when this is closed
-    with user_error("no run with --max_workers trains in", "it is over"):
+    with user_error("no run with --max_workers is training in", "it has ended"):
         places.join(folder)
     with user_error("there is no folder"):
         places.join(folder / "none")
@@ -178,12 +180,12 @@ def test_nobody_joins_a_run_that_ends(run):
     for _ in range(2):
         run._chief.status = 0 if run._is_stopping else None
         run._is_stopping = not run._is_stopping
-        assert answered(run, "join", 1) == ("the run is ending, so nobody can join", True)
+        assert answered(run, "join", 1) == ("the run is ending, so no worker can join", True)
         assert answered(run, "leave", 1) == ("the run is ending, and all its workers with it", True)
 
 
 def test_nobody_joins_with_other_code(run, tmp_path):
-    refused = ("the code has changed since the run began, or is of another checkout: join with the one of the run", True)
+    refused = ("the code has changed since the run began, or is another checkout's: join with the code of the run", True)
     assert answered(run, "join", 1, "another") == refused
     (tmp_path / "scheme.py").write_text("1")
     run.code = places.code_of(tmp_path)
@@ -365,9 +367,9 @@ def test_who_is_asked_to_end_waits_for_no_place_that_nobody_has(run_dir):
     with contextlib.ExitStack() as stack:
         ps, worker = (f"127.0.0.1:{stack.enter_context(launch.reserved_port()).getsockname()[1]}" for _ in range(2))
         flags = [f"--ps_hosts={ps}", f"--worker_hosts={worker},nobody.invalid:2222", "--num_workers=1", "--max_workers=2"]
-        flags += ["--task_index=0", *ENDLESS, "--checkpoint_secs=1000"]
-        environ = {"TF_GRPC_REUSE_PORT": "true"}
-        tasks = [start(run_dir, *flags, f"--job_name={job}", environ=environ) for job in ("ps", "worker")]
+        flags += ["--task_index=0", *ENDLESS, "--checkpoint_secs=1000", f"--run_dir={run_dir}"]
+        environ = {**os.environ, "TF_GRPC_REUSE_PORT": "true"}
+        tasks = [by_hand.start(HOGWILD, *flags, f"--job_name={job}", environ=environ) for job in ("ps", "worker")]
         wait_until_it_trains(tasks[1], run_dir, 0)
         for task in tasks:
             task.send_signal(signal.SIGTERM)

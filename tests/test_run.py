@@ -86,7 +86,7 @@ def test_ctrl_c(script):
         (["nothing.py"], "there is no script nothing.py"),
         (["--num_worker=2", "mine.py"], "unknown flag --num_worker; did you mean --num_workers?"),
         (["--num_workers=0", "mine.py"], "--num_workers must be at least 1, not 0"),
-        (["--gpus=some", "mine.py"], "--gpus must be all, or numbers of GPUs as 0,2, not 'some'"),
+        (["--gpus=some", "mine.py"], "--gpus must be all, or GPU numbers such as 0,2, not 'some'"),
         (["--log_dir=mine.py/logs", "mine.py"], "--log_dir=mine.py/logs cannot be written"),
     ],
 )

@@ -14,8 +14,9 @@ import sys
 import types
 from pathlib import Path
 
+import by_hand
 import pytest
-from runs import ENDLESS, delete, finish, is_training, processes, read_until, result_of, run, start
+from runs import ENDLESS, HOGWILD, delete, finish, is_training, processes, read_until, result_of, run, start
 
 import common.run
 from common import places, training
@@ -122,7 +123,7 @@ def test_default_folder_has_scheme_and_time(prepare, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("task", [None, CHIEF])
 def test_another_run_is_not_overwritten(prepare, user_error, finished_run, task):
-    with user_error(f"--run_dir={finished_run} holds a run already", "--resume", "another folder"):
+    with user_error(f"--run_dir={finished_run} already holds a run", "--resume", "another folder"):
         prepare(finished_run, task=task)
 
 
@@ -200,7 +201,7 @@ def test_whole_run_that_comes_in_between(prepare, user_error, monkeypatch, tmp_p
         (path / "checkpoints" / "model.ckpt-100.index").touch()
 
     monkeypatch.setattr(of_runs, "make_private_folder", make)
-    with user_error("holds a run already: --resume goes on with it"):
+    with user_error("already holds a run: continue it with --resume"):
         prepare(tmp_path / "run")
 
 
@@ -389,7 +390,7 @@ def test_logs_of_two_programs_of_ones_own(tmp_path, capsys):
 @pytest.mark.parametrize("how", [["--launch"], []])
 def test_a_run_ends_when_its_lock_is_removed(run_dir, how):
     """Launched, and a process that trains alone: otherwise a second run would train in the same folder."""
-    first = start(run_dir, *how, *ENDLESS)
+    first = start(run_dir, *how, *ENDLESS) if how else by_hand.start(HOGWILD, *ENDLESS, f"--run_dir={run_dir}")
     read_until(first, is_training)
     (run_dir / "lock").unlink()
     assert finish(first, status=1).splitlines()[-1].startswith(f"hogwild.py: {run_dir}/lock was removed, so another run may ")

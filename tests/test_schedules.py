@@ -131,7 +131,7 @@ def test_weight_decay_where_there_is_nothing_to_decay(model, graph, load_scheme,
     scheme = SCHEMES["AEASGD"]._replace(hp={"beta": 0.9, "decay": 0.1})
     hp = hyperparameters(scheme.hyperparameters(1), center, local)
     build_rounds(load_scheme("AEASGD", "aeasgd"), center, local, hp)
-    with user_error('whose script has to say main(..., optimizer_on="worker")'):
+    with user_error('its script must say main(..., optimizer_on="worker")'):
         check_rates(center, 100)
 
 
@@ -150,7 +150,7 @@ def test_together_that_is_said_too_late(model, graph, known_batches, batches, us
         yield others.wait()
 
     build_rounds(scheme, center, local, hyperparameters(types.SimpleNamespace(learning_rate=0.1), center, local))
-    with user_error("a scheme has to say how its workers wait"):
+    with user_error("a scheme must say before its first step how its workers wait"):
         check_rates(center, 100)
 
 

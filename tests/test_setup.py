@@ -181,7 +181,7 @@ def test_first_run_and_changes(clone, tool):
 
 def test_another_system_is_refused(clone):
     """Also by a script that is started by hand."""
-    words = ", which lacks what the tasks take from Linux (prctl, /proc, namespaces); run it under WSL2 or in a container, see "
+    words = ", but the tasks need Linux (prctl, /proc, namespaces); run it under WSL2 or in a container, see "
     words += "book/guide/install.md"
     for system in ("darwin23", "msys"):
         assert clone.fails(OSTYPE=system) == f"cannot set up: this is {system}{words}"

@@ -233,7 +233,7 @@ def test_a_second_job_joins_and_leaves(slurm, tmp_path):
         (["NoSuch"], {}, "slurm.sbatch: there is no "),
         ([], {}, "slurm.sbatch: the scheme is missing"),
         (["HogWild"], {"NUM_PS": "3"}, "slurm.sbatch: NUM_PS=3 of --ntasks=3 leaves no worker"),
-        ([], {"JOIN": "none"}, "none: there is no run that was begun with PLACES"),
+        ([], {"JOIN": "none"}, "none: no run with PLACES began there"),
         (["HogWild"], {"JOIN": "none"}, "slurm.sbatch: JOIN=none: scheme and flags are those of that run: leave HogWild out"),
         (["HogWild", "--window=0"], {}, "hogwild.py: --window must be at least 1, not 0"),
     ],

@@ -123,24 +123,24 @@ def test_slurm_is_the_last_to_be_asked():
         ({"SLURM_STEP_NUM_TASKS": "7"}, ["SLURM_STEP_NUM_TASKS=7", "6 tasks of SLURM_STEP_TASKS_PER_NODE=2(x3)"]),
         ({"SLURM_NODEID": "7"}, ["node by node"]),
         *(
-            ({"SLURM_STEP_NODELIST": wrong}, [f"Slurm: SLURM_STEP_NODELIST={wrong} is no list", "as n[1-3,7]"])
+            ({"SLURM_STEP_NODELIST": wrong}, [f"Slurm: SLURM_STEP_NODELIST={wrong} is not a list", "as n[1-3,7]"])
             for wrong in ("n[1-", "n]1[", "n[3-1]", "n[]", "n[a-c]", "n[1-2-3]", "a,,b", ",", "n[1,]", "a b", "n[1-999999999]")
         ),
-        ({"SLURM_STEP_NODELIST": "node[1-3]," * 30_000 + "a"}, ["is no list of at most 65,536"]),
-        ({"SLURM_STEP_NODELIST": "-o[1-3]"}, ["Slurm: the ps '-o1:11700' is no address"]),
+        ({"SLURM_STEP_NODELIST": "node[1-3]," * 30_000 + "a"}, ["is not a list of at most 65,536"]),
+        ({"SLURM_STEP_NODELIST": "-o[1-3]"}, ["Slurm: the ps '-o1:11700' is not an address"]),
         ({"SLURM_STEP_NODELIST": "a,a,a"}, ["Slurm: a:11700 is the address of ps 0 and of worker 1"]),
         *(
             ({"SLURM_STEP_TASKS_PER_NODE": wrong}, [f"SLURM_STEP_TASKS_PER_NODE={wrong}", "of 3 nodes"])
             for wrong in ("2(x", "two", "2(x999999999)", "1(x99999)", "2(x3),1", "", "-2(x3)", "2(x-3)", "999999,1,1")
             if wrong
         ),
-        ({"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, ["says it of 2 nodes, but there are 3"]),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, ["lists 2 nodes, but there are 3"]),
         ({"SLURM_STEP_TASKS_PER_NODE": "60000(x3)", "SLURM_STEP_NUM_TASKS": "180000"}, ["do not fit the 180000 tasks"]),
         *(
-            ({"SLURM_STEP_RESV_PORTS": wrong}, ["Slurm: ", f"SLURM_STEP_RESV_PORTS=[{wrong}] is no list"])
+            ({"SLURM_STEP_RESV_PORTS": wrong}, ["Slurm: ", f"SLURM_STEP_RESV_PORTS=[{wrong}] is not a list"])
             for wrong in ("1-999999999", "x", "12,", "12-11")
         ),
-        ({"SLURM_STEP_RESV_PORTS": "65536-65540"}, ["Slurm: ", "is no address"]),
+        ({"SLURM_STEP_RESV_PORTS": "65536-65540"}, ["Slurm: ", "is not an address"]),
     ],
 )
 def test_bad_step(change, texts, user_error):
@@ -207,7 +207,7 @@ def test_what_a_job_that_joins_has_to_know(run_dir, capsys):
 
 
 @pytest.mark.parametrize(
-    "file, line", [("cluster.json", "there is no run that was begun with PLACES"), ("lock-worker-0", "the run is over")]
+    "file, line", [("cluster.json", "no run with PLACES began there"), ("lock-worker-0", "the run is over")]
 )
 def test_no_run_to_join(run_dir, capsys, file, line):
     (run_dir / file).unlink()
@@ -233,9 +233,9 @@ def test_a_job_that_joins_leaves_out_the_folder_that_the_run_was_told(run_dir, c
         ({"scheme": ".."}, "names the scheme '..'; expected a folder of "),
         ({"scheme": "common"}, "names the scheme 'common'; expected a folder of "),
         ({"scheme": ["HogWild"]}, "names the scheme ['HogWild']; expected a folder of "),
-        ({"arguments": "--model=m.py:f"}, "cluster.json is not as a run writes it"),
-        ({"arguments": ["a\0--model=m.py:f"]}, "cluster.json is not as a run writes it"),
-        ({"worker": None}, "cluster.json is not as a run writes it"),
+        ({"arguments": "--model=m.py:f"}, "cluster.json is damaged"),
+        ({"arguments": ["a\0--model=m.py:f"]}, "cluster.json is damaged"),
+        ({"worker": None}, "cluster.json is damaged"),
     ],
 )
 def test_a_cluster_that_no_run_has_written(run_dir, capsys, user_error, change, line):

@@ -102,7 +102,7 @@ def test_all_join_or_none(run, end):
     room(run, first)
     if end == "it ends":
         run._end(second, 255)
-        line = "d cannot be joined from: it ended with exit status 255"
+        line = "workers on d cannot join: it ended with exit status 255"
     else:
         run._hear_line(second, "refused: the system forbids it")
         line = "d allows its tasks no network of their own: the system forbids it"
@@ -185,8 +185,8 @@ def test_nobody_joins_a_run_that_ends(run):
     request = ask(run, "join", 1, C)
     run._end(run._workers[0].line, 0)
     room(run, run._rooms[0])
-    assert answer(request) == ("the run is ending, so nobody can join", True)
-    assert answer(ask(run, "join", 1, C)) == ("the run is ending, so nobody can join", True)
+    assert answer(request) == ("the run is ending, so no worker can join", True)
+    assert answer(ask(run, "join", 1, C)) == ("the run is ending, so no worker can join", True)
     assert answer(ask(run, "leave", 1)) == ("the run is ending, and all its workers with it", True)
 
 
@@ -201,7 +201,7 @@ def test_how_late_comers_end_is_no_failure(run):
 
 def test_join_needs_hosts(run):
     line, is_error = answer(ask(run, "join", 1))
-    assert is_error and line.startswith("on which hosts? bash Multiple-Machines/start.sh --join=HOSTS_FILE RUN")
+    assert is_error and line.startswith("a run on several machines needs the hosts: bash Multiple-Machines/start.sh --join=")
 
 
 @pytest.mark.slow

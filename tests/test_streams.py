@@ -294,7 +294,7 @@ def test_a_dataset_of_unknown_length_is_counted():
 
 def test_a_dataset_without_end():
     stream = of(lambda: (dataset().repeat(), dataset()), steps=5, num_workers=2)
-    assert stream.num_samples is None and "samples without end, of an unknown number, from" in line_of(stream)
+    assert stream.num_samples is None and "an unknown or endless number of samples, from" in line_of(stream)
     numbers = epoch_of(stream, 1, batches=40)
     assert len(numbers) == 40 and set(numbers) == set(range(1, 20, 2))
     assert training.last_step(settings("", steps=5), None) == 5 and training.last_step(settings(""), None) == streams.ENDLESS
@@ -340,7 +340,7 @@ def _generator(*elements):
             "the training set gives batches",
         ),
         (lambda: dataset().shuffle(9), "the training set is shuffled, so no worker could tell which samples are its own"),
-        (lambda: dataset().repeat(), "the training set never ends: --steps or --seconds has to say when training does"),
+        (lambda: dataset().repeat(), "the training set never ends: give --steps or --seconds"),
         (lambda: dataset().map(lambda x, y: x), "of the training set its elements are TensorSpec(shape=(2,)"),
         (lambda: dataset().map(lambda x, y: (x, tensorflow.as_string(y))), "its elements hold strings, expected numbers"),
         (lambda: dataset().map(lambda x, y: (tensorflow.sparse.from_dense(x), y)), "hold SparseTensorSpec, expected dense"),
@@ -348,7 +348,7 @@ def _generator(*elements):
         (lambda: dataset().map(lambda x, y: (x[:1], y)), "x_train holds float32 of shape (1,), x_test float32 of shape (2,)"),
         (lambda: dataset().map(lambda x, y: (x, tensorflow.cast(y, tensorflow.float32))), "y_train holds float32 of shape ()"),
         (lambda: dataset().take(0), "the training set has no samples"),
-        (lambda: dataset().take(1), "there are too few samples for 2 workers, worker 1 has none"),
+        (lambda: dataset().take(1), "there are too few samples for 2 workers: worker 1 has none"),
         (
             lambda: _generator(*2 * [([0.0], 1)], ([0.0, 1.0], 1)),
             "InvalidArgumentError: Cannot batch tensors with different sha",
@@ -367,7 +367,7 @@ def test_batches_that_are_taken_apart_and_one_worker_that_shuffles():
 
 
 def test_a_test_set_without_end(user_error):
-    with user_error("--data=d.py:f: the test set never ends: take() as many samples as an evaluation is to have"):
+    with user_error("--data=d.py:f: the test set never ends: limit it with take()"):
         of(lambda: (dataset(), dataset().repeat()))
 
 
@@ -381,7 +381,7 @@ def test_datasets_of_a_program_have_to_be_sent_as_a_function(user_error):
 
 def test_a_csv_file_that_is_not_in_utf_8(user_error, tmp_path):
     (tmp_path / "a.csv").write_bytes("größe,label\n1,0\n2,1\n".encode("latin1"))
-    with user_error("a.csv cannot be read: it is not in UTF-8, as `iconv -f latin1 -t utf8` makes it"):
+    with user_error("a.csv cannot be read: it is not UTF-8; convert it, as with `iconv -f latin1 -t utf8`"):
         streams.load(settings(tmp_path / "*.csv"))
 
 
@@ -405,7 +405,7 @@ def good(**columns):
 @pytest.mark.parametrize(
     "name, columns, flags, text",
     [
-        ("b.csv", good(name=["x"] * 12), {}, "a.csv has other columns than the first file, as 'name'"),
+        ("b.csv", good(name=["x"] * 12), {}, "a.csv has other columns than the first file: 'name'"),
         (
             "a.csv",
             good(name=["x"] * 12),
@@ -425,7 +425,7 @@ def good(**columns):
             "a.csv: the column 'label' holds 1 empty values: fill them, or leave their",
         ),
         ("a.parquet", good(a=[*range(11), None]), {}, "a.parquet: the column 'a' holds 1 empty values"),
-        ("a.parquet", good(a=[[1], [1, 2]] * 6), {}, "a.parquet: the column 'a' holds lists of different lengths, as 1 and 2"),
+        ("a.parquet", good(a=[[1], [1, 2]] * 6), {}, "a.parquet: the column 'a' holds lists of different lengths, such as 1"),
         ("a.parquet", good(a=[np.nan] * 12), {}, "a.parquet: the column 'a' holds 12 values that are NaN or infinite"),
         ("a.csv", good(a=[2**24 + 1] * 12), {}, "a.csv: the column 'a' holds the whole number 16,777,217, which float32"),
         (
@@ -436,17 +436,17 @@ def good(**columns):
         ),
         ("a.csv", good(a=[-(2**53) - 1] * 12), {}, "a.csv: the column 'a' holds the whole number -9,007,199,254,740,992"),
         ("a.csv", good(a=[1e300] * 12), {}, "a.csv: the column 'a' holds 1e+300, too large for float32: scale them"),
-        ("a.csv", {"": range(12), **good()}, {}, "a.csv has a column without a name, number 1; pandas writes its index so"),
+        ("a.csv", {"": range(12), **good()}, {}, "a.csv has a column without a name, number 1; if pandas wrote its index"),
         ("a.csv", {**good(), "": range(12)}, {}, "a.csv has a column without a name, number 3"),
         ("a.csv", good(), {"label": "b"}, "--label=b: "),
-        ("a.csv", {"label": [1] * 12}, {}, "a.csv has one column alone, 'label': expected samples and labels"),
-        ("a.csv", {"1": [1] * 12, "2": [1] * 12}, {}, "a.csv has no line of names of columns: it begins with '1', '2'"),
+        ("a.csv", {"label": [1] * 12}, {}, "a.csv has only one column, 'label': expected samples and labels"),
+        ("a.csv", {"1": [1] * 12, "2": [1] * 12}, {}, "a.csv has no header line: it begins with '1', '2'"),
         ("a.csv", good(), {"parse": "p.py:f"}, "--parse is for --data='DIR/*.tfrecord', not "),
         (
             "a.csv",
             {"a": [1], "label": [1]},
             {},
-            "every 10th record of a file is for the test, but none has so many: give --test_data",
+            "every 10th record of a file is for the test, but no file has that many: give --test_data",
         ),
     ],
 )
@@ -473,7 +473,7 @@ def test_files_that_are_refused(user_error, tmp_path):
     with user_error(f"--data={spec}: its elements hold strings"):
         streams.load(settings(spec, parse=f"{tmp_path}/parse.py:wrong"))
     for damaged, text in (
-        (whole[:-3], "1.tfrecord is damaged, or no file of TFRecords: record 19 goes beyond its end"),
+        (whole[:-3], "1.tfrecord is damaged or not a TFRecord file: record 19 extends beyond its end"),
         (b"\x1f\x8b" + whole, "1.tfrecord is compressed"),
         (whole[:14] + b"\xff" + whole[15:], "1.tfrecord is damaged: DataLossError: corrupted record at 12"),
     ):

@@ -249,9 +249,9 @@ def test_a_checkpoint_cannot_be_written(bad_disks, name, reason):
     folder, said = bad_disks
     failure, is_unchanged, newest_good = said[name]
     where = f"{folder}/{name}/run/checkpoints"
-    into = f"no checkpoint can be written into {where}: {reason}; those in it are whole, and --resume goes on from the newest"
+    into = f"no checkpoint can be written into {where}: {reason}; its checkpoints are intact, and --resume continues from the"
     gone = f"no checkpoint can be written: the folder {where} is gone"
-    assert failure == ["TrainingFailed", f"{into} when that is mended" if reason else gone]
+    assert failure == ["TrainingFailed", f"{into} newest once that is fixed" if reason else gone]
     assert is_unchanged  # and no half-written file is left
     assert newest_good == (0 if name == "removed" else 3)
 
@@ -392,8 +392,8 @@ def test_the_disk_fills_up_while_a_run_trains(run_dir, tmp_path):
     assert ended.returncode == 1, ended
     line = last_line_of_a_failed_run(ended.stdout + ended.stderr, run_dir)
     assert line == (
-        f"hogwild.py: no checkpoint can be written into {run_dir}/checkpoints: No space left on device; those in it are whole, "
-        f"and --resume goes on from the newest when that is mended (log: {run_dir}/logs/worker-0.log)"
+        f"hogwild.py: no checkpoint can be written into {run_dir}/checkpoints: No space left on device; its checkpoints are "
+        f"intact, and --resume continues from the newest once that is fixed (log: {run_dir}/logs/worker-0.log)"
     )
     assert "no model is written beside the checkpoints: [Errno 28] No space left on device" in ended.stdout
     copy = Path(f"{run_dir}-copy", "checkpoints")

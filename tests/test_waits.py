@@ -46,7 +46,7 @@ def test_wait_is_said_after_five_seconds_and_when_it_is_over(waiting):
     waiting.clock.now += 10
     assert waiting.look() == []  # nothing new
     words.doing("a call", whom=lambda: ["worker 1"])
-    assert waiting.said == ["worker 0 waits no longer for worker 1 at host:2: it took 15 s"]
+    assert waiting.said == ["worker 0 no longer waits for worker 1 at host:2: it took 15 s"]
 
 
 def test_each_call_begins_anew(waiting):
@@ -88,7 +88,7 @@ def test_wait_that_is_over_while_the_same_goes_on(waiting):
     waiting.look()
     missing.clear()
     waiting.clock.now += 5
-    assert waiting.look() == ["worker 0 waits no longer for worker 1 at host:2: it took 10 s"]
+    assert waiting.look() == ["worker 0 no longer waits for worker 1 at host:2: it took 10 s"]
 
 
 def test_many_are_not_all_named(waiting):

@@ -7,6 +7,7 @@ starts it for the first notebook, and it ends with pytest, as do its forks.
 """
 
 import functools
+import gc
 import os
 import select
 import signal
@@ -91,6 +92,8 @@ if __name__ == "__main__":
 
     from common import isolation
 
+    gc.collect()
+    gc.freeze()  # a garbage collection in a kernel need not look through these
     try:
         rest = _serve(Connection(int(sys.argv[1])))
     except EOFError:  # pytest has ended
