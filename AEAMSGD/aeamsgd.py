@@ -28,14 +28,13 @@ def check(settings):
     """Raises a `UserError` if the force would throw a worker past the center."""
     n = 1 if settings.max_workers else settings.num_workers
     if settings.beta > n:
-        least = "which --max_workers lets fall to 1" if settings.max_workers else n
+        least = "as few as 1 with --max_workers" if settings.max_workers else n
         raise UserError(
-            f"--beta must be at most the number of workers, {least}, not {settings.beta:g}: a worker would be thrown past the "
-            "center"
+            f"--beta must be at most the number of workers, {least}, not {settings.beta:g}: a worker would overshoot the center"
         )
 
 
 if __name__ == "__main__":
-    define_number("beta", 0.9, "elastic force of all workers together; of each it is beta / n", least=0)
+    define_number("beta", 0.9, "elastic force of all workers together; each exerts beta / n", least=0)
     define_number("momentum", 0.99, "δ of the local steps", least=0, below=1)
     main(aeamsgd, optimizer_on="worker", epochs=60, batch_size=32, learning_rate=0.001, window=10, check=check)

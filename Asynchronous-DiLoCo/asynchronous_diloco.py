@@ -45,15 +45,17 @@ def check(settings):
     """Raises a `UserError` if c is more than 1/N, or a schedule would not know its end."""
     n = settings.buffer_size or settings.num_workers
     if settings.dynamic_steps and (settings.learning_rate_schedule or settings.warmup_steps):
-        raise UserError("--dynamic_steps: nobody knows before how many updates a run has, so the learning rate has no schedule")
+        raise UserError(
+            "--dynamic_steps: the number of updates is not known in advance, so the learning rate cannot follow a schedule"
+        )
     if settings.momentum_activation * n > 1:
         raise UserError(f"--momentum_activation must be at most 1/N = {1 / n:g}, not {settings.momentum_activation:g}")
 
 
 if __name__ == "__main__":
-    define_integer("buffer_size", None, "N: the momentum acts at each N-th arrival (default: the number of workers)", least=1)
-    define_number("momentum_activation", 0, "c: the share of the momentum that acts at each arrival, at most 1/N", least=0)
-    flags.DEFINE_bool("dynamic_steps", False, "a slow worker makes fewer local steps than H, so that all come back in time")
+    define_integer("buffer_size", None, "N: momentum at every N-th arrival (default: the number of workers)", least=1)
+    define_number("momentum_activation", 0, "c: share of the momentum applied at each arrival, at most 1/N", least=0)
+    flags.DEFINE_bool("dynamic_steps", False, "fewer local steps than H on a straggler, so that all rounds take about as long")
     define_number("momentum", 0.5, "β of the outer step", least=0, below=1)
     define_number("weight_decay", 0.1, "λ of AdamW", least=0)
     define_number("local_learning_rate", 0.002, "η' of AdamW", above=0)

@@ -35,10 +35,10 @@ FACTS = [
     {"name": "parameters", "label": "Parameters of the model", "default": 4842, "least": 1},
     {"name": "workers", "label": "Workers", "default": 8, "least": 2},
     {"name": "step_ms", "label": "Time of a local step, ms", "default": 10, "least": 0.001},
-    {"name": "latency_ms", "label": "Time of an empty message one way, ms", "default": 1, "least": 0},
+    {"name": "latency_ms", "label": "One-way latency of an empty message, ms", "default": 1, "least": 0},
     {"name": "mbit", "label": "Link of a worker, Mbit/s (0: no limit)", "default": 0, "least": 0},
-    {"name": "slow", "label": "Slowest worker: its time for a step, by the others'", "default": 1, "least": 1},
-    {"name": "step_cv", "label": "Times of steps: standard deviation by mean", "default": 0.1, "least": 0},
+    {"name": "slow", "label": "Step time of the slowest worker, relative to the others", "default": 1, "least": 1},
+    {"name": "step_cv", "label": "Coefficient of variation of step times", "default": 0.1, "least": 0},
     {"name": "tables", "label": "Tables larger than a worker's memory", "default": 0},
     {"name": "exact", "label": "Each update must equal one machine's, reproducibly", "default": 0},
     {"name": "come_and_go", "label": "Workers come and go, or die", "default": 0},
@@ -49,7 +49,7 @@ UNITS = {
     "workers": "{} workers",
     "messages": "messages that take {} local steps",
     "slow": "a slowest worker that takes {} times as long",
-    "step_cv": "times of steps whose deviation by their mean is {}",
+    "step_cv": "step times with a coefficient of variation of {}",
 }
 PARAMETERS_OF_MANY = 26_122  # of the model that the benchmark of many workers trains
 
@@ -120,7 +120,7 @@ def answer(report, workers):
         ),
         (
             "Does the time of a step vary by half of its mean or more, as on shared machines?",
-            "times of steps vary",
+            "step times vary",
             *("step_cv", 0.5, "random", every),
         ),
         ("Is the data non-IID across workers?", "the data is non-IID", "non_iid", 1, "unlike shards", every),
@@ -229,7 +229,7 @@ def as_rules(report, workers):
     rules = [OF_TABLES, *({"scheme": leaf.pop("row"), **leaf} for leaf in leaves)]
     problem, facts = report["problem"], facts_in(report, "all equal")
     target = (
-        f"virtual seconds until {problem['text']}, of {problem['flags']['data']} with a model of {facts['parameters']:,} "
+        f"virtual seconds until {problem['text']}, on {problem['flags']['data']} with a model of {facts['parameters']:,} "
         f"parameters and {facts['workers']} workers"
     )
     return {"command": "python benchmarks/report.py", "target": target, "facts": FACTS, "units": UNITS, "rules": rules}

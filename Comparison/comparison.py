@@ -34,9 +34,9 @@ QUICK = ["all equal", "one slow"]
 def main():
     """Runs all, and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="a small part of it, in less than three minutes")
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="at the same time (default: one per core)")
-    parser.add_argument("rows", nargs="*", help=f"of the table (default: all): {'; '.join(trials.ROWS)}")
+    parser.add_argument("--quick", action="store_true", help="a small part of the measurement, in less than three minutes")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="number of processes (default: one per core)")
+    parser.add_argument("rows", nargs="*", help=f"rows of the table (default: all): {'; '.join(trials.ROWS)}")
     options = parser.parse_args()
     if unknown := [name for name in options.rows if name not in trials.ROWS]:
         parser.error(f"there is no row {unknown[0]!r}; there are {'; '.join(trials.ROWS)}")
@@ -49,7 +49,7 @@ def main():
     if options.rows and path.exists():
         before = json.loads(path.read_text())
         if any(before[name] != report[name] for name in report if name != "rows"):
-            parser.error(f"{path} is of another problem, or other conditions: name no row")
+            parser.error(f"{path} has results for another problem or other conditions: measure all rows, without naming any")
         report["rows"] = before["rows"]
     jobs = [(name, report) for name in options.rows or trials.ROWS]
     os.chdir(HERE)  # a process that is spawned imports from the current folder first

@@ -111,7 +111,7 @@ def dots(figure, report):
         label(axes.xaxis)
         axes.grid(alpha=0.3, axis="x")
     figure.axes[0].set_yticklabels(names)
-    figure.suptitle("dot: median of the seeds, line: their range; red arrow: some never had the target", fontsize=10)
+    figure.suptitle("dot: median of the seeds, line: their range; red arrow: some seeds never reached the target", fontsize=10)
 
 
 def heat(figure, report):
@@ -130,7 +130,7 @@ def heat(figure, report):
     axes.set_xticklabels([name.replace(" ", "\n") for name in conditions])
     axes.set_yticklabels(names)
     axes.xaxis.tick_top()
-    bar = figure.colorbar(shown, ax=axes, ticks=range(5), shrink=0.6, label="times as long as the fastest of the column")
+    bar = figure.colorbar(shown, ax=axes, ticks=range(5), shrink=0.6, label="time relative to the fastest of the column")
     bar.ax.set_yticklabels(["1", "2", "4", "8", "16 or more"])
     axes.set_title("virtual seconds until the target, medians", pad=40, fontsize=11)
 
@@ -161,8 +161,8 @@ def pareto(figure, report):
     axes.margins(x=0.15)
     axes.grid(alpha=0.3)
     missing = [name for name in report["rows"] if name not in points]
-    text = f"; without the target: {', '.join(missing)}" if missing else ""
-    axes.set_title(f"all equal, medians; orange: no other needs less of both{text}", fontsize=10)
+    text = f"; target not reached: {', '.join(missing)}" if missing else ""
+    axes.set_title(f"all equal, medians; orange: Pareto front{text}", fontsize=10)
 
 
 def front_of(points):

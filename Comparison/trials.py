@@ -42,7 +42,7 @@ CONDITIONS = {
     "one slow": Condition("one of the workers takes ten times as long for a step", {}, slow=10.0),
     "random": Condition("each step takes a random time (gamma distribution, deviation as large as the mean)", {"step_cv": 1}),
     "slow links": Condition("workers have links of 10 Mbit/s, and a message takes 20 ms", {"latency_ms": 20, "mbit": 10}),
-    "unlike shards": Condition("each worker has samples of a few classes alone (Dirichlet, α = 1)", {}, non_iid=1.0),
+    "unlike shards": Condition("each worker has samples of only a few classes (Dirichlet, α = 1)", {}, non_iid=1.0),
 }
 
 
@@ -74,7 +74,7 @@ class Problem(NamedTuple):
 
 
 PROBLEM = Problem(
-    text="75% of the test set are right",
+    text="75% test accuracy",
     flags={"data": "mnist1d", "model": "cnn1d"},
     metric="test_accuracy",
     target=0.75,
@@ -90,7 +90,7 @@ OTHERS = {
         times=4,
     ),
     "text": Problem(
-        text="loss 2.42 of a character",
+        text="loss 2.42 per character",
         flags={"data": "text", "model": "linear"},
         metric="test_loss",
         target=2.42,

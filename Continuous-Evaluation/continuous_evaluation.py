@@ -101,8 +101,8 @@ def values_in(checkpoint, model):
     parameters = reader.get_tensor("parameters")
     if parameters.shape != (model.size,):
         raise UserError(
-            f"the checkpoint {checkpoint} has {parameters.size:,} parameters, the model {model.size:,}: give the evaluator the "
-            "flags of the other tasks"
+            f"the checkpoint {checkpoint} has {parameters.size:,} parameters, but the model has {model.size:,}: start the "
+            "evaluator with the same flags as the other tasks"
         )
     state = [reader.get_tensor(f"state_{i}") for i in range(len(model.initial_state))]
     return (parameters, state), int(reader.get_tensor("global_step"))

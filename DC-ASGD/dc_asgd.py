@@ -36,5 +36,5 @@ def dc_asgd(center, local, hp):
 if __name__ == "__main__":
     flags.DEFINE_bool("adaptive", False, "adapt λ to the size of the gradients, element by element")
     define_number("lambda0", None, "strength of the compensation (default: 0.04; 2 with --adaptive)", least=0)
-    define_number("mean_square_decay", 0.95, "with --adaptive: of the mean square of the gradients", least=0, below=1)
+    define_number("mean_square_decay", 0.95, "with --adaptive: decay of the mean square of the gradients", least=0, below=1)
     main(dc_asgd, epochs=60, batch_size=32, learning_rate=0.1)

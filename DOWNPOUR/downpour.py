@@ -23,7 +23,7 @@ def downpour(center, local, hp):
     steps = math.lcm(n_push, n_fetch)
     if steps // n_push + steps // n_fetch > 100:
         raise UserError(
-            f"--n_push={n_push} and --n_fetch={n_fetch} make rounds of {steps} steps; choose one to divide the other"
+            f"--n_push={n_push} and --n_fetch={n_fetch} make rounds of {steps} steps; choose one that divides the other"
         )
     adagrad = tf.train.AdagradOptimizer(hp.learning_rate)
     step = 0

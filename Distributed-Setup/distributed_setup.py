@@ -39,9 +39,9 @@ class Training(NamedTuple):
 def check(task, settings):
     """Raises a `UserError` where flags ask for more than one ps and one worker can do."""
     if task is None:
-        raise UserError("this needs a ps and a worker: --launch starts both; Non-Distributed-Setup trains in one process")
+        raise UserError("a ps and a worker are needed: --launch starts both; Non-Distributed-Setup trains in one process")
     if task.num_workers > 1:
-        raise UserError(f"this is for one worker, not {task.num_workers}: HogWild trains with any number of them")
+        raise UserError(f"this program takes one worker, not {task.num_workers}; HogWild takes any number")
 
 
 def variable(name, value, feeds, **more):

@@ -14,9 +14,9 @@ def compared(result):
       result: what a run has written to `result.json`.
     """
     if Path(result["data"]).parts[-1] != "ratings.py:load":
-        return "the best reachable AUC is known for --data=ratings.py:load alone"
+        return "the best reachable AUC is known only for --data=ratings.py:load"
     if "test_auc" not in result:
-        return "the model has no metric with the name auc to be compared with the best reachable"
+        return "the model has no metric named auc to compare with the best reachable AUC"
     found, best = result["test_auc"], ratings.best_auc()
     return f"test AUC {found:.4f}, the best reachable {best:.4f}: {best - found:.4f} below it"
 

@@ -56,7 +56,7 @@ def make(users, items, samples, factors=FACTORS, seed=0):
       ValueError: if there are fewer than 1 of users, items or factors, or too few samples for a test set.
     """
     if min(users, items, factors) < 1 or samples * TEST < 1:
-        raise ValueError(f"expected 1 user, item and factor at least, and {round(1 / TEST)} samples")
+        raise ValueError(f"expected at least 1 user, 1 item, 1 factor and {round(1 / TEST)} samples")
     rng = np.random.default_rng(seed)
     size = np.sqrt(2) * factors**-0.25  # of a factor, so that the sum of the products has the standard deviation 2
     u = rng.normal(0, size, [users, factors]).astype(np.float32)

@@ -68,8 +68,8 @@ def train(task, settings):
     dataset = data.load(settings.data, settings.seed)
     if dataset.num_samples < settings.num_threads:
         raise UserError(
-            f"{dataset.num_samples} training samples are too few for {settings.num_threads} threads: --num_threads or the "
-            "data must change"
+            f"{dataset.num_samples} training samples are too few for {settings.num_threads} threads: choose fewer "
+            "--num_threads or more data"
         )
     built = [build_model(settings, dataset, i) for i in range(settings.num_threads)]
 

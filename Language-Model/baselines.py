@@ -27,14 +27,14 @@ def baselines(text):
     np.add.at(pairs, (text.x_train, text.y_train), 1)
     single = np.tile(pairs.sum(axis=0), [size, 1])
     models = {
-        "all characters alike": np.ones_like(pairs),
-        "each as often as it occurs (unigrams)": single,
-        "as often as it follows the one before (bigrams)": pairs,
+        "uniform": np.ones_like(pairs),
+        "unigrams": single,
+        "bigrams": pairs,
     }
     return {name: counted(counts, text) for name, counts in models.items()}
 
 
 if __name__ == "__main__":
-    print("| what is known | test loss, nats per character | perplexity | test accuracy |\n|---|--:|--:|--:|")
+    print("| model | test loss, nats per character | perplexity | test accuracy |\n|---|--:|--:|--:|")
     for name, (loss, accuracy) in baselines(data.load("text")).items():
         print(f"| {name} | {loss:.4f} | {np.exp(loss):.1f} | {accuracy:.3f} |")

@@ -8,11 +8,11 @@ notebook.quiet()
 import keras  # noqa: E402
 from language_model import write  # noqa: E402
 
-parser = argparse.ArgumentParser(description="Lets a trained model write.")
+parser = argparse.ArgumentParser(description="Generates text with a trained model.")
 parser.add_argument("model", help="model.keras of a run")
-parser.add_argument("--prompt", default="The ", help="what the text begins with (default: 'The ')")
-parser.add_argument("--count", type=int, default=300, help="characters (default: 300)")
-parser.add_argument("--temperature", type=float, default=0.5, help="the lower, the more often the likeliest one (default: 0.5)")
-parser.add_argument("--seed", type=int, default=0, help="of the choice of characters (default: 0)")
+parser.add_argument("--prompt", default="The ", help="beginning of the text (default: 'The ')")
+parser.add_argument("--count", type=int, default=300, help="number of characters (default: 300)")
+parser.add_argument("--temperature", type=float, default=0.5, help="lower: more often the likeliest character (default: 0.5)")
+parser.add_argument("--seed", type=int, default=0, help="seed of the sampled characters (default: 0)")
 given = vars(parser.parse_args())
 print(write(keras.models.load_model(given.pop("model"), compile=False), **given))

@@ -37,7 +37,7 @@ def local_sgd(center, local, hp):
 
 
 if __name__ == "__main__":
-    define_number("slow_momentum", 0, "β of the step of all workers; 0 is local SGD, more is SlowMo", least=0, below=1)
-    define_number("slow_learning_rate", 1, "α of the step of all workers; 1 takes their mean", above=0)
-    flags.DEFINE_bool("weigh_by_samples", False, "weigh each worker by its share of the samples (FedAvg), not all alike")
+    define_number("slow_momentum", 0, "β of the slow momentum; 0 is local SGD, more is SlowMo", least=0, below=1)
+    define_number("slow_learning_rate", 1, "α, the slow learning rate; 1 takes the mean of the workers", above=0)
+    flags.DEFINE_bool("weigh_by_samples", False, "weight each worker by its share of the samples (FedAvg), not all equally")
     main(local_sgd, pace="together", optimizer_on="worker", epochs=60, batch_size=32, learning_rate=0.2, window=10)

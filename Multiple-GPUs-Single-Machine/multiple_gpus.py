@@ -94,7 +94,7 @@ class Towers:
 
 def define_flags():
     """Defines the flag that both scripts of this folder have."""
-    define_integer("num_towers", None, "copies of the model, a device each (default: the number of GPUs, at least 2)", least=1)
+    define_integer("num_towers", None, "copies of the model, one per device (default: the number of GPUs, at least 2)", least=1)
 
 
 def begin(settings, is_keras=False):
@@ -114,13 +114,15 @@ def begin(settings, is_keras=False):
         checkpoint = tf.train.load_checkpoint(str(Path(settings.run_dir, "checkpoints")))
         if checkpoint.has_tensor("_CHECKPOINTABLE_OBJECT_GRAPH") != is_keras:
             other = "run.sh" if is_keras else "run_mirrored_strategy.sh"
-            raise UserError(f"the checkpoint in {settings.run_dir} is of the other script here: go on with it by bash {other}")
+            raise UserError(
+                f"the checkpoint in {settings.run_dir} was written by the other script here: continue it with bash {other}"
+            )
     dataset = data.load(settings.data, settings.seed)
     dataset = data.plain(dataset, "MirroredStrategy here") if is_keras else dataset
     count = settings.num_towers or max(2, len(devices.gpus()))
     if dataset.num_samples < count:
         raise UserError(
-            f"{dataset.num_samples} training samples are too few for {count} towers: --num_towers or the data must change"
+            f"{dataset.num_samples} training samples are too few for {count} towers: choose fewer --num_towers or more data"
         )
     data.check_batch(dataset.x_train, dataset.y_train, settings.batch_size, num_workers=count)
     names, line = devices.logical_devices(count)

@@ -36,10 +36,10 @@ from common.words import STANDS_IN
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOM_SECONDS = 5  # for a host to remove its sockets
-INSECURE = "--insecure: whoever reaches a port of these tasks can read and change all, and run programs as you (SECURITY.md)"
-OR_INSECURE = "start.sh --insecure goes without"
+INSECURE = "--insecure: anyone who reaches a port of a task can read and change all, and run programs as you (SECURITY.md)"
+OR_INSECURE = "start.sh --insecure runs without one"
 USAGE = "expected: bash Multiple-Machines/start.sh [--insecure] HOSTS_FILE SCHEME [flags of the scheme]"
-USAGE_OF_JOIN = "expected: bash Multiple-Machines/start.sh --join=HOSTS_FILE RUN, the --run_dir of a run that trains"
+USAGE_OF_JOIN = "expected: bash Multiple-Machines/start.sh --join=HOSTS_FILE RUN, the --run_dir of a run in progress"
 # On the host, the task lives as long as the line to it: "stop" lets it save and leave, the end of the line kills it.
 REMOTE = """
 cd -- {folder} && exec 3<&0 </dev/null
@@ -74,10 +74,10 @@ def ssh_command():
     except ValueError as error:
         raise UserError(f"SSH={text} cannot be split into words: {str(error).lower()}") from None
     if not words:
-        raise UserError('SSH is empty: expected a command as SSH="ssh -i KEY"; unset it for plain ssh')
+        raise UserError('SSH is empty: expected a command such as SSH="ssh -i KEY"; unset it for plain ssh')
     if shutil.which(words[0]) is None:
         how = f"SSH={text}: there is" if "SSH" in os.environ else "there is"
-        raise UserError(f"{how} no program {words[0]}; install OpenSSH's client, or say in SSH how to reach the hosts")
+        raise UserError(f"{how} no program {words[0]}; install OpenSSH's client, or set SSH to another command")
     return words
 
 
@@ -114,7 +114,7 @@ def read_hosts(path):
     try:
         lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"the hosts file {path} cannot be read: {getattr(error, 'strerror', 'it is no text')}") from None
+        raise UserError(f"the hosts file {path} cannot be read: {getattr(error, 'strerror', 'it is not text')}") from None
     tasks: list[_Task] = []
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
@@ -124,7 +124,7 @@ def read_hosts(path):
                     f"{path}, line {number}: expected ps or worker, HOST:PORT and maybe a folder, not {line.strip()!r}"
                 )
             if not line.isprintable() and not line.replace("\t", " ").isprintable():
-                raise UserError(f"{path}, line {number}: {line.strip()!r} holds a character that is no text")
+                raise UserError(f"{path}, line {number}: {line.strip()!r} contains a character that is not text")
             if len(words) == 1:
                 raise UserError(f"{path}, line {number}: {words[0]} lacks its address, HOST:PORT")
             index = sum(task.job == words[0] for task in tasks)
@@ -145,7 +145,7 @@ def _ask_to_join(arguments):
     tasks = read_hosts(hosts_file)
     workers = [task for task in tasks if task.job == "worker"]
     if not workers:
-        raise UserError(f"{hosts_file} names no worker: expected lines as `worker HOST:PORT` of those that join")
+        raise UserError(f"{hosts_file} names no worker: expected lines such as `worker HOST:PORT` for those that join")
     cluster = _addresses(tasks)
     TaskSpecDef("worker", 0, None, cluster["ps"] or ["ps:1"], cluster["worker"])  # raises a UserError if that is no cluster
     hosts = [(worker.address, worker.folder) for worker in workers]
@@ -199,12 +199,12 @@ def _reserve(tasks, hosts_file, flags, is_open):
     flags.append(f"--num_workers={begin}")
     if most < begin:
         raise UserError(
-            f"--max_workers={most} are fewer than the {begin} workers of {hosts_file}: --num_workers says how many begin"
+            f"--max_workers={most} is less than the {begin} workers of {hosts_file}: start with fewer by --num_workers"
         )
     if is_open and most > named:
         raise UserError(
-            f"--max_workers={most} with --insecure: each place needs its address when the run begins, but {hosts_file} names "
-            f"{named}: name as many workers as there are places, of which --num_workers begin"
+            f"--max_workers={most} with --insecure: {hosts_file} names {named} workers, but each place needs an address when "
+            "the run begins: name one worker for each place, and start with fewer by --num_workers"
         )
     kept = [task for task in tasks if task.job == "ps" or task.index < (most if is_open else begin)]
     return kept + [_Task("worker", i, None) for i in range(named if is_open else begin, most)], begin
@@ -429,7 +429,7 @@ class _Run:
         """Takes note of the end of a line: that the task, or the room, has ended with this exit status."""
         task = next((task for task in self._tasks if task.line is line), None)
         if line in self._joining:
-            self._refuse(self._joining[line], f"{line.name} cannot be joined from: it ended with exit status {ended}")
+            self._refuse(self._joining[line], f"workers on {line.name} cannot join: it ended with exit status {ended}")
         if task is None and line not in self._vital:
             return
         if task:
@@ -478,7 +478,7 @@ class _Run:
           UserError: if that cannot be.
         """
         if not request.hosts:
-            raise UserError("on which hosts? bash Multiple-Machines/start.sh --join=HOSTS_FILE RUN, on several machines")
+            raise UserError("a run on several machines needs the hosts: bash Multiple-Machines/start.sh --join=HOSTS_FILE RUN")
         places.check_code(request, self._code)
         there = {task.address: task for task in self._tasks if task.is_there}
         for address, _ in request.hosts:
@@ -486,15 +486,15 @@ class _Run:
                 raise UserError(f"{address} is the address of {there[address].name}: give a worker another port")
         new = [(address, folder) for address, folder in request.hosts if address not in there]
         if not new:
-            raise UserError("all workers of the hosts file are there already: add a line, `worker HOST:PORT`")
+            raise UserError("all workers of the hosts file are already running: add a line, `worker HOST:PORT`")
         free = [task for task in self._workers[1:] if not task.is_there]
         if not self._doors:
             reserved = {task.address: task for task in free}
             for address, _ in new:
                 if address not in reserved:
                     raise UserError(
-                        f"{address} is no free place of this run: with --insecure the addresses of all places are those that "
-                        "its hosts file had when it began"
+                        f"{address} is not a free place of this run: with --insecure the hosts file at its start fixes the "
+                        "addresses of all places"
                     )
             free = [reserved[address] for address, _ in new]
         joining = places.first(len(new), free, len(self._workers))
@@ -532,7 +532,7 @@ class _Run:
         if joining.request:
             joining.request.answer(why, is_error=True)
         elif not self._is_ending():
-            print(f"worker 0 would wait for one that is lost: {why}; the others are stopped", flush=True)
+            print(f"worker 0 would wait for a lost worker: {why}; the others are stopped", flush=True)
             self._status = 1
 
     def _stand_in_for(self, task):

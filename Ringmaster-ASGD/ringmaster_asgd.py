@@ -24,6 +24,6 @@ def ringmaster_asgd(center, local, hp):
 
 
 if __name__ == "__main__":
-    text = "R: a gradient with so many updates by others since its pull, or more, is thrown away; inf is no limit"
+    text = "R: gradients of this staleness or more are discarded; inf: none"
     define_number("staleness_threshold", 10, text, least=1, finite=False)
     main(ringmaster_asgd, epochs=60, batch_size=32, learning_rate=0.1)

@@ -34,7 +34,7 @@ def semi_synchronous_sgd(center, local, hp):
 
 if __name__ == "__main__":
     define_number(
-        "staleness", 10, "s, how many steps a worker may be ahead of the slowest; inf is no limit", least=0, finite=False
+        "staleness", 10, "s: most steps that a worker may be ahead of the slowest; inf: no limit", least=0, finite=False
     )
     flags.DEFINE_bool("issync", False, "average the gradients of all workers in every step: synchronous SGD")
     main(semi_synchronous_sgd, pace="together", epochs=60, batch_size=32, learning_rate=0.1)

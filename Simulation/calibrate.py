@@ -84,7 +84,7 @@ def read(path):
     except (OSError, ValueError):
         result = None
     if not isinstance(result, dict):
-        raise error("expected the folder of a run that has come to its end, with a result.json")
+        raise error("expected the folder of a finished run, with a result.json")
     if result.get("simulated"):
         raise error("it is a simulated run; expected a real one")
     if missing := {"delays", "flags_of_scheme"} - {name for name, value in result.items() if value is not None}:
@@ -97,7 +97,7 @@ def read(path):
         raise damaged
     lines = read_metrics(path)
     if result.get("restarts") or sum("parameters" in line for line in lines) > 1:
-        raise error("tasks were started again, or it was resumed; expected a run that went through")
+        raise error("tasks were restarted, or the run was resumed; expected an uninterrupted run")
     try:
         return _measured(str(path), result, lines, error)
     except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
@@ -154,11 +154,13 @@ def check(measured, settings, variables):
     if before != variables:
         raise UserError(f"--calibrate={measured.path}: it trained another model than --model={settings.model}")
     if unknown := [name for name in measured.result["flags_of_scheme"] if not hasattr(settings, name)]:
-        raise UserError(f"--calibrate={measured.path}: its scheme had a flag --{unknown[0]}, which it has no more")
+        raise UserError(f"--calibrate={measured.path}: its scheme had a flag --{unknown[0]}, which no longer exists")
     for name in ("latency_ms", "mbit", "mbit_up"):
         count, n = len(getattr(settings, name) or []), measured.result["num_workers"]
         if count > 1 and n != settings.num_workers:
-            raise UserError(f"--calibrate={measured.path}: it has {n} workers, and --{name} has {count}: give one for all")
+            raise UserError(
+                f"--calibrate={measured.path}: it has {n} workers, but --{name} has {count} values: give one for all"
+            )
 
 
 class Clock(NamedTuple):

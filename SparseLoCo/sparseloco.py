@@ -33,18 +33,18 @@ def sparseloco(center, local, hp):
 def check(settings):
     """Raises a `UserError` for flags that contradict each other."""
     if settings.top > settings.chunk_size:
-        raise UserError(f"--top={settings.top} values of each chunk are more than the {settings.chunk_size} of --chunk_size")
+        raise UserError(f"--top must be at most --chunk_size={settings.chunk_size}, not {settings.top}")
     if settings.compress != "none":
-        raise UserError(f"--compress={settings.compress} is for vectors that are sent whole: choose --top and --value_bits")
+        raise UserError(f"--compress={settings.compress} is for dense messages: choose --top and --value_bits instead")
     if 8 < settings.value_bits < 32:
         raise UserError(f"--value_bits must be 2 to 8, or 32 for values as they are, not {settings.value_bits}")
 
 
 if __name__ == "__main__":
-    define_integer("chunk_size", 4096, "values of a chunk, of which --top are sent", least=1, most=2**22)
-    define_integer("top", 64, "values of each chunk that a worker sends, the largest", least=1, most=2**22)
+    define_integer("chunk_size", 4096, "values in a chunk, of which the largest --top are sent", least=1, most=2**22)
+    define_integer("top", 64, "k: number of values of each chunk that a worker sends", least=1, most=2**22)
     define_integer("value_bits", 2, "bits of a value that is sent: 2 to 8, or 32 for a float32", least=2, most=32)
-    define_number("error_decay", 0.95, "β, the share of what was not sent that a worker keeps each round", least=0, most=1.0)
+    define_number("error_decay", 0.95, "β: decay of the error feedback in each round", least=0, most=1.0)
     define_number("weight_decay", 0.1, "λ of AdamW", least=0)
     define_number("local_learning_rate", 0.002, "η' of AdamW", above=0)
     main(sparseloco, pace="together", optimizer_on="worker", check=check, epochs=60, batch_size=32, learning_rate=1, window=10)

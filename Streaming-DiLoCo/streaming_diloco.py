@@ -37,15 +37,15 @@ def check(hp):
     """Raises a `UserError` if an exchange would take longer than until the next one."""
     if hp.overlap_steps > hp.window:
         raise UserError(
-            f"--overlap_steps={hp.overlap_steps} is more than --window={hp.window}, the local steps between two exchanges: one "
-            "exchange is on its way at a time; give at most as many"
+            f"--overlap_steps must be at most --window={hp.window}, the local steps between two exchanges, not "
+            f"{hp.overlap_steps}: only one exchange may be in flight"
         )
 
 
 if __name__ == "__main__":
-    define_integer("fragments", 2, "P: the parameters are exchanged in so many parts, in turn", least=1, most=64)
-    define_integer("overlap_steps", 2, "τ: local steps for which an exchange is on its way, at most the window", least=0)
-    define_number("mixing", 0.5, "α of x ← α x + (1 − α) x̃ when an exchange has ended; 0 takes x̃", least=0, most=1)
+    define_integer("fragments", 2, "P: number of fragments of the parameters, exchanged in turn", least=1, most=64)
+    define_integer("overlap_steps", 2, "τ: local steps during which an exchange is in flight, at most the window", least=0)
+    define_number("mixing", 0.5, "α of x ← α x + (1 − α) x̃ at the end of an exchange; 0 takes x̃", least=0, most=1)
     define_number("momentum", 0.9, "μ of the outer step", least=0, below=1)
     define_number("weight_decay", 0.1, "λ of AdamW", least=0)
     define_number("local_learning_rate", 0.002, "η' of AdamW", above=0)

@@ -25,9 +25,9 @@ def check(hp):
     """Raises a `UserError` if there is not one rate for each worker, and each place of one that may come."""
     n, what = hp.max_workers or hp.num_workers, "places of workers" if hp.max_workers else "workers"
     if len(hp.learning_rates) != n:
-        raise UserError(f"--learning_rates has {len(hp.learning_rates)} for {n} {what}: give one for each")
+        raise UserError(f"--learning_rates has {len(hp.learning_rates)} values for {n} {what}: give one for each")
     if hp.max_workers and hp.weight_decay:
-        raise UserError("--weight_decay goes by the sum of all rates, which changes with --max_workers: leave one of them out")
+        raise UserError("--weight_decay depends on the sum of all rates, which changes with --max_workers: leave one out")
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def train(task, settings):
     It differs from the plain way in the optimizer and in what makes it end: `plain_tensorflow.train` has the comments.
     """
     if (settings.model, settings.data) != ("mlp", "digits"):
-        raise UserError("SyncReplicasOptimizer is shown with --model=mlp and --data=digits alone; the schemes take any")
+        raise UserError("this script takes only --model=mlp and --data=digits; the schemes take any model and data")
     if (settings.rounds_per_call or 1) > 1:
         raise UserError("--rounds_per_call must be 1 here: it needs a feed_dict for every step")
     settings = settings.but(scheme="SyncReplicasOptimizer")
@@ -128,5 +128,5 @@ def train(task, settings):
 
 
 if __name__ == "__main__":
-    define_integer("num_tokens", -1, "tokens to begin with; -1: one for each worker", least=-1, most=2**20)
+    define_integer("num_tokens", -1, "initial number of tokens; -1: one for each worker", least=-1, most=2**20)
     main(train=train, without=("window", "loss"), pace="together", epochs=60, batch_size=32, learning_rate=0.2)

@@ -28,5 +28,5 @@ def check(hp):
 
 
 if __name__ == "__main__":
-    define_integer("backup_workers", 0, "how many of the workers, the slowest, an update does not wait for", least=0)
+    define_integer("backup_workers", 0, "number of stragglers that an update does not wait for", least=0)
     main(synchronous_sgd, pace="together", check=check, without=("window",), epochs=60, batch_size=32, learning_rate=0.2)

@@ -25,6 +25,6 @@ def slowmo(center, local, hp):
 
 
 if __name__ == "__main__":
-    define_number("slow_momentum", 0.5, "β of the step of all workers", least=0, below=1)
-    define_number("slow_learning_rate", 1, "α of the step of all workers", above=0)
+    define_number("slow_momentum", 0.5, "β of the slow momentum", least=0, below=1)
+    define_number("slow_learning_rate", 1, "α, the slow learning rate", above=0)
     main(slowmo, pace="together", optimizer_on="worker", epochs=60, batch_size=32, learning_rate=0.1, window=10)

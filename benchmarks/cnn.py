@@ -24,7 +24,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=5, help="turns of each (default: 5)")
     parser.add_argument("--seconds", type=float, default=10, help="of training in a turn (default: 10)")
-    parser.add_argument("--fit", action="store_true", help="be one of the processes that train by fit")
+    parser.add_argument("--fit", action="store_true", help="run as one of the processes that train with fit")
     options = parser.parse_args()
     if options.fit:
         return fit(options.seconds)
@@ -100,7 +100,7 @@ def together(seconds):
     with tempfile.TemporaryDirectory() as run_dir:
         run = train("HogWild", build, load, epochs=10**6, num_workers=WORKERS, run_dir=run_dir, verbose=False, **flags)
         if run.result["samples_per_second"] is None:  # the machine is so busy that the first call took longer
-            raise UserError(f"no worker came to its second call within --seconds={seconds:g}: give more")
+            raise UserError(f"no worker reached its second call within --seconds={seconds:g}: give more")
         return run.result["samples_per_second"]
 
 

@@ -33,7 +33,7 @@ def main():
     arguments = sys.argv[1:]
     split = arguments.index("--") if "--" in arguments else len(arguments)
     parser = argparse.ArgumentParser(usage='%(prog)s "SCRIPT [flags]" ["SCRIPT [flags]" ...] [--rounds=N] [-- flags of all]')
-    parser.add_argument("scripts", nargs="+", help="the last one is what the others are measured against")
+    parser.add_argument("scripts", nargs="+", help="scripts to compare; the last one is the baseline")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each script (default: 3)")
     options = parser.parse_args(arguments[:split])
     flags = [*SAME_WORK, *arguments[split + 1 :]]  # of two equal flags the later one counts
@@ -105,7 +105,7 @@ def run(script, flags):
             result["parameters"] = count_parameters(Path(run_dir, "model.keras"))
     together = result["samples_per_second"] * result["train_seconds"]  # samples from the last worker's start on
     if together < 0.5 * result["samples"]:
-        sys.exit(f"{script}: for more than half of the samples not all workers had started; give more --epochs")
+        sys.exit(f"{script}: more than half of the samples came before all workers had started; give more --epochs")
     return result
 
 

@@ -51,7 +51,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=5, help="runs of each scheme and compression (default: 5)")
     parser.add_argument("--epochs", type=float, default=60, help="of each run (default: 60)")
-    parser.add_argument("--cost", action="store_true", help="print the processor time of a round, and nothing else")
+    parser.add_argument("--cost", action="store_true", help="print only the processor time of a round")
     parser.add_argument("schemes", nargs="*", help="folders (default: all)")
     options = parser.parse_args()
     if options.seeds < 1 or options.epochs <= 0:
@@ -71,7 +71,7 @@ def main():
     if options.schemes and file.exists():
         before = json.loads(file.read_text())
         if any(before[name] != report[name] for name in ("seeds", "epochs")):
-            parser.error("compression.json is of other --seeds or --epochs: name no scheme")
+            parser.error("compression.json has other --seeds or --epochs: run all schemes, without naming any")
         report["schemes"] = before["schemes"]
     # A process for each scheme: TensorFlow keeps what it has compiled.
     with multiprocessing.get_context("spawn").Pool(maxtasksperchild=1) as pool:

@@ -56,9 +56,9 @@ def feeds(x, y, batch_size, rng):
 def train(task, settings):
     """Trains as this worker, or in this one process when `task` is None; see `common.training.train`."""
     if (settings.model, settings.data) != ("mlp", "digits"):
-        raise UserError("the plain way is written for --model=mlp and --data=digits alone; the schemes take any")
+        raise UserError("plain TensorFlow takes only --model=mlp and --data=digits here; the schemes take any model and data")
     if (settings.rounds_per_call or 1) > 1:
-        raise UserError("--rounds_per_call must be 1 here: the plain way needs a feed_dict for every step")
+        raise UserError("--rounds_per_call must be 1 here: plain TensorFlow needs a feed_dict for every step")
     settings = settings.but(scheme="plain TensorFlow")
     # Imported only now: the launcher reads this file too, and does not need tensorflow.
     from common import training

@@ -74,13 +74,13 @@ TABLES: dict[str, tuple[Any, Any]] = {  # name: file, and what makes a table of 
 def main():
     """Writes the tables, or checks them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="only look whether all tables are those of the files")
+    parser.add_argument("--check", action="store_true", help="only check that all tables agree with the files")
     options = parser.parse_args()
     for path in [RULES, *READMES]:
         before = path.read_text() if path.exists() else ""
         after = rules() if path == RULES else with_tables(before)
         if after != before and options.check:
-            sys.exit(f"{path} has other figures than its files: run python benchmarks/report.py")
+            sys.exit(f"{path} disagrees with its files: run python benchmarks/report.py")
         if after != before:
             path.write_text(after)
 

@@ -83,7 +83,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3, help="runs of each (default: 3)")
     parser.add_argument("--seconds", type=float, default=3, help="of training in each (default: 3)")
-    parser.add_argument("--only", help="those whose name begins with one of these, separated by commas; writes no file")
+    parser.add_argument("--only", help="beginnings of the names to run, separated by commas; writes no file")
     options = parser.parse_args()
     if options.rounds < 1 or options.seconds <= 0:
         parser.error("--rounds must be at least 1, and --seconds greater than 0")
@@ -91,7 +91,7 @@ def main():
     if options.only:
         chosen = {name: value for name, value in chosen.items() if name.startswith(tuple(options.only.split(",")))}
         if not chosen:
-            parser.error(f"--only={options.only} is none of: {'; '.join(CONTESTANTS)}")
+            parser.error(f"--only={options.only} matches none of: {'; '.join(CONTESTANTS)}")
     if DDP in chosen and not importlib.util.find_spec("torch"):
         print("PyTorch is not installed, so its DDP is left out: pip install torch", flush=True)
         del chosen[DDP]
@@ -148,7 +148,7 @@ def check_same_work(results):
     for name, result in results.items():
         workers, optimizer = 1 if name == "one process" else 2, CONTESTANTS[name][1]
         if result["num_workers"] != workers or result["optimizer"] != optimizer:
-            sys.exit(f"not the same work: {name} had {result['num_workers']} workers and for optimizer {result['optimizer']!r}")
+            sys.exit(f"not the same work: {name} had {result['num_workers']} workers and the optimizer {result['optimizer']!r}")
 
 
 def table(report, names=None):
@@ -171,7 +171,7 @@ def targets(report):
     """Returns what was to be reached, and what was, as a Markdown table."""
     lines = ["| | at least | of | reached |", "|---|---:|---|---:|"]
     for target in report["targets"]:
-        mark = "" if target["reached"] >= target["at_least"] else ", short of it"
+        mark = "" if target["reached"] >= target["at_least"] else ", missed"
         lines.append(f"| {target['what']} | {target['at_least']:g} × | {target['of']} | {target['reached']:.2f} ×{mark} |")
     return "\n".join(lines)
 

@@ -48,10 +48,10 @@ def main():
 def parse(arguments):
     """Returns the options of a command line."""
     parser = argparse.ArgumentParser(usage='%(prog)s "COMMAND" ["COMMAND" ...] [--rounds=N] [--speed] or --write README.md ...')
-    parser.add_argument("commands", nargs="+", help="each takes --run_dir, as every run.sh and script does")
+    parser.add_argument("commands", nargs="+", help="commands that take --run_dir, as every run.sh and script does")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each command (default: 3)")
-    parser.add_argument("--speed", action="store_true", help=f"a column for {SPEED}, too")
-    parser.add_argument("--write", action="store_true", help="READMEs are named; runs the commands above their tables")
+    parser.add_argument("--speed", action="store_true", help=f"add a column for {SPEED}")
+    parser.add_argument("--write", action="store_true", help="take READMEs instead, and run the commands above their tables")
     options = parser.parse_args(arguments)
     if options.rounds < 1:
         parser.error(f"--rounds must be at least 1, not {options.rounds}")

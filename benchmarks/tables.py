@@ -56,10 +56,10 @@ OF_SIZES = "HogWild/hogwild.py --window=10 --num_workers=2"
 def main():
     """Runs all, and writes what came out."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each of those that are compared (default: 3)")
-    parser.add_argument("--seconds", type=float, default=4, help="of training in each of them (default: 4)")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each contestant (default: 3)")
+    parser.add_argument("--seconds", type=float, default=4, help="seconds of training in each (default: 4)")
     parser.add_argument("--long", type=float, default=60, help="seconds of training with each size of table (default: 60)")
-    parser.add_argument("--workers", default="1,2", help="numbers of workers to compare with (default: 1,2)")
+    parser.add_argument("--workers", default="1,2", help="numbers of workers in the comparison (default: 1,2)")
     parser.add_argument("--only", choices=["compared", "sizes"], help="one part; writes no file")
     options = parser.parse_args()
     if options.rounds < 1 or options.seconds <= 0 or options.long <= 0:
@@ -168,7 +168,7 @@ def watch(process, run_dir, began):
                 points.append((drawn, sum(map(memory.processor_seconds, tasks.values()))))
         time.sleep(0.1)  # between two measurements; nothing waits for it
     if len(points) < 2:
-        sys.exit("too few samples to tell their processor time: give more --seconds")
+        sys.exit("too few samples to measure their processor time: give more --seconds")
     (start, before), (end, after) = points[min(1, len(points) - 2)], points[-1]  # graphs are prepared before the first
     return {
         "first_step": round(first or 0, 1),
@@ -210,7 +210,7 @@ def targets(report):
     lines = [f"| | at least | of | {heads(report)} |", "|---|---:|---|" + "---:|" * len(numbers)]
     for what, least, of in TARGETS:
         reached = [report["runs"][n][what]["median"] / report["runs"][n][of]["median"] for n in numbers]
-        marked = [f"{ratio:.2f} ×{'' if ratio >= least else ', short of it'}" for ratio in reached]
+        marked = [f"{ratio:.2f} ×{'' if ratio >= least else ', missed'}" for ratio in reached]
         lines.append(f"| {what} | {least} × | {of} | {' | '.join(marked)} |")
     return "\n".join(lines)
 

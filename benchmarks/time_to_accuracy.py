@@ -57,6 +57,7 @@ SCHEMES = {  # the script, and its flags
     "SparseLoCo": "SparseLoCo/sparseloco.py --window=10 --local_learning_rate=0.006 --top=256 --warmup_steps=10",
 }
 COLUMNS = ("seconds", "samples", "megabytes")
+BEHIND_TEXT = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
 
 
 def main():
@@ -195,6 +196,9 @@ def chart(curves, report, path):
         said = f"{of_one['seconds']:.1f} s, {of_one['megabytes']:,.0f} MB" if is_known else "never"
         axes.set_title(name, fontsize=8.5)
         axes.text(0.97, 0.05, said, transform=axes.transAxes, ha="right", fontsize=8)
+        if is_known and of_one["reached"] < report["seeds"]:
+            said = f"{of_one['reached']} of {report['seeds']} runs reached it"
+            axes.text(0.97, 0.13, said, transform=axes.transAxes, ha="right", fontsize=8, bbox=BEHIND_TEXT)
         axes.grid(alpha=0.3)
         axes.set(xlim=(0, last), ylim=(0, None))
     for axes in panels:  # those that are left

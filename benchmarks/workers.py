@@ -72,7 +72,7 @@ def main():
     """Runs all, and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=1, help="virtual seconds of each run (default: 1)")
-    parser.add_argument("--most", type=int, default=WORKERS[-1], help="workers at most (default: 1000)")
+    parser.add_argument("--most", type=int, default=WORKERS[-1], help="largest number of workers (default: 1000)")
     parser.add_argument("schemes", nargs="*", help="folders (default: all)")
     options = parser.parse_args()
     names = options.schemes or list(SCHEMES)
@@ -91,7 +91,7 @@ def main():
     if options.schemes and (HERE / "workers.json").exists():
         before = json.loads((HERE / "workers.json").read_text())
         if any(before[name] != report[name] for name in ("cluster", "seconds", "workers")):
-            parser.error("workers.json is of another cluster, other numbers of workers or other --seconds: name no scheme")
+            parser.error("workers.json has another cluster, other numbers of workers or --seconds: run all, without naming any")
         report["schemes"] = before["schemes"]
     # A process for each scheme: TensorFlow keeps what it has compiled.
     with multiprocessing.get_context("spawn").Pool(maxtasksperchild=1) as pool:

@@ -208,23 +208,23 @@ def define():
     values = absl_flags.FlagValues()
     number = functools.partial(flags.define_number, flag_values=values)
     integer = functools.partial(flags.define_integer, flag_values=values)
-    number("parameters", None, "of the model, as 25e6", least=1)
-    integer("workers", None, "workers, equal but for --slow and --step_cv", least=2, most=MOST_WORKERS)
+    number("parameters", None, "number of parameters of the model, such as 25e6", least=1)
+    integer("workers", None, "number of workers, equal except for --slow and --step_cv", least=2, most=MOST_WORKERS)
     number("step_ms", None, "milliseconds of a local step of a worker", above=0)
     number("mbit", None, "Mbit/s of a worker's link each way (default: no limit)", above=0)
     number("ps_mbit", None, "the same of each ps (default: --mbit)", above=0)
-    number("latency_ms", 0, "milliseconds of a message one way, without its bytes", least=0)
-    integer("num_ps", 1, "ps, between which the bytes of a message are divided", least=1, most=10_000)
-    text = "local steps of a round, of schemes that make several (default: each scheme's own)"
+    number("latency_ms", 0, "one-way latency of an empty message in milliseconds", least=0)
+    integer("num_ps", 1, "number of ps, which share the bytes of a message", least=1, most=10_000)
+    text = "local steps of a round in schemes with several (default: the scheme's own)"
     integer("window", None, text, least=1, most=MOST_WINDOW)
     integer("batch_size", 32, "samples of a local step", least=1)
-    number("slow", 1, "how many times as long one of the workers takes for a step", least=1)
-    number("step_cv", 0, "how much the times of steps vary: their deviation by their mean", least=0, most=10.0)
-    text = "how a worker writes the vectors that it sends to the ps"
+    number("slow", 1, "step time of the straggler, relative to the other workers", least=1)
+    number("step_cv", 0, "coefficient of variation of step times (standard deviation / mean)", least=0, most=10.0)
+    text = "compression of the vectors that a worker sends to the ps"
     absl_flags.DEFINE_enum("compress", "none", flags.COMPRESSIONS, text, flag_values=values)
     text = "share of the values that --compress=topk sends (default: 0.01)"
     number("topk", None, text, above=0, most=1.0)
-    text = "how the ps write the parameters that a worker gets"
+    text = "compression of the parameters that the ps send to a worker"
     absl_flags.DEFINE_enum("compress_pull", "none", flags.PULL_COMPRESSIONS, text, flag_values=values)
     for name, text in YES.items():
         absl_flags.DEFINE_bool(name, False, text, flag_values=values)
@@ -296,7 +296,7 @@ def advice(estimates, without, settings):
     folder, _, variant = name.partition(", ")
     found = next((each for each in estimates if each.name == folder and not variant), None)
     if found is None:
-        return lines + ([f"With these flags it cannot be had: {without[folder]}."] if folder in without else [])
+        return lines + ([f"It does not work with these flags: {without[folder]}."] if folder in without else [])
     if rule["fact"] == "messages" and not settings.window:
         found = with_window(found, lambda window: of_scheme(settings, name, name, window))
     window = f", with a window of {found.window}" if found.window > 1 else ""
@@ -304,7 +304,7 @@ def advice(estimates, without, settings):
     if found.computing < ENOUGH:
         lines.append(f"That is less than {ENOUGH:.0%}: send fewer bytes, as with --compress=int8 or SparseLoCo, or add ps.")
     if found.ps_load > 0.5:
-        more = f"more of them divide that, as --num_ps={2 * settings.num_ps}"
+        more = f"add ps to share the load, as with --num_ps={2 * settings.num_ps}"
         lines.append(f"The links of the ps are in use for {found.ps_load:.0%} of the time: {more}.")
     words = {"num_ps": settings.num_ps, "num_workers": settings.workers}
     words |= {"window": found.window} if found.window > 1 else {}

@@ -76,7 +76,7 @@ class Callback:
                     self._stop()
             except (Exception, SystemExit) as error:
                 if not self._has_failed:
-                    tell(f"{self._flag} raised {data.one_line(error)}; training goes on, and later errors of it are not told")
+                    tell(f"{self._flag} raised {data.one_line(error)}; training goes on, and its later errors are not shown")
                 self._has_failed = True
             for line in printed.getvalue().splitlines():
                 tell(line)

@@ -70,7 +70,7 @@ class GlobalParameters:
         self.dropped: Any = None
         self.size = len(initial_parameters)
         if self.size < fragments:
-            raise UserError(f"--fragments={fragments} are more than the {self.size} parameters of the model: give fewer")
+            raise UserError(f"--fragments={fragments} is more than the {self.size} parameters of the model: give fewer")
         feed = tf.placeholder(tf.float32, [self.size], "initial_parameters")
         # Piece i lies on ps i mod num_ps, and those of a fragment come one after the other.
         self._num_pieces = fragments * min(num_ps, self.size // fragments)
@@ -82,7 +82,7 @@ class GlobalParameters:
         )
         self.sizes = [int(piece.shape[0]) for piece in self.pieces]
         if tables and compression is not None:
-            raise UserError("--compress: rows of tables (common.Embedding) are sent as they are: leave it out")
+            raise UserError("--compress: rows of tables (common.Embedding) are sent uncompressed: leave it out")
         kinds = [(spec, (Table, ()) if spec.rows else (Vocabulary, (max_rows,))) for spec in tables]
         self.tables = [kind(spec, num_ps, device_fn, *more) for spec, (kind, more) in kinds]
         self.optimizer_of_rows = None  # else one in place of the scheme's, for all tables; `common.schedules` sets it
@@ -121,7 +121,7 @@ class GlobalParameters:
           UserError: if there is no such fragment.
         """
         if not 0 <= p < self.fragments:
-            raise UserError(f"there is no fragment {p}: the parameters are cut into {self.fragments}, as --fragments says")
+            raise UserError(f"there is no fragment {p}: the parameters have {self.fragments} fragments (--fragments)")
         count = len(self.pieces) // self.fragments
         return range(p * count, (p + 1) * count)
 
@@ -199,14 +199,14 @@ class GlobalParameters:
             return [*parts_of(message.vector, sizes), *message.parts()], _keep_nothing
         if self.tables:
             raise UserError(
-                "with common.Embedding, an update is made of `local.gradient`, or a multiple of it, which has the gradients of "
-                f"rows, as in {SCHEMES}; for other schemes take keras.layers.Embedding, whose table every worker has whole"
+                "with common.Embedding, a push sends `local.gradient`, or a multiple of it, which has the gradients of rows, "
+                f"as in {SCHEMES}; for other schemes use keras.layers.Embedding, whose whole table is on every worker"
             )
         if self.compression is None or self.compression.push == "none":
             return parts_of(message, sizes), _keep_nothing
         flag = f"--compress={self.compression.push}"
         if (sender := worker()) is None:
-            raise UserError(f"{flag} needs to know whose message this is: build the steps by `common.steps.build_steps`")
+            raise UserError(f"{flag} needs to know the worker that sends: build the steps with `common.steps.build_steps`")
         packing = Packing(self.compression, sizes, sender, number_of_packed, gives)
         with tf.control_dependencies(made_with(sender, "take") if gives else []):
             parts = parts_of(message, sizes, packing)
@@ -395,7 +395,7 @@ class GlobalParameters:
           UserError: with `--compress` or `--compress_pull`, since values are added up on their way.
         """
         if self.compression is not None:
-            raise UserError("--compress and --compress_pull are for messages to and from a ps, which center.ring has none of")
+            raise UserError("--compress and --compress_pull are for messages to and from a ps; center.ring has none")
         return self._only("waits", Ring, local)
 
     def clocks(self, local, staleness=0, quorum=None):

@@ -53,8 +53,8 @@ def writing_into(folder):
             raise
         what = "start again"
         if any(Path(folder).glob("*.index")):
-            what = "those in it are whole, and --resume goes on from the newest"
-        raise TrainingFailed(f"no checkpoint can be written into {folder}: {why}; {what} when that is mended") from None
+            what = "its checkpoints are intact, and --resume continues from the newest"
+        raise TrainingFailed(f"no checkpoint can be written into {folder}: {why}; {what} once that is fixed") from None
 
 
 def checkpoints_in(folder):
@@ -579,7 +579,7 @@ class Keeper(tf.train.SessionRunHook):
             self._failure = error
         except (tf.errors.OpError, RuntimeError) as error:
             if not ended.is_set():  # else the session was closed; the main loop meets the same error, and handles it
-                print(f"no checkpoints are saved in this session any more: {str(error).splitlines()[0]}", flush=True)
+                print(f"this session saves no more checkpoints: {str(error).splitlines()[0]}", flush=True)
 
     def _claim_turn(self, session):
         """Returns whether this worker is to save now, the seconds after which it is to ask again if not, and the step."""

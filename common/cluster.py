@@ -60,7 +60,7 @@ class TaskSpecDef:
             raise UserError(f"the index of a task must be a whole number, not {_short(self.index)}")
         self.index = int(self.index)
         if len(master) > 1:
-            raise UserError(f"there is one master at most, not {len(master)}: {_short(', '.join(master), quoted=False)}")
+            raise UserError(f"a cluster has at most one master, not {len(master)}: {_short(', '.join(master), quoted=False)}")
         self.hosts = {"ps": self.ps_hosts, "worker": [*master, *self.worker_hosts]}
         self._check()
         self.num_ps = len(self.hosts["ps"])
@@ -85,7 +85,7 @@ class TaskSpecDef:
                 # A name with a dash first would be an option to the programs that get it, as ssh.
                 address = re.fullmatch(r"[\w.:%[\]][\w.:%[\]-]*:(\d{1,5})", str(host), re.ASCII)
                 if not address or not 0 < int(address[1]) < 2**16 or _is_like_no_ip(str(host).rpartition(":")[0]):
-                    raise UserError(f"the {job} {_short(host)} is no address: expected host:port")
+                    raise UserError(f"the {job} {_short(host)} is not an address: expected host:port")
                 other = tasks.setdefault(host.lower(), f"{job} {i}")
                 if other != f"{job} {i}":
                     raise UserError(f"{host} is the address of {other} and of {job} {i}: each task needs a port of its own")
@@ -161,7 +161,7 @@ class TaskSpecDef:
                 address = self.hosts[self.job][self.job_index]
                 raise UserError(
                     f"{self.job} {self.job_index} cannot listen at {address}: the port is taken on this machine, or not "
-                    "allowed; give all tasks another one for it"
+                    "allowed; choose another port for it, in the flags of all tasks"
                 ) from None
             if self.is_worker():
                 say_waits_of(f"{self.job} {self.job_index}", self.hosts)
@@ -199,7 +199,7 @@ class TaskSpecDef:
         if self.is_evaluator():
             return self
         if self.num_workers == 1 or not self.worker_hosts:
-            raise UserError("an evaluator is the last of several workers, but there is one only, which has to train")
+            raise UserError("an evaluator takes the place of the last worker, but the only worker has to train")
         is_last = self.type == "worker" and self.index == len(self.worker_hosts) - 1
         job, index = ("evaluator", 0) if is_last else (self.type, self.index)
         return TaskSpecDef(job, index, self.trial, self.ps_hosts, self.worker_hosts[:-1], self.master)
@@ -305,7 +305,7 @@ def _from_tf_config():
     except ValueError as error:
         raise UserError(f"TF_CONFIG is not JSON ({error}); expected {example}") from None
     except RecursionError:
-        raise UserError(f"TF_CONFIG is nested too deep; expected {example}") from None
+        raise UserError(f"TF_CONFIG is nested too deeply; expected {example}") from None
     config = config if isinstance(config, dict) else {}
     cluster, task = config.get("cluster"), config.get("task", {})
     if not isinstance(cluster, dict) or not isinstance(task, dict) or (cluster and not {"type", "index"} <= set(task)):
@@ -329,7 +329,7 @@ def _hosts_of_job(name, tasks, example):
     if isinstance(tasks, dict) and set(tasks) == set(map(str, range(len(tasks)))):
         tasks = [tasks[str(i)] for i in range(len(tasks))]
     if not isinstance(tasks, list) or not all(isinstance(host, str) for host in tasks):
-        raise UserError(f"TF_CONFIG: the hosts of the job {_short(name)} are no list of host:port; expected {example}")
+        raise UserError(f"TF_CONFIG: the hosts of the job {_short(name)} are not a list of host:port; expected {example}")
     return tasks
 
 

@@ -173,8 +173,8 @@ def pack_sparse(vector, chunk_size, top, value_bits):
     """
     if value_bits not in (*range(2, 9), 32) or not 1 <= top <= chunk_size <= 2**22:
         raise UserError(
-            "a sparse message has chunks of at most 4,194,304 values, no more of each than it has, and 2 to 8 bits for a "
-            f"value, or 32: not chunk_size={chunk_size}, top={top}, value_bits={value_bits}"
+            "a sparse message needs chunk_size <= 4,194,304, 1 <= top <= chunk_size, and value_bits of 2 to 8, or 32; not "
+            f"chunk_size={chunk_size}, top={top}, value_bits={value_bits}"
         )
     n = int(vector.shape[0])
     count = -(-n // chunk_size)

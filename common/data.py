@@ -244,7 +244,7 @@ def text():
     try:
         from pydoc_data.topics import topics
     except ImportError:
-        raise UserError("--data=text is the help that comes with Python, but this one lacks pydoc_data") from None
+        raise UserError("--data=text is Python's own help, but this Python lacks pydoc_data") from None
     paragraphs = "\n\n".join(topics[name] for name in sorted(topics)).split("\n\n")
     return next_characters("\n\n".join(dict.fromkeys(paragraphs)))
 
@@ -267,7 +267,7 @@ def checked(arrays, spec):
         raise
     except Exception:  # an object that is no array may raise anything when it is converted
         expected = "((x_train, y_train), (x_test, y_test)) as NumPy arrays"
-        weights = "and weights as a third of each, if samples have some"
+        weights = "and weights as a third of each pair, if samples have some"
         raise UserError(f"--data={spec} must give {expected}, {weights}{_given_instead(arrays)}") from None
     for name, part in parts.items():
         parts[name] = _map_named(functools.partial(_in_types_of_training, name[0]), part, f"--data={spec}: {name}")
@@ -292,7 +292,7 @@ def checked(arrays, spec):
             continue
         if train.keys() != test.keys():
             names = " and ".join(f"{axis}_{half} {len(arrays)}" for half, arrays in (("train", train), ("test", test)))
-            raise UserError(f"--data={spec}: {names} arrays, of other names or numbers; expected the same in both")
+            raise UserError(f"--data={spec}: {names} arrays, with different names or numbers; expected the same in both")
         for key, array in train.items():
             other = test[key]
             if array.shape[1:] != other.shape[1:] or array.dtype != other.dtype:
@@ -315,7 +315,7 @@ def _given_instead(given):
         if inspect.isgenerator(part):
             return "; it gave a generator: np.stack(list(...)) makes an array, tf.data.Dataset.from_generator a dataset"
     if len(pairs) == 3 and all(isinstance(pair, (tuple, list)) and len(pair) in (2, 3) for pair in pairs):
-        return "; it gave three pairs: leave out that of validation, as --validation=0.1 holds out a tenth for it"
+        return "; it gave three pairs: leave out the validation pair; --validation=0.1 holds out a tenth instead"
     for part in parts:
         if isinstance(part, list) and len({len(row) for row in part if isinstance(row, (list, tuple))}) > 1:
             return "; it gave lists of unequal lengths: keras.utils.pad_sequences makes an array of them"
@@ -330,7 +330,7 @@ def _as_arrays(part, name):
         raise UserError(f"{name} has masked values; fill them (.filled), or leave their samples out")
     if isinstance(part, dict):
         if other := [key for key in part if not isinstance(key, str)]:
-            raise UserError(f"{name} has the key {other[0]!r}: expected a name, as that of an input or output of the model")
+            raise UserError(f"{name} has the key {other[0]!r}: expected the name of an input or output of the model")
         return {key: _as_arrays(value, f"{name}[{key!r}]") for key, value in _items(part)}
     if isinstance(part, tuple) or (isinstance(part, list) and part and all(hasattr(value, "shape") for value in part)):
         if all(hasattr(value, "shape") and len(value.shape) > 0 for value in part) or any(isinstance(v, dict) for v in part):
@@ -515,7 +515,7 @@ def shard(data, index, count):
     """
     if data.num_samples < count:
         raise UserError(
-            f"{data.num_samples} training samples are too few for {count} workers: --num_workers or the data must change"
+            f"{data.num_samples} training samples are too few for {count} workers: choose fewer --num_workers or more data"
         )
     return _taken(data.train, slice(index, None, count))
 
@@ -547,8 +547,8 @@ def check_batch(x, y, batch_size, window=1, num_workers=1):
         of = f" with a window of {window:,} steps" if window > 1 else ""
         each = f" in {num_workers} workers" if num_workers > 1 else ""
         raise UserError(
-            f"--batch_size={batch_size}{of}{each} takes at least {limits.as_bytes(need)} of memory, but there are "
-            f"{limits.as_bytes(has)}: choose less"
+            f"--batch_size={batch_size}{of}{each} takes at least {limits.as_bytes(need)} of memory, but the machine has "
+            f"{limits.as_bytes(has)}: choose a smaller one"
         )
 
 

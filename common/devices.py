@@ -68,15 +68,15 @@ def with_gpus(settings, num_workers_given):
     """
     text = settings.gpus
     if text != "all" and not re.fullmatch(r"\d+(,\d+)*", text):
-        raise UserError(f"--gpus must be all, or numbers of GPUs as 0,2, not {text!r}")
+        raise UserError(f"--gpus must be all, or GPU numbers such as 0,2, not {text!r}")
     named = [] if text == "all" else [int(number) for number in text.split(",")]
     if len(set(named)) < len(named):
         raise UserError(f"--gpus={text} names a GPU twice; to have workers share GPUs, give more --num_workers")
     count = _count_gpus()
     numbers = named or list(range(count))
     if max(numbers, default=-1) >= count:
-        those = f"{count}: 0 to {count - 1}" if count else "none"
-        raise UserError(f"--gpus={text} names GPU {max(numbers)}, but of those TensorFlow sees {those}")
+        those = f"only {count}: 0 to {count - 1}" if count else "none"
+        raise UserError(f"--gpus={text} names GPU {max(numbers)}, but TensorFlow sees {those}")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # if it is set, numbers count what it lists
     names = visible.split(",") if visible else [str(number) for number in range(count)]
     own = {} if num_workers_given or not numbers else {"num_workers": len(numbers)}
@@ -90,7 +90,7 @@ def _count_gpus():
     command = [sys.executable, "-c", f"{safe}; {program}"]
     asked = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, text=True)
     if asked.returncode:
-        raise UserError(f"--gpus: TensorFlow cannot be asked for GPUs: {last_error(asked.stderr, '')}")
+        raise UserError(f"--gpus: TensorFlow cannot list the GPUs: {last_error(asked.stderr, '')}")
     return int(asked.stdout.split()[-1])
 
 

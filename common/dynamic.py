@@ -34,7 +34,7 @@ class Dynamic:
     def __init__(self, center, local, most):
         if center.schedule is not None:
             raise UserError(
-                "center.dynamic: nobody knows before how many updates a run has, so the learning rate has no schedule"
+                "center.dynamic: the number of updates is not known in advance, so the learning rate cannot follow a schedule"
             )
         self.most, self._center, self._local = most, center, local
         with tf.control_dependencies(None), tf.variable_scope(local.name):
@@ -103,4 +103,4 @@ class Dynamic:
     def check_round(self, name, words):
         """Raises a `UserError` if an update does not count the local steps that it is made of."""
         if words.count("count") != words.count("change"):
-            raise UserError(f"{name}: center.dynamic goes with center.exact, whose push counts the local steps")
+            raise UserError(f"{name}: center.dynamic needs center.exact, whose push counts the local steps")

@@ -34,16 +34,16 @@ class Embedding(keras.layers.Embedding):
             for name in ("embeddings_regularizer", "embeddings_constraint", "weights", "lora_rank", "quantization_config"):
                 if others.get(name) is not None:
                     raise UserError(
-                        f"the layer {others.get('name', 'Embedding')} has {name}, which needs the whole table, and that is on "
-                        "the ps: leave it out, or use keras.layers.Embedding, whose table every worker has whole"
+                        f"the layer {others.get('name', 'Embedding')} has {name}, which needs the whole table, but that is on "
+                        "the ps: leave it out, or use keras.layers.Embedding, whose whole table is on every worker"
                     )
         super().__init__(1 if input_dim is None else input_dim, output_dim, **others)
         self.is_on_ps, self.input_dim, self._known = is_on_ps, input_dim, known
         self.seed, self.seed_of_rows = tables.seed_on_ps(), seed_of_rows
         if is_on_ps and self.variable_dtype != "float32":
             raise UserError(
-                f"{self.name} has rows of {self.variable_dtype}, and tables on the ps hold float32: leave its dtype out, or "
-                "take one whose variables are float32, as mixed_bfloat16"
+                f"{self.name} has rows of {self.variable_dtype}, but tables on the ps hold float32: leave its dtype out, or "
+                "choose one whose variables are float32, such as mixed_bfloat16"
             )
 
     def build(self, input_shape=None):
@@ -54,7 +54,7 @@ class Embedding(keras.layers.Embedding):
             super().build(input_shape)
         elif self._known is None:
             raise UserError(
-                f"{self.name} has no number of rows, as they appear on ps: train it in a cluster, or give it a number of rows"
+                f"{self.name} has no fixed number of rows: train it in a cluster (rows appear on the ps), or fix the number"
             )
         else:
             numbers = {"initializer": "zeros", "trainable": False}
@@ -116,8 +116,8 @@ class Embedding(keras.layers.Embedding):
         exact = EXACT.get(dtype.name, 1)
         if (tables.IDS if self.input_dim is None else self.input_dim) > exact:
             raise UserError(
-                f"the ids of {self.name} come as {dtype.name}, which has no whole numbers beyond {exact:,} without gaps: give "
-                'the model an input of whole numbers, keras.Input(..., dtype="int64")'
+                f"the ids of {self.name} come as {dtype.name}, which skips whole numbers above {exact:,}: give the model an "
+                'input of whole numbers, keras.Input(..., dtype="int64")'
             )
 
     @property
@@ -143,8 +143,8 @@ class Embedding(keras.layers.Embedding):
     def _needs_table(self, what):
         if self.is_on_ps:
             raise UserError(
-                f"{self.name}: {what} needs the whole table, and that is on the ps: leave it out, or use "
-                "keras.layers.Embedding, whose table every worker has whole"
+                f"{self.name}: {what} needs the whole table, but that is on the ps: leave it out, or use "
+                "keras.layers.Embedding, whose whole table is on every worker"
             )
 
     def _known_rows(self, ids):

@@ -30,9 +30,9 @@ class Exact:
 
     def __init__(self, center, local, remember, threshold=None):
         if remember not in ("step", "value"):
-            raise UserError(f'remember is "step" or "value", not {remember!r}')
+            raise UserError(f'remember must be "step" or "value", not {remember!r}')
         if threshold is not None and (remember != "step" or not threshold > 0):
-            raise UserError(f'a threshold of staleness goes with "step" and is more than 0, not {remember!r} and {threshold!r}')
+            raise UserError(f'a staleness threshold needs "step" and a number above 0, not {remember!r} and {threshold!r}')
         self.threshold = threshold
         if threshold is not None:
             center.count_dropped()
@@ -44,8 +44,8 @@ class Exact:
                 return
             if center.tables:
                 raise UserError(
-                    "the ps would have to keep all rows that this worker has pulled, of each table (common.Embedding): take a "
-                    "scheme that compares x̃ with nothing, or keras.layers.Embedding"
+                    "the ps would have to keep all rows of tables (common.Embedding) that this worker has pulled: use a scheme "
+                    "that does not compare x̃, or keras.layers.Embedding"
                 )
             for i, piece in enumerate(center.pieces):
                 with tf.device(piece.device):
@@ -98,7 +98,7 @@ class Exact:
         made = []  # local steps, if they are to be counted
         if dynamic is not None:
             if self.threshold is not None:
-                raise UserError("center.dynamic counts the local steps of each push: no threshold may throw one away")
+                raise UserError("center.dynamic counts the local steps of each push, so a threshold must not discard any")
             steps, begin_anew = dynamic.take()
             begun = [begin_anew]
             with tf.device(center.step.device), tf.control_dependencies(None):

@@ -184,10 +184,10 @@ def _script_of(scheme, pace, flags, sent):
     if isinstance(scheme, str):
         script = script_of(scheme)
         if pace != "own":
-            raise UserError(f"pace={pace!r} is for a scheme that is a function: {scheme} has its own")
+            raise UserError(f"pace={pace!r} is only for a scheme given as a function: {scheme} has its own")
         return script
     if not callable(scheme):
-        raise UserError(f"a scheme is the name of a folder, as 'HogWild', or a generator function, not {scheme!r:.60}")
+        raise UserError(f"a scheme is the name of a folder, such as 'HogWild', or a generator function, not {scheme!r:.60}")
     path = sent / scheme.__name__ / f"{scheme.__name__}.py"
     path.parent.mkdir()
     path.write_text(_SCHEME)
@@ -336,13 +336,13 @@ class _SentModel:
             raise _cannot_be_sent(causes[-1] if causes else data.one_line(error).partition(". ")[0]) from error
         before, after = ([type(layer) for layer in model._flatten_layers()] for model in (keras_model, again))
         if before != after:
-            raise _cannot_be_sent(f"Keras makes another of its config, of {len(after)} layers in place of {len(before)}")
+            raise _cannot_be_sent(f"Keras rebuilds it from its config with {len(after)} layers instead of {len(before)}")
         if not keras_model.built:
             return
         for old, new in itertools.zip_longest(keras_model.weights, again.weights):
             a, b = (None if v is None else v.numpy() for v in (old, new))
             if a is None or b is None or not np.array_equal(a, b, equal_nan=a.dtype.kind == "f"):
-                raise _cannot_be_sent(f"Keras does not give {(old or new).path} back as it was")
+                raise _cannot_be_sent(f"Keras does not restore {(old or new).path} unchanged")
 
 
 def _cannot_be_sent(why):
@@ -505,7 +505,7 @@ def _run(command, program, names, verbose):
                 os.killpg(launcher.pid, signal.SIGKILL)
                 launcher.wait()
         errors.seek(0)
-        line = ([line for line in errors.read().splitlines() if line.strip()] or ["it said nothing"])[-1]
+        line = ([line for line in errors.read().splitlines() if line.strip()] or ["it printed nothing"])[-1]
     if launcher.returncode == 0:
         return
     if is_interrupted or launcher.returncode == 130:

@@ -87,7 +87,7 @@ class Settings:
         raise _NoFlag(f"there is no flag --{name}; a scheme's script defines its own, as common.flags.define_number does")
 
     def __setattr__(self, name, value):
-        raise AttributeError(f"settings do not change: make others with but({name}=...)")
+        raise AttributeError(f"settings are immutable: make a changed copy with but({name}=...)")
 
     def but(self, **changes):
         """Returns these settings with some changes."""
@@ -210,7 +210,7 @@ def define_numbers(name, default, help, least=None, above=None, most=FLOAT32, fl
 
 def define_gpus(flag_values=flags.FLAGS):
     """Defines the flag that `common.devices.with_gpus` reads."""
-    text = "all, or numbers such as 0,2: a GPU for each worker (default of --num_workers: one worker for each GPU)"
+    text = "all, or numbers such as 0,2: one GPU per worker (default of --num_workers: one worker per GPU)"
     flags.DEFINE_string("gpus", None, text, flag_values)
 
 
@@ -343,9 +343,9 @@ def define(defaults):
     flags.DEFINE_bool("resume", False, text)
     text = "seconds between checkpoints: the death of a ps costs at most this much training, and one call"
     define_number("checkpoint_secs", own("checkpoint_secs", 5), text, above=0, most=SECONDS)
-    text = "seconds between evaluations on the test set during training; more, where an evaluation takes long"
+    text = "seconds between evaluations on the test set during training; more if an evaluation takes long"
     define_number("evaluation_secs", 1, text, above=0, most=SECONDS)
-    text = "most restarts of a task within an hour: the first at once, later ones after a pause that grows to 30 s"
+    text = "maximum number of restarts of a task within an hour: the first at once, later ones after a pause that grows to 30 s"
     define_integer("max_restarts", 3, text, least=0)
     text = "seconds without progress after which a task is killed and restarted; also the limit for checking --data and --model"
     define_number("hang_secs", 60, text, least=2, most=SECONDS)
@@ -353,7 +353,7 @@ def define(defaults):
     define_number("give_up_secs", 600, text, least=1, most=SECONDS)
     define_isolation()
     flags.DEFINE_bool("launch", False, "start --num_ps and --num_workers processes on this machine, as run.sh does")
-    flags.DEFINE_bool("check", False, "check the flags, the data and the model, and train nothing")
+    flags.DEFINE_bool("check", False, "check the flags, the data and the model, without training")
     flags.DEFINE_enum("job_name", None, ["ps", "worker"], "the job of this task, when started by hand")
     define_integer("task_index", None, "the index of this task in its job", least=0)
     flags.DEFINE_list("ps_hosts", None, "host:port of each ps, separated by commas")
@@ -383,12 +383,12 @@ def parse(values, arguments, program, without=()):
         print_help(values, program, without)
         sys.exit(0)
     for name in present(values, *without):
-        raise UserError(f"--{name} means nothing to {program} (--help lists its flags)")
+        raise UserError(f"--{name} is not a flag of {program} (--help lists its flags)")
     if rest:
         raise UserError(f"unexpected argument {rest[0]!r}: flags are written --name=value (--help lists all)")
     # Other programs than a scheme's have neither.
     if "topk" in values and values.topk is not None and values.compress != "topk":
-        raise UserError(f"--topk={values.topk:g} is for --compress=topk: leave it out, or give that")
+        raise UserError(f"--topk={values.topk:g} needs --compress=topk: add that, or leave --topk out")
     settings = Settings(**{name: values[name].value for name in values if name in own_names(values)})
     _check_sizes(settings)
     return settings
@@ -403,11 +403,11 @@ def sizes(settings):
 def _check_sizes(settings):
     for name in TRANSFORMER:
         if (value := getattr(settings, name, None)) is not None and settings.model != "transformer":
-            raise UserError(f"--{name}={value} is for --model=transformer: leave it out, or give that")
+            raise UserError(f"--{name}={value} needs --model=transformer: add that, or leave --{name} out")
     if (has := sizes(settings))["width"] % has["heads"]:
         raise UserError(
             f"--heads={has['heads']} does not divide --width={has['width']}: each head has an equal part of the width, so "
-            "choose a multiple of the heads"
+            "choose a width that is a multiple of the heads"
         )
 
 

@@ -36,7 +36,7 @@ def folder_of(name):
 
     def capture(scheme=None, train=None, pace="own", without=(), check=None, evaluate=None, optimizer_on="ps", **defaults):
         if scheme is None:
-            raise UserError(f"{script.name} has a main loop of its own, and no scheme that virtual workers could run")
+            raise UserError(f"{script.name} has a main loop of its own, so virtual workers cannot run it")
         if pace != "own":  # as in `common.main`: workers that wait for each other begin together
             without = (*without, "warm_start_steps")
         found.append(Folder(script.resolve().parent.name, scheme, check, without, optimizer_on, defaults))

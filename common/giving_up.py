@@ -65,7 +65,7 @@ class GiveUpHook(tf.train.SessionRunHook):
             words.tell(f"{who}: the result is without {'it' if len(workers) == 1 else 'them'}")
             self._rendezvous.give_up(workers)
             return
-        how = "start all tasks again, with --resume, which goes on from the newest checkpoint"
+        how = "restart all tasks with --resume, which continues from the newest checkpoint"
         print(f"{self._settings.scheme}: {who}: {how}", file=sys.stderr, flush=True)
         what = self._task, self._server, sorted(workers)
         saying = threading.Thread(target=ending.say_done, args=what, daemon=True)

@@ -91,7 +91,7 @@ class StartHook(tf.train.SessionRunHook):
         while (missing := self._missing(session)) and not self._is_over():
             if time.monotonic() >= self._deadline:
                 count = f"{len(missing)} of {self._num_workers} workers"
-                tell(f"{count} have not come within --start_secs={self._secs:g}: the others begin")
+                tell(f"{count} have not started within --start_secs={self._secs:g}: the others begin")
                 break
             time.sleep(0.02)
 
@@ -145,7 +145,7 @@ class MeetingHook(tf.train.SessionRunHook):
     def after_create_session(self, session, coord):
         """Enters, or if it was said before that this worker has left, says so again: a ps that was restarted forgets."""
         if self._meeting.vote is not None and self._session:
-            raise RuntimeError("the connection to a ps was lost; all workers have to be started again")
+            raise RuntimeError("the connection to a ps was lost; all workers must be restarted")
         self._session = session
         self._come(session)
         if self._has_left:

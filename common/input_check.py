@@ -100,7 +100,7 @@ class _Check(Run):
         flag = self._flag() or "the check of data and model"
         if self._task.why_killed:
             limit = self._limit(self._task.progress)
-            return f"{flag} did not come to an end within {limit:g} s; if it needs more, give a larger --hang_secs"
+            return f"{flag} did not finish within {limit:g} s; if it needs longer, give a larger --hang_secs"
         if status == 2 and f"{script_name}: " in printed:
             return said
         if (how := of_memory(printed)) or status < 0:
@@ -108,5 +108,5 @@ class _Check(Run):
         if status == 130:  # no Ctrl-C reaches it
             return f"{flag}: it raised KeyboardInterrupt"
         if status in (0, EARLY) or said == NOTHING:
-            return f"{flag}: it ended the program, with exit status {status % EARLY}, in place of returning"
+            return f"{flag}: it exited with status {status % EARLY} instead of returning"
         return said

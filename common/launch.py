@@ -95,7 +95,7 @@ def _launch(script, arguments, settings, process=None, shared=None):
     if status == 0:
         check_locks(settings.run_dir)
         if _version(result) in (None, before):  # what is there is of a run that this one goes on with
-            raise TrainingFailed(f"worker 0 has ended, but written no {result}")
+            raise TrainingFailed(f"worker 0 ended without writing {result}")
         _complete_result(settings, tasks)
     progress.summary(settings, status)
     return status

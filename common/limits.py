@@ -39,8 +39,8 @@ def check_tasks(num_ps, num_workers):
     need, has = count + max(num_ps, num_workers) + FILES_OF_A_TASK, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if has != resource.RLIM_INFINITY and need > has:
         raise UserError(
-            f"{count:,} tasks need {need:,} open files each, but `ulimit -n` allows {has:,}: fewer --num_ps or --num_workers, "
-            f"or ulimit -n {need}"
+            f"{count:,} tasks need {need:,} open files each, but `ulimit -n` allows {has:,}: choose fewer --num_ps or "
+            f"--num_workers, or raise the limit, ulimit -n {need}"
         )
     check_threads(f"{count:,} tasks need some", THREADS_OF_A_TASK * count, "--num_ps or --num_workers")
 
@@ -49,7 +49,7 @@ def check_threads(what, need, flags):
     """Raises a `UserError` if this machine cannot have so many threads; it says what needs them, and which flag to lower."""
     has, of = _processes()
     if need > has:
-        raise UserError(f"{what} {need:,} threads, but {of} allows {has:,}: fewer {flags}, or a higher limit")
+        raise UserError(f"{what} {need:,} threads, but {of} allows {has:,}: choose fewer {flags}, or raise the limit")
 
 
 def _processes():

@@ -121,8 +121,8 @@ class LocalParameters:
                 self._window = Window(self.tables, self.model, self.batches, steps, lambda: self.index)
         if self._left or self._window.steps != steps:
             raise UserError(
-                f"with tables (common.Embedding) each pull is for {self._window.steps} local steps, and all have to be made "
-                "before the next: say local.pull(center, steps)"
+                f"with tables (common.Embedding) each pull is for {self._window.steps} local steps, all of them before the "
+                "next pull: say local.pull(center, steps)"
             )
         self._left = steps
         return self._window
@@ -135,8 +135,8 @@ class LocalParameters:
         """Raises a `UserError` if there are tables, for what works with all parameters of a worker."""
         if self.tables:
             raise UserError(
-                f"{word} needs all parameters on the worker, and tables (common.Embedding) are on the ps: take another scheme, "
-                f"as {SCHEMES}; or keras.layers.Embedding"
+                f"{word} needs all parameters on the worker, but tables (common.Embedding) are on the ps: use another scheme, "
+                f"such as {SCHEMES}; or keras.layers.Embedding"
             )
 
     def state_at(self, parameters):
@@ -231,7 +231,7 @@ class LocalParameters:
     def difference(self):
         """x − x̃ as `compare` found it, a variable `[size]`."""
         if "difference" not in self._vectors:
-            raise UserError("local.difference is what `local.compare(center)` finds: yield that before")
+            raise UserError("local.difference is the result of `local.compare(center)`: yield that first")
         return self.vector("difference")
 
     def pull(self, center, steps=None):
@@ -347,7 +347,7 @@ class LocalParameters:
         if self.tables:
             self._check_tables(window, optimizer, at, accumulate)
         if isinstance(window, tf.Tensor) != (self.dynamic is not None):
-            raise UserError("the window of local.train is a number; where the scheme has center.dynamic, it is `dynamic.steps`")
+            raise UserError("the window of local.train is a number; in a scheme with center.dynamic it is `dynamic.steps`")
         dynamic, first = self.dynamic, self._window.steps - self._left if self._window else 0
         self.local_steps += dynamic.most if dynamic else window
         self._left -= 0 if dynamic else window
@@ -419,20 +419,20 @@ class LocalParameters:
             self._only_vector("local.train without a pull before it")
         if type(optimizer).__name__ not in ROW_BY_ROW:
             raise UserError(
-                f"{type(optimizer).__qualname__} changes rows of a table (common.Embedding) that no gradient is for: on the "
+                f"{type(optimizer).__qualname__} changes rows of a table (common.Embedding) without a gradient, too: on the "
                 "workers choose GradientDescentOptimizer or AdagradOptimizer"
             )
         if self.decay is not None:
             raise UserError("--weight_decay changes every row of a table (common.Embedding) at each step: leave it out")
         if isinstance(window, tf.Tensor) or window > self._left:
             raise UserError(
-                "with tables (common.Embedding) a worker trains no more local steps than its last pull has got rows for: say "
+                "with tables (common.Embedding) a worker trains at most the local steps for which its last pull got rows: say "
                 "local.pull(center, steps)"
             )
         if accumulate and self._left == self._window.steps:
             raise UserError(
-                "with tables (common.Embedding) the gradients of a push are those of the rows of one pull: --n_push has to be "
-                "--n_fetch, or a divisor of it"
+                "with tables (common.Embedding) the gradients of a push are those of the rows of one pull: --n_push must be "
+                "--n_fetch or a divisor of it"
             )
 
     def _change_rows(self, optimizer, g, of_rows):

@@ -74,7 +74,7 @@ def main(scheme=None, train=None, pace="own", without=(), check=None, evaluate=N
         if why is None:
             raise
         where = getattr(error, "filename", None) or "the folder of the run"
-        what = "mend that, and go on with --resume, if there is a checkpoint"
+        what = "fix that, and continue with --resume if there is a checkpoint"
         sys.exit(_say(failed, f"{script.name}: {where} cannot be written: {why}; {what}"))
     except KeyboardInterrupt:
         sys.exit(130)
@@ -151,14 +151,14 @@ def _check_places(settings, pace, evaluate, has_launcher, task, num_workers_give
     if evaluate:
         raise UserError(f"{flag}: {settings.scheme} has an evaluator in the last place: leave it out")
     if not has_launcher and not task:
-        raise UserError(f"{flag} is for --launch, which `bash {settings.scheme}/run.sh` gives: a launcher lets workers join")
+        raise UserError(f"{flag} needs --launch, which `bash {settings.scheme}/run.sh` adds: workers join through the launcher")
     if not has_launcher and task.num_workers != settings.max_workers:
         raise UserError(f"{flag}, but the cluster names {task.num_workers} of them: each place needs an address of its own")
     if (settings.gpus is not None or not has_launcher) and not num_workers_given:
         why = "with --gpus" if has_launcher else "in a cluster that no launcher has started"
-        raise UserError(f"{flag}: {why} name --num_workers, too, with which the run begins")
+        raise UserError(f"{flag}: {why} give --num_workers, too, the number at the start")
     if settings.max_workers < settings.begin_workers:
-        raise UserError(f"{flag} are fewer than --num_workers={settings.begin_workers}, with which the run begins")
+        raise UserError(f"{flag} is less than --num_workers={settings.begin_workers}, the number at the start")
 
 
 def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, arguments, defaults):
@@ -190,7 +190,7 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
         is_by_tf_config = settings.job_name is None and os.environ.get("TF_CONFIG", "").strip()
         task = task if is_by_tf_config else task.use_last_worker_as_evaluator()
     elif task and task.is_evaluator():
-        raise UserError(f"this task is an evaluator, which {script.name} does not have; Continuous-Evaluation has")
+        raise UserError(f"this task is an evaluator, but {script.name} has none; use Continuous-Evaluation")
     flags.check_keras()
     if settings.run_dir == "":
         raise UserError("--run_dir is empty: name a folder, or leave the flag out")
@@ -203,13 +203,13 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
     if evaluate and not settings.num_evaluators:  # trains alone, and on all that there is
         settings = settings.but(validation=None, patience=None)
     if settings.patience and not settings.validation:
-        raise UserError("--patience is about the loss on held-out samples: give --validation, the share of them, too")
+        raise UserError("--patience needs held-out samples: give their share, too, with --validation")
     if task is None and flags.present(values, "give_up_secs"):
-        raise UserError("--give_up_secs is for tasks started by hand: a launcher starts again what has died (--max_restarts)")
+        raise UserError("--give_up_secs is for tasks started by hand: a launcher restarts its tasks (--max_restarts)")
     if task is None and not launches:
         for name in flags.present(values, "num_ps", "num_workers", "gpus"):
             raise UserError(
-                f"--{name} is for --launch, which `bash {settings.scheme}/run.sh` gives; without it, one process trains"
+                f"--{name} needs --launch, which `bash {settings.scheme}/run.sh` adds; without it, one process trains"
             )
     if not launches:  # what a scheme may ask for
         num_ps, num_workers = (task.num_ps, task.num_workers) if task else (0, 1)
@@ -221,7 +221,7 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
     if (settings.steps or 0) * settings.window * settings.batch_size > flags.INT64:
         raise UserError(
             f"--steps={settings.steps} of {settings.window:,} × {settings.batch_size:,} samples each are more samples than 64 "
-            "bits count: choose fewer steps or smaller batches"
+            "bits can count: choose fewer steps or smaller batches"
         )
     if launches:
         limits.check_tasks(settings.num_ps, (settings.max_workers or settings.num_workers) + settings.num_evaluators)

@@ -21,7 +21,7 @@ def parts_of(message, sizes, pack=None):
         return list(zip(*(parts_of(each, sizes, pack) for each in message), strict=True))
     if isinstance(message, PackedPieces):
         if pack is not None:
-            raise UserError("--compress is for vectors that are sent whole, and this scheme packs its own: leave it out")
+            raise UserError("--compress is for dense messages, but this scheme compresses its own: leave it out")
         return message.parts
     if isinstance(message, tf.IndexedSlices):
         return _slices(message, sizes)
@@ -99,7 +99,7 @@ class AtUpdate:
 
     def _piece(self, name):
         if self.is_of_table:
-            raise UserError(f"rows of a table (common.Embedding) have no at_update.{name}: a scheme with it takes no tables")
+            raise UserError(f"rows of a table (common.Embedding) have no at_update.{name}: a scheme with it cannot have tables")
         return self._i
 
     @property
@@ -144,7 +144,7 @@ def gradient_of(part, at_ps, at_update, name="at_ps"):
     gradient = at_ps(part, at_update) if at_ps else part
     if hasattr(gradient, "read_value"):  # as what `slot.assign(...)` returns
         gradient = gradient.read_value()
-    by = f"what `{name}` returns is" if at_ps else "without `at_ps`, a message is"
+    by = f"`{name}` must return" if at_ps else "without `at_ps`, a message is"
     if not isinstance(gradient, (tf.Tensor, tf.IndexedSlices)) or gradient.dtype != tf.float32:
         what = f"of {gradient.dtype.name}" if isinstance(gradient, (tf.Tensor, tf.IndexedSlices)) else type(gradient).__name__
         raise UserError(f"{by} the gradient that the optimizer gets: expected float32 values, not {what}")

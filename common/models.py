@@ -180,7 +180,8 @@ def _of_sequences(spec, data, sizes):
     count = tokens * classes if is_linear else transformer.size(length, tokens, classes, sizes["layers"], sizes["width"])
     of = "" if is_linear else "".join(f" --{name}={sizes[name]}" for name in ("layers", "width"))
     what = f"the samples are numbers 0 to {most}, the labels classes 0 to {classes - 1}, and --model={spec}{of}"
-    _check_size(what, count, "; choose less, and number both without gaps, as np.unique(..., return_inverse=True) does")
+    hint = "; choose a smaller model, and number both without gaps, as np.unique(..., return_inverse=True) does"
+    _check_size(what, count, hint)
     if is_linear:
         return keras.Sequential([keras.Input([length], dtype="int32"), keras.layers.Embedding(tokens, classes)])
     return transformer.build(length, tokens, classes, **sizes)
@@ -195,7 +196,7 @@ def _check_size(what, count, hint):
     if need > has:
         raise UserError(
             f"{what} would have {count:,} parameters, which take at least {limits.as_bytes(need)} of memory, "
-            f"but there are {limits.as_bytes(has)}{hint}"
+            f"but the machine has {limits.as_bytes(has)}{hint}"
         )
 
 
@@ -241,7 +242,7 @@ def checked(keras_model, data, loss=None, last_operation=None):
     if not keras_model.trainable_variables:
         has_tables = any(getattr(layer, "is_on_ps", False) for layer in keras_model._flatten_layers())
         others = " but the tables on the ps" if has_tables else ""
-        raise UserError(f"the model has no trainable variables{others}, and workers need some: give it a layer of weights")
+        raise UserError(f"the model has no trainable variables{others}: give it a layer with weights")
     for v in [*keras_model.trainable_variables, *keras_model.non_trainable_variables]:
         values = v.numpy()
         if values.dtype.kind == "f" and not np.isfinite(values).all():
@@ -272,7 +273,7 @@ def _refuse_strings(keras_model):
         taken = [given for node in layer._inbound_nodes for given in node.input_tensors]
         if any(given is its for given in inputs for its in taken):
             what = f"the layer {layer.name} ({type(layer).__name__})"
-            raise UserError(f"{what} takes strings, and samples are numbers; {OF_STRINGS}")
+            raise UserError(f"{what} takes strings, but samples are numbers; {OF_STRINGS}")
 
 
 def _refuse_other_names(keras_model, x):
@@ -285,9 +286,9 @@ def _refuse_other_names(keras_model, x):
         return
     names = ", ".join(map(repr, sorted(expected)))
     if others := sorted(x.keys() - expected):
-        raise UserError(f"the samples have {others[0]!r}, which is none of the model's inputs, {names}: leave it out")
+        raise UserError(f"the samples have {others[0]!r}, which is not an input of the model ({names}): leave it out")
     if missing := sorted(expected - x.keys()):
-        raise UserError(f"the samples lack {missing[0]!r}, one of the model's inputs, {names}")
+        raise UserError(f"the samples lack {missing[0]!r}, an input of the model ({names})")
 
 
 def _numbers(results):
@@ -345,7 +346,7 @@ def _refuse_what_is_not_honoured(keras_model):
     for name in _OF_FIT:
         if name in vars(keras_model) or getattr(type(keras_model), name) is not getattr(keras.Model, name):
             raise UserError(
-                f"the model has a {name} of its own, which no worker calls: what it computes belongs in compute_loss"
+                f"the model has a {name} of its own, which no worker calls: move its computation to compute_loss"
             )
 
 
@@ -354,12 +355,12 @@ def _refuse_layers(keras_model):
     for layer in keras_model._flatten_layers():
         if layer.compute_dtype == "float16":
             raise UserError(
-                f"{layer.name} computes in float16, where small gradients become 0: fit scales the loss, no scheme does; "
+                f"{layer.name} computes in float16, where small gradients become 0: fit scales the loss, but no scheme does; "
                 "choose mixed_bfloat16"
             )
         if getattr(layer, "stateful", False) is True:
             raise UserError(
-                f"{layer.name} is stateful: it would go on where the batch before has ended, but workers draw batches at random"
+                f"{layer.name} is stateful: it would continue from the previous batch, but workers draw batches at random"
             )
 
 
@@ -465,12 +466,12 @@ def _as_user_error(what):
         captures = "Attempting to capture an EagerTensor" in line
         if "custom_gradient decorator" in line or captures and _is_in(error, "custom_gradient.py"):
             line = (
-                "a custom gradient of a function that uses variables or takes arguments by name, as of keras.remat and "
-                "RematScope, is computed in no graph but that of fit"
+                "a custom gradient of a function with variables or keyword arguments, as in keras.remat and RematScope, works "
+                "only in the graph of fit"
             )
         elif captures:
             line = (
-                "it needs a variable or table that is none of its layers' keras.Variables, as a tf.Variable, a lookup layer, "
+                "it needs a variable or table other than its layers' keras.Variables, such as a tf.Variable, a lookup layer, "
                 "keras.random without a SeedGenerator, or the compiled optimizer"
             )
         line = re.sub(r"{{function_node .*?}} | \[Op:\w+\].*|  Label values: .*", "", line)  # nor does TensorFlow

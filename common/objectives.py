@@ -37,7 +37,7 @@ def choose(keras_model, outputs, last_operation, data, loss=None):
     has_own = computes_it or keras_model.compiled and keras_model not in _compiled_here
     if loss is not None:
         if has_own:
-            raise UserError(f"--loss={loss}: the model is compiled, or has a compute_loss, which says what it minimizes")
+            raise UserError(f"--loss={loss}: the model has a loss already, compiled or in compute_loss: leave --loss out")
         by_name(keras_model, loss, last_operation())
         _compiled_here.add(keras_model)
     elif not has_own:
@@ -47,7 +47,7 @@ def choose(keras_model, outputs, last_operation, data, loss=None):
     elif not keras_model.compiled:
         keras_model.compile("sgd")  # or `fit`, and `evaluate`, would refuse it
     if not (minimizes := text(keras_model)):
-        raise UserError("the model is compiled without a loss, and its layers have none: compile it with one")
+        raise UserError("the model is compiled without a loss, and its layers add none: compile it with one")
     return minimizes
 
 
@@ -71,7 +71,7 @@ def by_name(keras_model, name, last_operation=None):
     try:
         found = keras.losses.get(name)
     except (ValueError, TypeError):
-        raise UserError(f"--loss must be a loss of Keras's, as mean_absolute_error, not {name!r}") from None
+        raise UserError(f"--loss must be a loss of Keras, such as mean_absolute_error, not {name!r}") from None
     if "from_logits" in inspect.signature(getattr(found, "fn", found)).parameters:
         known = ", ".join(_CROSS_ENTROPIES)
         raise UserError(f"--loss={name} may take logits or probabilities: choose {known}, or compile the model with it")
@@ -129,7 +129,7 @@ def _check_labels(outputs, last_operation, data):
         if of_labels and data.num_classes == 2:
             hint = f"; one-hot labels become class numbers by .argmax(axis=-1); for several labels of a sample {own}"
         elif shape == list(data.y_train.shape[1:]) and data.num_classes > 2:
-            hint = "; if they are no classes, give them as numbers, y.astype('float32')"
+            hint = "; if they are not classes, give them as floats, y.astype('float32')"
         elif shape[-1:] == [1] and data.num_classes == 2:
             hint = f"; for one output {own}, as --loss=binary_crossentropy"
         raise UserError(

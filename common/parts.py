@@ -86,5 +86,6 @@ def check_shape(checkpoint, shapes, name, expected):
     if shape is None or not tf.TensorShape(shape).is_compatible_with(expected):
         had = "not there" if shape is None else f"of shape {shape}"
         raise UserError(
-            f"{checkpoint} does not fit: {name} is {had}, expected {expected}; give what it was made with, or another --run_dir"
+            f"{checkpoint} does not fit: {name} is {had}, expected {expected}; use the model and flags that it was saved with, "
+            "or another --run_dir"
         )

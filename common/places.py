@@ -43,17 +43,17 @@ def check_code(request, code):
     """Raises a `UserError` if the code is no more what `code_of` returned, or another one where a `Request` was made."""
     known, of_both, folders = code
     if request.version != known or version(*folders) != of_both:
-        raise UserError("the code has changed since the run began, or is of another checkout: join with the one of the run")
+        raise UserError("the code has changed since the run began, or is another checkout's: join with the code of the run")
 
 
-ENDING = {"join": "the run is ending, so nobody can join", "leave": "the run is ending, and all its workers with it"}
+ENDING = {"join": "the run is ending, so no worker can join", "leave": "the run is ending, and all its workers with it"}
 
 
 def first(count, free, total):
     """Returns the first `count` of the places that are free, of `total`. Raises a `UserError` if there are too few."""
     if len(free) < count:
         raise UserError(
-            f"{len(free)} of the {total} places of the run are free, too few for {count}: --max_workers says how many there are"
+            f"{len(free)} of the {total} places of the run are free, too few for {count}: --max_workers sets their number"
         )
     return free[:count]
 
@@ -172,7 +172,7 @@ def ask(run_dir, what, count, hosts=()):
       UserError: if there is none, or it refuses.
     """
     if not Path(run_dir).is_dir():
-        raise UserError(f"there is no folder {run_dir}: expected the --run_dir of a run that trains")
+        raise UserError(f"there is no folder {run_dir}: expected the --run_dir of a run in progress")
     words = {"what": what, "count": count, "version": version(COMMON), "hosts": list(hosts)}
     try:
         with _named(run_dir) as path, socket.socket(socket.AF_UNIX) as connection:
@@ -183,7 +183,7 @@ def ask(run_dir, what, count, hosts=()):
                 file.flush()
                 answer = json.loads(file.readline())
     except (FileNotFoundError, ConnectionError, ValueError):  # the last of an answer that never came
-        raise UserError(f"no run with --max_workers trains in {run_dir}: it is over, or was begun without") from None
+        raise UserError(f"no run with --max_workers is training in {run_dir}: it has ended, or began without it") from None
     except OSError as error:
         raise UserError(f"the launcher of {run_dir} cannot be asked: {error.strerror or error}") from None
     if answer["is_error"]:

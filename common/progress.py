@@ -428,7 +428,7 @@ def summary(settings, status):
     if result["train_seconds"]:
         speed = f"{result['train_seconds']:.1f} s of training, {result['samples_per_second']:,.0f} samples/s"
     elif result["staleness_mean"] is not None:  # some worker has trained
-        speed = "no samples/s: too little was trained when the last worker had started"
+        speed = "no samples/s: too little training after the start of the last worker"
     else:
         speed = "nothing was left to do: --steps, --epochs or --seconds had been reached before"
     measured = [f"{name} {result[key]:{form}}, " for name, key, form in measures([result]) if key != "test_loss"]
@@ -448,11 +448,11 @@ def summary(settings, status):
     restarts = result.get("restarts_of_workers", [])
     least = min((n for i, n in enumerate(shares) if not any(restarts[i : i + 1])), default=math.inf)
     if max(shares) > UNEQUAL * least and not settings.delays and not left:
-        say("the workers' samples differ much, so the parameters are mostly of some workers' data: train for longer")
+        say("some workers trained on far fewer samples, so the parameters mostly reflect the others' data: train for longer")
     reached = max((line["global_step"] for line in lines), default=0)
     if reached > result["global_steps"]:
         lost = reached - result["global_steps"]
-        say(f"step {reached:,} had been reached: {lost:,} updates were lost with a ps, and not all of them made again")
+        say(f"step {reached:,} had been reached, but {lost:,} updates were lost with a ps and not all repeated")
     say(f"{speed}; {result['wall_seconds']:.1f} s in all")
     if result.get("parts"):
         say(f"a round takes {1000 * result['round_seconds']:.3g} ms: {parts_as_text(result['parts'])}")

@@ -54,7 +54,7 @@ def recommend(facts, known=None):
     for other in others:
         if other["fact"] not in said:
             said.add(other["fact"])
-            notes.append(f"Also true of yours: {other['says']}. No run has measured both.")
+            notes.append(f"Also true here: {other['says']}. No run has measured both together.")
     for name, measured in rule["measured"].items():
         is_far = facts[name] > FAR * measured
         if is_far or (facts[name] * FAR < measured and name in ("parameters", "workers", rule["fact"])):

@@ -193,7 +193,7 @@ def _length_of(path):
                 raise UserError(f"{path} is compressed: unpack it, or read it with --data=FILE.py:FUNCTION")
             at += 12 + int.from_bytes(header[:8], "little") + 4
             if len(header) < 12 or at > size:
-                raise UserError(f"{path} is damaged, or no file of TFRecords: record {count} goes beyond its end")
+                raise UserError(f"{path} is damaged or not a TFRecord file: record {count} extends beyond its end")
             count += 1
     return count
 
@@ -233,7 +233,7 @@ class Tables:
             if label not in names:
                 raise UserError(f"--label={label}: {paths[0]} has the columns {_listed(names)}")
             if len(names) < 2:
-                raise UserError(f"{paths[0]} has one column alone, {names[0]!r}: expected samples and labels")
+                raise UserError(f"{paths[0]} has only one column, {names[0]!r}: expected samples and labels")
             self._known = {"label": label, "columns": names, "types": types}
             self._known["classes"] = None
         lengths = {}
@@ -251,7 +251,7 @@ class Tables:
     def _compare(self, path, names, types):
         if names != self._known["columns"]:
             other = next((n for n in [*names, *self._known["columns"]] if (n in names) != (n in self._known["columns"])), None)
-            raise UserError(f"{path} has other columns than the first file" + (f", as {other!r}" if other else ", in order"))
+            raise UserError(f"{path} has other columns than the first file" + (f": {other!r}" if other else ", in order"))
         if self._kind == "parquet" and types != self._known["types"]:
             name = next(name for name in names if types[name] != self._known["types"][name])
             raise UserError(
@@ -271,10 +271,10 @@ class Tables:
                 with csv.open_csv(path) as reader:
                     schema = reader.schema
                 if "" in schema.names:
-                    index = "; pandas writes its index so: to_csv(index=False)" if schema.names[0] == "" else ""
+                    index = "; if pandas wrote its index there, use to_csv(index=False)" if schema.names[0] == "" else ""
                     raise UserError(f"{path} has a column without a name, number {schema.names.index('') + 1}{index}")
                 if all(_is_number(name) for name in schema.names):
-                    raise UserError(f"{path} has no line of names of columns: it begins with {_listed(schema.names)}")
+                    raise UserError(f"{path} has no header line: it begins with {_listed(schema.names)}")
         if len(set(schema.names)) < len(schema.names):
             raise UserError(f"{path} has two columns of the same name: {_listed(schema.names)}")
         return list(schema.names), {field.name: str(field.type) for field in schema}
@@ -344,7 +344,7 @@ def _values(column, name, path):
     values, of = column, f"{path}: the column {name!r} holds"
     is_list = types.is_list(column.type) or types.is_large_list(column.type)
     if is_list and len(lengths := np.unique(column.drop_null().value_lengths())) > 1:
-        raise UserError(f"{of} lists of different lengths, as {lengths[0]} and {lengths[1]}")
+        raise UserError(f"{of} lists of different lengths, such as {lengths[0]} and {lengths[1]}")
     if is_list or types.is_fixed_size_list(column.type):
         values = column.flatten()
     if not (types.is_integer(values.type) or types.is_floating(values.type) or types.is_boolean(values.type)):
@@ -388,7 +388,7 @@ def _as_user_error(path):
     try:
         yield
     except UnicodeDecodeError:
-        raise UserError(f"{path} cannot be read: it is not in UTF-8, as `iconv -f latin1 -t utf8` makes it") from None
+        raise UserError(f"{path} cannot be read: it is not UTF-8; convert it, as with `iconv -f latin1 -t utf8`") from None
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path} cannot be read: {one_line(error)}") from None
 

@@ -36,7 +36,7 @@ def _run(arguments):
     values = absl_flags.FlagValues()
     flags.define_integer("num_ps", 1, "ps tasks to start", least=1, flag_values=values)
     flags.define_integer("num_workers", 2, "workers to start, the master among them", least=1, flag_values=values)
-    flags.define_integer("max_restarts", 0, "how often each task may be restarted", least=0, flag_values=values)
+    flags.define_integer("max_restarts", 0, "maximum number of restarts of each task", least=0, flag_values=values)
     flags.define_gpus(values)
     flags.define_isolation(values)
     absl_flags.DEFINE_string("log_dir", None, "folder for the tasks' logs (default: runs/SCRIPT/TIME)", flag_values=values)

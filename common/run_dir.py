@@ -60,7 +60,7 @@ def prepare_run_dir(settings, task=None):
         if `--resume` finds nothing to resume.
     """
     if settings.run_dir is None and settings.resume:
-        raise UserError("--resume needs --run_dir=FOLDER, the folder of the run to go on with")
+        raise UserError("--resume needs --run_dir=FOLDER, the folder of the run to continue")
     run_dir = Path(settings.run_dir or f"runs/{settings.scheme}/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S.%f}")
     is_chief = task is None or task.is_master()
 
@@ -68,7 +68,7 @@ def prepare_run_dir(settings, task=None):
         if settings.resume and not has_checkpoint(run_dir) and is_chief:
             raise UserError(f"--resume: there is no checkpoint in {run_dir / 'checkpoints'}")
         if has_checkpoint(run_dir) and not settings.resume and is_chief:
-            raise UserError(f"--run_dir={run_dir} holds a run already: --resume goes on with it, another folder starts anew")
+            raise UserError(f"--run_dir={run_dir} already holds a run: continue it with --resume, or give another folder")
 
     held = lock_folder(run_dir, "--run_dir", FOLDERS[:3], None if task is None else task_name(task), check)
     if task is None and not settings.resume:

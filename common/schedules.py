@@ -222,7 +222,7 @@ class _Changing(Settings):
         """
         if self._local.present is None:
             raise UserError(
-                "--max_workers: the rule of this scheme has the number of workers, which would change: leave it out"
+                "--max_workers: the rule of this scheme uses the number of workers, which would change: leave it out"
             )
         return self._local.present.read_value()
 
@@ -235,9 +235,9 @@ def check_rates(center, last):
       last: the global step to stop at.
     """
     if center.schedule is not None and center.schedule.total != last:  # it has asked too early
-        raise UserError("a scheme has to say how its workers wait, as with center.together(local), before its first step")
+        raise UserError("a scheme must say before its first step how its workers wait, as with center.together(local)")
     if center.decay is not None and not center.has_decayed:
         raise UserError(
-            "--weight_decay: no optimizer changes the global parameters in this scheme, whose script has to say "
+            "--weight_decay: no optimizer changes the global parameters in this scheme: its script must say "
             'main(..., optimizer_on="worker")'
         )

@@ -119,8 +119,8 @@ def restoring(what, otherwise, saver, checkpoint):
         is_of_another = missing or isinstance(error, tf.errors.InvalidArgumentError)
         if "Restoring from checkpoint failed" not in str(error) or not is_of_another:
             raise
-        why = f"it has no {missing[1]!r}" if missing else "its parameters are as many as another model has"
-        raise UserError(f"{what} does not fit: {why}; give what it was made with, or {otherwise}") from None
+        why = f"it has no {missing[1]!r}" if missing else "it has another number of parameters"
+        raise UserError(f"{what} does not fit: {why}; use the model that it was saved with, or {otherwise}") from None
 
 
 def _check_shapes(what, otherwise, saver, checkpoint):
@@ -133,7 +133,7 @@ def _check_shapes(what, otherwise, saver, checkpoint):
         if name in saved and not variable.shape.is_compatible_with(saved[name]):
             raise UserError(
                 f"{what} does not fit: it has {name!r} of shape {saved[name]}, not {variable.shape.as_list()}; "
-                f"give what it was made with, or {otherwise}"
+                f"use the model that it was saved with, or {otherwise}"
             )
 
 

@@ -20,7 +20,7 @@ fi
 say() { printf '%s\n' "$*" >&2; }
 die() { say "cannot set up: $*"; exit 1; }
 use() { printf '%s\n' "$1/bin/python"; exit 0; }
-[[ $OSTYPE == linux* ]] || die "this is $OSTYPE, which lacks what the tasks take from Linux (prctl, /proc, namespaces);" \
+[[ $OSTYPE == linux* ]] || die "this is $OSTYPE, but the tasks need Linux (prctl, /proc, namespaces);" \
     "run it under WSL2 or in a container, see book/guide/install.md"
 CDPATH='' cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")/.." || exit 1
 venv=$PWD/.venv stamp=$PWD/.venv/setup-stamp log=$PWD/.venv-setup.log

@@ -98,11 +98,11 @@ def _cluster_of(run_dir):
         check_contents(Path(run_dir), flag)
         cluster = json.loads(Path(run_dir, CLUSTER).read_text())
     except (OSError, ValueError, RecursionError):
-        raise UserError(f"{flag}: there is no run that was begun with PLACES") from None
+        raise UserError(f"{flag}: no run with PLACES began there") from None
     lists = [cluster.get(name) for name in ("ps", "worker", "arguments")] if isinstance(cluster, dict) else [None]
     words = [word for words in lists for word in (words if isinstance(words, list) else [None])]
     if not all(isinstance(word, str) and "\0" not in word for word in words):
-        raise UserError(f"{flag}: {CLUSTER} is not as a run writes it: expected ps, worker and arguments, lists of texts")
+        raise UserError(f"{flag}: {CLUSTER} is damaged: expected ps, worker and arguments, lists of strings")
     scheme = cluster.get("scheme")
     if not (isinstance(scheme, str) and re.fullmatch(r"\w[\w-]*", scheme) and (ROOT / scheme / "run.sh").is_file()):
         raise UserError(f"{flag}: {CLUSTER} names the scheme {scheme!r:.100}; expected a folder of {ROOT} with a run.sh")
@@ -209,15 +209,15 @@ def _tasks_per_node(text, num_nodes):
     for part in text.split(","):
         found = re.fullmatch(r"(\d{1,5})(?:\(x(\d{1,5})\))?", part, re.ASCII)
         if not found or int(found[1]) > MOST or len(counts) + int(found[2] or 1) > num_nodes:
-            raise UserError(f"Slurm: {name}={text[:100]} is no list of the tasks on each of {num_nodes} nodes, as 2(x3),1")
+            raise UserError(f"Slurm: {name}={text[:100]} is not a list of the tasks per node of {num_nodes} nodes, as 2(x3),1")
         counts += [int(found[1])] * int(found[2] or 1)
     if len(counts) < num_nodes:
-        raise UserError(f"Slurm: {name}={text[:100]} says it of {len(counts)} nodes, but there are {num_nodes}")
+        raise UserError(f"Slurm: {name}={text[:100]} lists {len(counts)} nodes, but there are {num_nodes}")
     return counts
 
 
 def _no_list(name, text):
-    return UserError(f"Slurm: {name}={text[:100]} is no list of at most {MOST:,}, as n[1-3,7]")
+    return UserError(f"Slurm: {name}={text[:100]} is not a list of at most {MOST:,}, such as n[1-3,7]")
 
 
 def _number(name):

@@ -67,7 +67,7 @@ class Step:
         if not isinstance(other, Step):
             return NotImplemented
         if self.may_go_on is not None or other.may_go_on is not None:
-            raise UserError("a step that waits is done alone: yield it before or after the other, not added to it")
+            raise UserError("a step that waits cannot be added to another: yield it before or after that one")
         both = {}
         for field in dataclasses.fields(self):
             one, another = getattr(self, field.name), getattr(other, field.name)
@@ -671,7 +671,7 @@ def _next_step(scheme, generator, round):
     round.made = []
     step = next(generator, None) if hasattr(generator, "__next__") else generator
     if step is not None and not isinstance(step, Step):
-        raise UserError(f"a scheme yields steps, as `local.pull(center)` returns one, not {type(step).__name__}")
+        raise UserError(f"a scheme yields steps, such as `local.pull(center)`, not {type(step).__name__}")
     yielded = {id(operation) for operation in step.operations} if step else set()
     for other in round.made:
         if not {id(operation) for operation in other.operations} <= yielded:
@@ -679,7 +679,7 @@ def _next_step(scheme, generator, round):
             kind = next((kind for kind, value in kinds.items() if value is not None and value != ()), "changes a vector")
             raise UserError(f"{_name(scheme)} makes a step that {kind} and does not yield it: write `yield` before it")
     if not yielded <= {id(operation) for other in round.made for operation in other.operations}:
-        raise UserError(f"{_name(scheme)} yields a step that it has made before the step before: make each in its own `yield`")
+        raise UserError(f"{_name(scheme)} yields a step made before an earlier `yield`: make each in its own `yield`")
     return step
 
 
@@ -709,7 +709,7 @@ def _check_round(scheme, steps):
             )
     if any(step.ahead for step in steps) and any(step.step_before is not None for step in steps):
         raise UserError(
-            f"{name} pulls ahead of an update of several workers: `local.pull_ahead(center)` is for those that push alone"
+            f"{name} pulls ahead in updates of several workers: `local.pull_ahead(center)` is for workers that push alone"
         )
     if len({step.step_before is None for step in steps if step.updated is not None}) > 1:
         raise UserError(f"{name} both pushes alone and takes part in updates of several workers: a round does one of these")
@@ -726,6 +726,6 @@ def _count_round(scheme, steps, local, begun):
     if local.steps_per_update not in (None, found):
         raise UserError(
             f"{_name(scheme)} makes {found} local steps for an update in one round, and {local.steps_per_update} in another: "
-            "samples are counted by the rounds that were built, so all have to be alike"
+            "all rounds must be alike, as samples are counted by the rounds that were built"
         )
     local.steps_per_update = found

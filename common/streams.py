@@ -75,7 +75,7 @@ class Stream:
             self.first.y_train.flat[0], self.first.y_train.flat[-1] = classes
         for i, share in enumerate(shares):
             if share.count == 0:
-                raise UserError(f"{name}: there are too few samples for {len(shares)} workers, worker {i} has none")
+                raise UserError(f"{name}: there are too few samples for {len(shares)} workers: worker {i} has none")
 
     @property
     def failed(self):
@@ -383,7 +383,7 @@ def _of_files(settings, kind, known):
         raise UserError(f"--test_data={settings.test_data}: expected files of the same kind as {name}, as 'DIR/*.{kind}'")
     if kind == "tfrecord":
         if settings.parse is None:
-            raise UserError(f"{name} needs --parse=FILE.py:FUNCTION: what makes (x, y) of a record, a scalar string tensor")
+            raise UserError(f"{name} needs --parse=FILE.py:FUNCTION, from a record, a scalar string tensor, to (x, y)")
         parse = data.user_function("--parse", settings.parse)
     reader: Any = TFRecords(parse) if parse else Tables(kind, settings.label, known and known["about"])
     if known is None:
@@ -403,7 +403,7 @@ def _of_files(settings, kind, known):
         shares.append(_share_of(reader, own))
     test = _share_of(reader, of_test)
     if not test.count:
-        raise UserError(f"{name}: every {HELD}th record of a file is for the test, but none has so many: give --test_data")
+        raise UserError(f"{name}: every {HELD}th record of a file is for the test, but no file has that many: give --test_data")
     count = f"{len(parts):,} file{'s' * (len(parts) > 1)} {settings.data}"
     if settings.num_workers > 1:
         count += ", whole files for each worker" if by_files else f", every {settings.num_workers}th record for each worker"
@@ -483,9 +483,9 @@ def _of_datasets(settings, pairs, shards_itself, known):
     if known is None:
         known = {"train": [_count(train, name) for train, _ in pairs], "test": _count(pairs[0][1], name)}
     if known["test"] is None:
-        raise UserError(f"{name}: the test set never ends: take() as many samples as an evaluation is to have")
+        raise UserError(f"{name}: the test set never ends: limit it with take()")
     if None in known["train"] and not (settings.steps or settings.seconds):
-        raise UserError(f"{name}: the training set never ends: --steps or --seconds has to say when training does")
+        raise UserError(f"{name}: the training set never ends: give --steps or --seconds")
     if None in known["train"] and not settings.steps and getattr(settings, "learning_rate_schedule", None):
         raise UserError(f"{name}: the training set never ends: --learning_rate_schedule needs --steps")
     if None in known["train"] and getattr(settings, "weigh_by_samples", False):
@@ -560,7 +560,7 @@ def in_memory(dataset):
     if not isinstance(dataset, Stream):
         return dataset
     if dataset.num_samples is None:
-        raise UserError(f"{dataset.name}: the training set never ends, and it is to be read into memory: take() as many as fit")
+        raise UserError(f"{dataset.name}: the training set never ends, so it does not fit into memory: limit it with take()")
     need, has = (dataset.num_samples + dataset.test.count) * dataset.bytes_of_one, limits.memory() // 2
     if need > has:
         need, has = limits.as_bytes(need), limits.as_bytes(has)

@@ -110,7 +110,7 @@ class Task:
         if self.last_line:
             return self.last_line.partition(": ")[2]
         if self.is_shown:
-            return "what it said is above"
+            return "its output is above"
         return last_error(self._printed(), Path(self.command[1]).name)
 
     def _printed(self):
@@ -254,12 +254,12 @@ class Run:
         if self._is_stopping or not self._settings.ends_with_chief or self._has_ended():
             return
         if task is self._chief:
-            self._say(f"{task.name} was asked to end (SIGTERM): as it is the one that gives a result, the run stops with it")
+            self._say(f"{task.name} was asked to end (SIGTERM): it writes the result, so the run stops with it")
             raise KeyboardInterrupt
         if self._settings.pace != "own":
             self._say(
                 f"{task.name} was asked to end (SIGTERM), but the workers of {self._settings.scheme} wait for each other, and "
-                "none can leave: it is started again"
+                "none can leave: it is restarted"
             )
 
     def hear_request(self, request):
@@ -466,7 +466,7 @@ class Run:
             while any(worker.is_running for worker in self._workers):
                 dead = [task for task in self._tasks.values() if self._is_missed(task)]
                 if dead and not is_told:
-                    self._say(f"{dead[0].name} {dead[0].how()}, and nobody starts it again: the run ends without it")
+                    self._say(f"{dead[0].name} {dead[0].how()} and is not restarted: the run ends without it")
                     deadline, is_told = time.monotonic() + WRITE_SECONDS, True
                 if self._next_end(deadline) is None:
                     break

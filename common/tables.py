@@ -132,7 +132,7 @@ def check_ids(model, x):
                         if least < 0 or most >= spec.ids:
                             which = f"{spec.layer} has rows 0 to {spec.ids - 1:,}"
                             hint = " (a number that is not whole counts as -1)" if least == -1 else ""
-                            raise UserError(f"{which}, and the samples have ids from {least:,} to {most:,}{hint}")
+                            raise UserError(f"{which}, but the samples have ids from {least:,} to {most:,}{hint}")
 
 
 def _check_types(model, x):
@@ -144,10 +144,10 @@ def _check_types(model, x):
         for start in range(0, len(array), CHECKED):
             part = np.asarray(array[start : start + CHECKED])
             if part.dtype.kind == "f" and (wrong := part[part != np.floor(part)]).size:
-                raise UserError(f"the input {tensor.name} takes whole numbers, and the samples have {wrong[0]:g} there")
+                raise UserError(f"the input {tensor.name} takes whole numbers, but the samples have {wrong[0]:g} there")
             if part.size and (part.min() < dtype.min or part.max() > dtype.max):
                 raise UserError(
-                    f"the input {tensor.name} takes {dtype.name}, and the samples have numbers from {part.min():,} to "
+                    f"the input {tensor.name} takes {dtype.name}, but the samples have numbers from {part.min():,} to "
                     f'{part.max():,} there: give keras.Input(..., dtype="int64")'
                 )
 
@@ -195,7 +195,7 @@ def _initial(layer):
     }
     if type(how).__name__ not in kinds:
         raise UserError(
-            f"{layer.name}: the initializer {type(how).__name__} is for the whole table, and that is on the ps: choose "
+            f"{layer.name}: the initializer {type(how).__name__} is for the whole table, but that is on the ps: choose "
             + ", ".join(kinds)
         )
     return kinds[type(how).__name__]
@@ -251,7 +251,7 @@ class Table:
         if check:
             fits = tf.reduce_all((ids >= 0) & (ids < self.rows))
             least, most = tf.reduce_min(ids), tf.reduce_max(ids)
-            said = f"{self.spec.layer} has rows 0 to {self.spec.ids - 1}, and was asked for rows from"
+            said = f"{self.spec.layer} has rows 0 to {self.spec.ids - 1}, but was asked for rows from"
             with tf.control_dependencies([tf.debugging.Assert(fits, [said, least, "to", most])]):
                 ids = tf.identity(ids)
         return self._place(ids)
@@ -427,14 +427,14 @@ def check_flags(settings, specs):
     if not specs:
         for name, default in given.items():
             if getattr(settings, name) != default:
-                raise UserError(f"--{name} is for tables on the ps, and the model has none: give it a layer common.Embedding")
+                raise UserError(f"--{name} is for tables on the ps, but the model has none: give it a layer common.Embedding")
     elif settings.max_rows != given["max_rows"] and all(spec.rows for spec in specs):
-        raise UserError("--max_rows is for tables without an end, common.Embedding(None, width), and the model has none")
+        raise UserError("--max_rows is for tables without a fixed size, common.Embedding(None, width), but the model has none")
     need, has = 4 * sum((spec.rows or settings.max_rows) * spec.width for spec in specs), limits.memory()
     if settings.launch and need > has:
         raise UserError(
-            f"the tables of the model take {limits.as_bytes(need)} on the ps, which are all on this machine, and it has "
-            f"{limits.as_bytes(has)} of memory: give them fewer rows, or start the ps on several machines"
+            f"the tables of the model take {limits.as_bytes(need)} on the ps, but this machine, where all ps run, "
+            f"has {limits.as_bytes(has)} of memory: give them fewer rows, or start the ps on several machines"
         )
     if settings.table_learning_rate is not None and settings.table_optimizer == "scheme":
         raise UserError("--table_learning_rate: choose a --table_optimizer, sgd, adagrad or rowwise_adagrad, for it")
@@ -470,7 +470,7 @@ def dropped(travelled, max_rows):
     """Yields a line for each table of which rows were dropped; `travelled` is what `what_travelled` returns."""
     for table in travelled:
         if count := table.get("dropped_rows"):
-            yield f"{table['layer']}: {count:,} rows made room for others, --max_rows={max_rows}; used again, they begin anew"
+            yield f"{table['layer']}: {count:,} rows made room for others (--max_rows={max_rows}); used again, they start anew"
 
 
 def find_on_ps(tables):
@@ -816,5 +816,5 @@ def what_travelled(specs, told):
 def _count(ids):
     """How many ids a tensor has: of so many samples as a window has."""
     if (count := ids.shape.num_elements()) is None:
-        raise UserError(f"how many ids a batch has is not known before, their shape is {ids.shape}: expected a fixed length")
+        raise UserError(f"the number of ids in a batch is not fixed (shape {ids.shape}): expected a fixed length")
     return count

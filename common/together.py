@@ -184,7 +184,7 @@ class Together:
             )
             if fragment is not None and center.fragments > 1 and optimizer._non_slot_dict:
                 raise UserError(
-                    f"{type(optimizer).__qualname__} keeps numbers for all parameters together, as Adam does, and each "
+                    f"{type(optimizer).__qualname__} keeps numbers for all parameters together, as Adam does, but each "
                     "fragment has steps of its own: choose another optimizer, or --fragments=1"
                 )
             with center.lock.held([gradient.op for gradient in gradients]) as done, tf.device(center.step.device):

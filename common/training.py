@@ -61,7 +61,7 @@ def train(scheme, task, settings):
         doing("comparing its code with that of worker 0", whom=nobody)
         if not ending.has_code_of_chief(task, server, settings.code):
             raise UserError(
-                "the files in common/ or of the scheme are others than those of worker 0: join with those of the run"
+                "the code in common/ or of the scheme differs from that of worker 0: join with the code of the run"
             )
     doing(LOADING)
     dataset, held_out = split(streams.load(settings), settings)
@@ -457,8 +457,8 @@ def run_worker(plan, task, settings, server, interruption, open_session):
             fewer = updates_before(samples_before, settings, of_gradient * plan.gradients_per_update)
             if fewer and (settings.learning_rate_schedule or settings.warmup_steps):
                 raise UserError(
-                    "--resume: this run has trained with another --batch_size or --window, so the schedule of the learning "
-                    f"rate would not end with it: give the same ones, or --steps={last - fewer}"
+                    "--resume: this run trained with another --batch_size or --window, so the learning-rate schedule would not "
+                    f"end with the run: give the same ones, or --steps={last - fewer}"
                 )
             last -= fewer
             if plan.goal is not None:
@@ -600,7 +600,7 @@ def save_model(model, final, settings):
         need, has = 8 * 4 * tables.numbers_in(checkpoint, model.tables), limits.memory()
         if need > has:
             tell(
-                f"no model.keras: with its tables it takes {limits.as_bytes(need)} of memory, and there are "
+                f"no model.keras: with its tables it takes {limits.as_bytes(need)} of memory, but the machine has "
                 f"{limits.as_bytes(has)}; `common.rows_of` reads rows from the checkpoint"
             )
             path.unlink(missing_ok=True)
@@ -632,12 +632,12 @@ def _check_model(settings, model):
         try:
             before = json.loads(path.read_text())["variables"]
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise UserError(f"{path} is damaged: if the model is that of before, remove it") from None
+            raise UserError(f"{path} is damaged: if the model is unchanged, remove that file") from None
         if before != model.description:
             pairs = itertools.zip_longest(before, model.description)
             was, now = next((b, n) for b, n in pairs if b != n)
             named = [f"{v[0]} {v[1]}" if v else "none" for v in (was, now)]
-            raise UserError(f"--resume: this is another model than before: where it had {named[0]}, there is now {named[1]}")
+            raise UserError(f"--resume: the model has changed: it had {named[0]}, and now has {named[1]}")
     else:
         run_dir.write_json(path, {"variables": model.description})
 
@@ -671,7 +671,7 @@ def what_is_trained(model, dataset, num_workers, optimizers, is_own=False, unit=
 def _samples_text(dataset, num_workers, is_own, are_leased=False):
     is_stream = isinstance(dataset, Stream)
     if dataset.num_samples is None:
-        return f"samples without end, of an unknown number, {dataset.text()}"
+        return f"an unknown or endless number of samples, {dataset.text()}"
     share = " or ".join(f"{each:,}" for each in sorted(set(samples_of_each(dataset, num_workers))))
     each = f", {share} for each of {num_workers} workers" if num_workers > 1 else ""
     each = ", which workers lease piece by piece" if are_leased else each
@@ -696,7 +696,7 @@ def samples_of(dataset, settings):
     if not isinstance(dataset, Stream):
         return dataset
     if settings.model in models.BUILT_IN and dataset.first.is_classification and not dataset.classes:
-        why = f"nobody knows how many classes {dataset.name} has before it is read"
+        why = f"the number of classes in {dataset.name} is not known before it is read"
         raise UserError(f"--model={settings.model}: {why}; bring a model of your own, --model=FILE.py:FUNCTION")
     return dataset.first
 
@@ -992,12 +992,12 @@ def say_left(index, settings, report):
     """Says that this worker leaves for good."""
     rest = ""
     if settings.compress in BIASED:
-        rest = f"; what --compress={settings.compress} has kept of its gradients for later is lost"
+        rest = f"; its error feedback of --compress={settings.compress} is lost"
     updates = int(report[REPORT.index("updates")])
     how = f"has left after {updates:,} updates, as it was asked to (SIGTERM)"
     how = "was lost" if os.environ.get(STANDS_IN) else how
-    samples = "the others train its samples" if settings.max_workers else "its share of the samples is trained on no more"
-    tell(f"worker {index} {how}: nobody starts it again or waits for it, and {samples}{rest}")
+    samples = "the others train its samples" if settings.max_workers else "its share of the samples is no longer used"
+    tell(f"worker {index} {how}: it is neither restarted nor waited for, and {samples}{rest}")
 
 
 def check(settings, dataset, scheme=None):
@@ -1022,7 +1022,7 @@ def check(settings, dataset, scheme=None):
     if scheme:
         tables.check_flags(settings, model.tables)
     if model.tables and settings.num_evaluators:
-        raise UserError("--num_evaluators: an evaluator has the model whole, and its tables (common.Embedding) are on the ps")
+        raise UserError("--num_evaluators: an evaluator needs the whole model, but its tables (common.Embedding) are on the ps")
     sets = [dataset.train, dataset.test, *([held_out.test] if held_out and not is_stream else [])]
     tables.check_data(model, [x for x, *_ in sets], is_stream)
     if scheme and (compression or model.tables or settings.max_workers or schedule):
@@ -1038,8 +1038,8 @@ def check(settings, dataset, scheme=None):
             of_update = samples_per_update(settings, center, local)
             if settings.max_workers and schedule and not settings.steps and isinstance(center.waits(local), Together):
                 raise UserError(
-                    "--max_workers: nobody knows how many updates so many epochs take, as each is made of the gradients of all "
-                    "workers, so the schedule of the learning rate would not know its end: give --steps"
+                    "--max_workers: the number of updates in an epoch depends on the number of workers, so the end of the "
+                    "learning-rate schedule is not known: give --steps"
                 )
     if schedule:
         schedule.ask = lambda: last_step(settings, num_samples, of_update)

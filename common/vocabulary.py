@@ -302,8 +302,8 @@ class _Saved:
             first += len(values[0])
         if left_out:
             tell(
-                f"{self._spec.layer}: {left_out:,} rows of {checkpoint} found no room, those unused for longest: --max_rows is "
-                "smaller than it was, or a ps has too small a part of it"
+                f"{self._spec.layer}: {left_out:,} least recently used rows of {checkpoint} found no room: --max_rows is "
+                "smaller than before, or too small on some ps"
             )
 
     def _column(self, checkpoint, shapes, i):

@@ -8,6 +8,6 @@ for argument in "$@"; do
     previous=$argument
 done
 if ! grep -qs "^exec .* --launch" "$here/../$scheme/run.sh"; then
-    echo "run.sh: there is no scheme '$scheme'; the folders of the README's first table are schemes, as --scheme=DOWNPOUR" >&2
+    echo "run.sh: there is no scheme '$scheme'; the schemes are the folders in the README's first table, such as --scheme=DOWNPOUR" >&2
     exit 2
 fi

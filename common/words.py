@@ -139,7 +139,7 @@ class _Wait:
     def _say_over(self):
         _, who, began = self.said
         self.said = None
-        _tell_and_log(f"{self._name} waits no longer for {who}: it took {time.monotonic() - began:.0f} s")
+        _tell_and_log(f"{self._name} no longer waits for {who}: it took {time.monotonic() - began:.0f} s")
 
     def away(self):
         """Returns the tasks for which this one waits just now, and that accept no connection; it has waited for a while."""

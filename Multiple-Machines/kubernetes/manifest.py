@@ -49,14 +49,14 @@ def main(arguments):
     values = absl_flags.FlagValues()
     flags.define_integer("num_ps", 1, "ps tasks", least=1, most=MOST_TASKS, flag_values=values)
     flags.define_integer("num_workers", 2, "workers, the chief among them", least=1, most=MOST_TASKS, flag_values=values)
-    text = "places for workers, in which some begin: see README.md"
+    text = "places for workers; --num_workers of them are taken at the start, see README.md"
     flags.define_integer("max_workers", None, text, least=2, most=flags.MOST_PLACES, flag_values=values)
     flags.define_integer("gpus_per_worker", 0, "1 for a GPU each", least=0, most=1, flag_values=values)
-    absl_flags.DEFINE_string("image", None, "the image, as `docker push` was told", flag_values=values)
+    absl_flags.DEFINE_string("image", None, "name of the image, as in `docker push REGISTRY/IMAGE`", flag_values=values)
     absl_flags.DEFINE_enum("kind", "plain", ["plain", "statefulset", "tfjob"], "see README.md", flag_values=values)
-    absl_flags.DEFINE_string("name", None, "of the training (default: the scheme's, in small letters)", flag_values=values)
+    absl_flags.DEFINE_string("name", None, "name of the training (default: the scheme's, in lowercase)", flag_values=values)
     absl_flags.DEFINE_string("storage", "10Gi", "size of the volume for checkpoints and result", flag_values=values)
-    text = "let the scheme check its flags here; not if its data or model is in the image only"
+    text = "check the scheme's flags here; off if its data or model is only in the image"
     absl_flags.DEFINE_bool("check_flags", True, text, flag_values=values)
     absl_flags.DEFINE_bool("help", False, "show this help", flag_values=values)
 
@@ -99,27 +99,27 @@ def check(options):
         raise UserError(f"there is no scheme {options.scheme!r}; expected one of {', '.join(known)}")
     if not options.image or re.search(r"\s", options.image):
         given = "is missing" if options.image is None else f"must be one word, not {options.image!r}"
-        raise UserError(f"--image {given}: give the image that `docker push` was told, as REGISTRY/IMAGE, see README.md")
+        raise UserError(f"--image {given}: give its name as in `docker push REGISTRY/IMAGE`, see README.md")
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,43}[a-z0-9])?", options.name):  # with -worker-9999, a label of DNS has 63
         raise UserError(
-            "--name must be small letters, digits and dashes, at most 45, with a letter first and no dash last, "
-            f"not {options.name!r}"
+            "--name must have at most 45 lowercase letters, digits and dashes, begin with a letter and not end with a dash: "
+            f"{options.name!r} does not"
         )
     if not re.fullmatch(r"[1-9]\d*([KMGTPE]i|[kMGTPE])?", options.storage):
-        raise UserError(f"--storage must be a size as 10Gi, not {options.storage!r}")
+        raise UserError(f"--storage must be a size such as 10Gi, not {options.storage!r}")
     if options.max_workers and options.kind == "tfjob":
-        raise UserError("--max_workers: the operator tells each pod only which workers there are: leave --kind=tfjob out")
+        raise UserError("--max_workers: the operator tells a pod only the workers that exist: leave out --kind=tfjob")
     if options.max_workers and not 2 <= options.num_workers <= options.max_workers:
         raise UserError(
             f"--num_workers must be from 2 to --max_workers={options.max_workers}, not {options.num_workers}: a Job without "
-            "pods is complete, and starts no more"
+            "pods counts as complete and starts no more"
         )
     for flag in options.flags:
         name = re.match(r"--?(?:no)?(\w+)", flag)
         if name and name[1] in flags.ABSL_READS:
             raise UserError(f"unknown flag {flag} after -- ({options.scheme}/run.sh --help lists all)")
         if name and name[1] in NOT_THEIRS:
-            raise UserError(f"{flag} after --: where and as what a task runs, the manifest says; leave it away")
+            raise UserError(f"{flag} after --: the manifest sets the host and the role of each task; leave it out")
     if options.check_flags:
         check_scheme_flags(options)
 

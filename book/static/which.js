@@ -24,7 +24,7 @@ function recommend(given) {
   for (const other of others) {
     if (said.has(other.fact)) continue;
     said.add(other.fact);
-    notes.push(`Also true of yours: ${other.says}. No run has measured both.`);
+    notes.push(`Also true here: ${other.says}. No run has measured both together.`);
   }
   for (const [name, measured] of Object.entries(rule.measured)) {
     const isFew = facts[name] * FAR < measured && ["parameters", "workers", rule.fact].includes(name);
@@ -56,7 +56,7 @@ function show(form, answer) {
   }
   const { rule, notes } = recommend(given);
   const first = element(answer, "p", "Begin with ");
-  element(first, "a", rule.scheme, { href: `../${rule.folder}/README.html` });
+  element(first, "a", rule.scheme, { href: `../${rule.folder}/${rule.folder}.html` });
   if (rule.flags) {
     first.append(" ");
     element(first, "code", rule.flags);
