@@ -23,6 +23,9 @@ from common.replay import Replay  # noqa: E402
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 
+# A server in the process of the tests would report waits for others into the output of later tests.
+cluster.say_waits_of = lambda name, hosts: None
+
 # A script that starts the tests with `&` lets them ignore Ctrl-C, and `nohup` the end of a terminal. They still do, but not so
 # that what they start inherits it: that is sent these signals.
 for number in signals.INTERRUPTING_SIGNALS:

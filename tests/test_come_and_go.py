@@ -309,7 +309,7 @@ def test_workers_leave_and_every_update_counts(run_dir):
     said = finish(process).splitlines()
     for worker in 1, 2:
         (line, summary) = (line for line in said if line.startswith(f"worker {worker} has left after"))
-        assert "--compress=topk has kept" in line and summary.endswith(" updates")
+        assert "its error feedback of --compress=topk is lost" in line and summary.endswith(" updates")
     result, updates = result_of(run_dir), [updates_of(run_dir, i) for i in range(3)]
     assert updates[2] == 0 < updates[1] < updates[0]
     left = {gone["worker"]: (gone["updates"], gone["samples"]) for gone in result["left"]}

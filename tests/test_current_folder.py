@@ -19,7 +19,7 @@ COMMANDS = {
     f"bash {CHECKOUT}/common/leave.sh nothing": "there is no folder nothing",
     f"bash {CHECKOUT}/Distributed-Session/run.sh --num_workers=0": "--num_workers must be at least 1",
     f"SLURM_JOB_ID=17 JOIN=nothing bash {CHECKOUT}/Multiple-Machines/slurm.sbatch": "JOIN=",
-    f"CUDA_VISIBLE_DEVICES=-1 bash {CHECKOUT}/HogWild/run.sh --gpus=0": "of those TensorFlow sees none",
+    f"CUDA_VISIBLE_DEVICES=-1 bash {CHECKOUT}/HogWild/run.sh --gpus=0": "but TensorFlow sees none",
     f"PYTHONPATH=::/nowhere: bash {CHECKOUT}/HogWild/run.sh --steps=x": "--steps",
 }
 

@@ -334,7 +334,7 @@ def test_of_a_checkpoint_with_more_rows_than_there_is_room_the_newest_come_back(
     checkpoint = str(tmp_path / "model.ckpt-7")
     with opened(1, 5) as (session, table, use, looked, part):
         part.restore(session, checkpoint, tf.train.load_checkpoint(checkpoint).get_variable_to_shape_map())
-        assert "items: 7 rows of" in capsys.readouterr().out
+        assert "items: 7 least recently used rows of" in capsys.readouterr().out
         ((count, dropped),) = session.run(table.told())
         assert (count, dropped) == (5, 0)
         after = session.run(looked)
@@ -647,7 +647,7 @@ def test_elsewhere_it_is_kerass_own_layer(problem, tmp_path):
         on_ps.loss_and_gradient(tf.zeros([on_ps.size]), [], *dataset.train)
     with tables.on_ps(0), pytest.raises(Exception, match="give a function that makes the model"):
         keras.models.load_model(tmp_path / "m.keras")
-    with pytest.raises(UserError, match="items has no number of rows"):
+    with pytest.raises(UserError, match="items has no fixed number of rows"):
         models.build(f"{path}:endless", dataset, 1)
 
 
