@@ -24,6 +24,6 @@ rm -rf "$here/_build"
 { echo 'const RULES ='; cat "$here/../Comparison/rules.json"; } >"$here/_build/static/rules.js"
 "$venv/bin/python" "$here/collect.py" "$here/_build/source"
 # -W: a warning is an error. A link that leads nowhere is a warning. After an error one of Sphinx's two processes may wait for
-# the other for ever.
-timeout 900 "$venv/bin/python" -m sphinx --quiet -W --keep-going -j 2 -c "$here" "$here/_build/source" "$here/_build/html"
+# the other for ever; on a busy machine a build of two minutes may take twenty.
+timeout 1800 "$venv/bin/python" -m sphinx --quiet -W --keep-going -j 2 -c "$here" "$here/_build/source" "$here/_build/html"
 echo "$here/_build/html/index.html"

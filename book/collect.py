@@ -6,6 +6,7 @@ The folders of the book are those of the repository, so a link from one page to 
 moves to the root. book/conf.py adapts links to folders and to scripts.
 """
 
+import functools
 import os
 import re
 import shutil
@@ -96,6 +97,8 @@ def adapted(text, folder, root):
             return match[0]
         if os.path.normpath(folder / link) == FIRST:
             link = os.path.relpath("index.md", folder)
+        elif named := opened_by(text[: match.start()], os.path.normpath(folder / link), part, root):
+            link = os.path.relpath(named, folder)
         elif (place / "README.md").is_file():
             link = os.path.join(link, "README.md")
         elif place.is_dir() and (notebooks := sorted(place.glob("*.ipynb"))):
@@ -105,6 +108,30 @@ def adapted(text, folder, root):
         return f"]({link}{part})"
 
     return LINK.sub(change, text)
+
+
+def opened_by(before, target, part, root):
+    """Returns the notebook that a link named after a scheme opens, in place of the folder or its README; else None.
+
+    Args:
+      before: the text before the end of the link's name.
+      target: where the link leads, a path relative to the root.
+      part: of the page to which it leads; empty if to the whole page.
+      root: what `collect` has written.
+    """
+    name, scheme = before[before.rfind("[") + 1 :], target.removesuffix("/README.md")
+    return notebook_of(scheme, root) if name == scheme and not part else None
+
+
+def notebook_of(folder, root):
+    """Returns the notebook that explains the scheme of a folder, a path relative to the root; None if it is no scheme."""
+    path = f"{folder}/{folder}.ipynb"
+    return path if folder in _schemes(root) and (root / path).is_file() else None
+
+
+@functools.cache
+def _schemes(root):
+    return reading_order((root / "README.md").read_text())[0]
 
 
 def reading_order(readme):

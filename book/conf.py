@@ -14,6 +14,7 @@ from sphinx import addnodes
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 import collect  # noqa: E402
+import narrow  # noqa: E402
 
 project = "Distributed TensorFlow"
 author = "The maintainers of the Distributed TensorFlow tutorials"
@@ -42,9 +43,11 @@ autodoc_mock_imports = ["absl", "cloudpickle", "keras", "matplotlib", "pyarrow",
 
 html_theme = "sphinx_book_theme"
 html_static_path = [str(Path(__file__).parent / "static"), str(Path(__file__).parent / "_build" / "static")]
+html_use_index = False  # the search finds members of the API
 html_favicon = "static/icon.svg"
 html_css_files = ["book.css"]
 html_js_files = ["book.js"]
+html_search_scorer = str(Path(__file__).parent / "scorer.js")
 html_context = {"default_mode": "light"}
 html_theme_options = {
     "navbar_persistent": [],
@@ -55,6 +58,23 @@ html_theme_options = {
     "navigation_with_keys": False,
 }
 
+# On the first page a picture of the player stands where the player itself is shown if scripts run
+PICTURE = re.compile(r"^\[!\[.*\]\(.*player\.png\)\]\(.*player\.md\)$", re.MULTILINE)
+PLAYER = r"""
+```{raw} html
+<div id="player" class="player compact" tabindex="0">
+```
+
+\g<0>
+
+```{raw} html
+</div>
+<script src="_static/d3.min.js"></script>
+<script src="_static/player.js"></script>
+<script src="_static/traces/index.js"></script>
+```
+"""
+OF_A_SCHEME = "Commands, flags, results"  # in the table of contents, the README of a scheme
 IN_BACKTICKS = re.compile(r"(`[^`]*`)")
 CODE = re.compile(r"(\S)(:?)\n\n((?: {4,}\S.*\n(?:\n(?= {4}))?)+)")
 GLOSSARY = "Basics-Tutorial/GLOSSARY"
@@ -73,20 +93,33 @@ def read(app, docname, content):
     path = root / f"{docname}.md"
     text = collect.adapted(content[0], path.parent.relative_to(root), root)
     if docname == "index":
-        text += "".join(toctree(pages, caption) for caption, pages in contents(root).items())
+        text = PICTURE.sub(PLAYER, text) + "".join(toctree(pages, caption) for caption, pages in contents(root).items())
     elif docname == "book/common":
         text += toctree(sorted(f"/api/{each.stem}" for each in (root / "api").glob("*.md")))
     elif path.name == "README.md" and docname != "README":
-        text += toctree(collect.children(path)) + files_of(path.parent)
-    content[0] = folded(text) if app.env.doc2path(docname).suffix == ".ipynb" else text
+        pages = collect.children(path)
+        if collect.notebook_of(path.parent.name, root) is None:
+            text += toctree(pages)
+        text += files_of(path.parent)
+    content[0] = prepared(text, path, root) if app.env.doc2path(docname).suffix == ".ipynb" else text
 
 
-def folded(text):
-    """Returns a notebook in which the cells that Jupyter shows folded have the tag by which MyST-NB folds them."""
+def prepared(text, path, root):
+    """Returns a notebook as MyST-NB needs it.
+
+    The cells that Jupyter shows folded get the tag by which MyST-NB folds them. The README of a scheme and its other notebooks
+    are under the scheme's notebook.
+    """
     notebook = json.loads(text)
     for cell in notebook["cells"]:
         if cell["metadata"].get("jupyter", {}).get("source_hidden"):
             cell["metadata"].setdefault("tags", []).append("hide-input")
+    narrow.mark_sources(notebook["cells"])
+    first = collect.notebook_of(path.parent.name, root)
+    if first and Path(first).with_suffix("") == path.relative_to(root).with_suffix(""):
+        others = [page for page in collect.children(path.with_name("README.md")) if page != Path(first).name]
+        pages = toctree([f"{OF_A_SCHEME} <README>", *others])
+        notebook["cells"].append({"cell_type": "markdown", "id": "contents", "metadata": {}, "source": pages})
     return json.dumps(notebook)
 
 
@@ -96,10 +129,17 @@ def contents(root):
     return {
         "Start": ["README", "book/which", "book/player"],
         "Guide": [f"book/guide/{page}" for page in GUIDE],
-        "In reading order": [f"{folder}/README" for folder in first],
+        "In reading order": [opening(folder, root) for folder in first],
         "With any scheme": [f"{folder}/README" for folder in others],
         "To look up": REFERENCE,
     }
+
+
+def opening(folder, root):
+    """Returns the entry of a folder in a table of contents: its notebook if it is a scheme, with the title of its README."""
+    notebook = collect.notebook_of(folder, root)
+    title = (root / folder / "README.md").read_text().partition("\n")[0].removeprefix("# ")
+    return f"{title} </{Path(notebook).with_suffix('')}>" if notebook else f"{folder}/README"
 
 
 def toctree(pages, caption=""):
@@ -191,8 +231,16 @@ def _above(node):
         yield node
 
 
-def offer_download(app, pagename, templatename, context, doctree):
-    """Writes a link to a notebook's file under its title."""
+def fit(app, doctree, docname):
+    """Makes tables, figures and code fit a phone."""
+    narrow.shape_tables(doctree)
+    narrow.join_docstrings(doctree)
+    narrow.frame_figures(doctree, app.srcdir)
+
+
+def finish(app, pagename, templatename, context, doctree):
+    """Writes a link to a notebook's file under its title, and breaks long lines of Python."""
+    context["body"] = narrow.hang_lines(context.get("body", ""))
     if context.get("sourcename", "").endswith(".ipynb"):
         link = context["pathto"](f"_sources/{context['sourcename']}", 1)
         name = Path(pagename).name
@@ -216,8 +264,10 @@ def setup(app):
     """Registers all this with Sphinx."""
     app.connect("source-read", read)
     app.connect("doctree-resolved", link_terms)
+    app.connect("doctree-resolved", fit)
     app.connect("autodoc-process-docstring", plain_docstring, priority=400)  # before napoleon
-    app.connect("html-page-context", offer_download)
+    app.connect("html-page-context", finish)
+    app.add_node(nodes.entry, override=True, html=(narrow.visit_entry, narrow.depart_entry))
     app.add_html_math_renderer("mathml", (math, None), (display_math, None))
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 

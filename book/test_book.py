@@ -32,6 +32,26 @@ for (const fact of RULES.facts) {
 form.dispatchEvent(new Event("input"));
 return [...document.querySelectorAll("#which-answer p")].map((p) => p.textContent);
 """
+# Of a page on a phone: its size, images that lack, tables that are cut, and wide figures whose words would be too small
+FITS = """
+const { scrollWidth, scrollHeight, clientWidth } = document.documentElement;
+for (const folded of document.querySelectorAll(".bd-article details")) folded.open = true;
+const start = (element) => element.outerHTML.slice(0, 200);
+const of = (selector, isWrong) => [...document.querySelectorAll(selector)].filter(isWrong).map(start);
+const width = (element) => element.getBoundingClientRect().width;
+return [scrollWidth, scrollHeight, [
+  ...of("img", (image) => image.complete && !image.naturalWidth),
+  ...of(".bd-article table", (table) => table.getBoundingClientRect().right > clientWidth),
+  ...of(".bd-article img", (image) => image.naturalWidth > 700 && width(image) < 0.55 * image.naturalWidth),
+]];
+"""
+HIGHEST = 48_000  # pixels of a page on a phone
+# Where things are: left, top, right, bottom
+PLACES = """
+return arguments[0].map((selector) => document.querySelector(selector).getBoundingClientRect())
+  .map(({ left, top, right, bottom }) => [left, top, right, bottom]);
+"""
+FOUND = "return [...document.querySelectorAll('#search-results li > a')].map((a) => a.getAttribute('href').split(/[?#]/)[0])"
 NOTEBOOKS = [path for path in tracked() if path.suffix == ".ipynb"]
 
 
@@ -58,6 +78,13 @@ def driver():
 @pytest.fixture
 def wide(driver):
     resize(driver, 1280)
+    errors_of(driver)  # of other tests
+    return driver
+
+
+@pytest.fixture
+def laptop(driver):
+    resize(driver, 1366, 768)
     errors_of(driver)  # of other tests
     return driver
 
@@ -110,8 +137,33 @@ def test_nothing_comes_from_elsewhere():
 def test_contents_are_in_reading_order():
     first, others = reading_order((ROOT / "README.md").read_text())
     assert "HogWild" in first and "Simulation" in others
-    listed = re.findall(r'href="([\w-]+)/README\.html"', text_of("index.html").split('class="bd-main', 1)[0])
+    listed = re.findall(r'href="([\w-]+)/(?:README|\1)\.html"', sidebar())
     assert [folder for folder in dict.fromkeys(listed) if folder in first + others] == first + others
+    assert 'href="book/which.html"' in sidebar().split('class="caption"')[1]
+
+
+def sidebar():
+    """The table of contents at the side of the first page."""
+    return text_of("index.html").split('class="bd-main', 1)[0]
+
+
+def test_a_link_named_after_a_scheme_opens_its_notebook():
+    schemes = [path.stem for path in NOTEBOOKS if path.stem in reading_order((ROOT / "README.md").read_text())[0]]
+    assert {"HogWild", "DiLoCo"} <= set(schemes)
+    for scheme in schemes:
+        target = f"{scheme}/{scheme}.html"
+        assert f'toctree-l1 has-children"><a class="reference internal" href="{target}"' in sidebar()
+        assert 'href="README.html"' in text_of(target).split('class="bd-main', 1)[0]  # below the notebook, at the side
+        for page in ("README.html", "index.html"):
+            [*found] = re.findall(rf'<a class="reference internal" href="([^"#]+)">(?:<[^>]*>)*{scheme}<', text_of(page))
+            assert set(found) <= {target} and (found or page == "index.html"), (page, scheme)
+
+
+def test_the_rule_of_each_scheme_is_coloured():
+    coloured = 'highlight-python notranslate"><div class="highlight"><pre><span class="code-line"'
+    names = {path: path.stem.lower().replace("-", "_") for path in NOTEBOOKS}
+    pages = [path for path, name in names.items() if f"print(inspect.getsource({name}))" in (ROOT / path).read_text()]
+    assert len(pages) >= 16 and all(coloured in text_of(str(path.with_suffix(".html"))) for path in pages)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -165,6 +217,8 @@ def test_the_form_answers_twenty_questions_as_the_tables_do(wide, recommend):
         assert shown[2:] == notes
     [said] = wide.execute_script(ASK, {"workers": 1})
     assert said.startswith("Workers: ") and "2" in said
+    for folder in {rule["folder"] for rule in recommend.rules()["rules"]}:
+        assert f"{folder}/{folder}.html" in PAGES  # where the form links to
     assert not errors_of(wide)
 
 
@@ -188,12 +242,34 @@ def test_every_page_loads_and_fits_a_phone(phone):
     found = []
     for page in PAGES:
         open_page(phone, page)
-        images = "return [...document.images].filter(image => image.complete && !image.naturalWidth).map(image => image.src)"
-        found += [(page, what) for what in errors_of(phone) + phone.execute_script(images)]
-        width = phone.execute_script("return document.documentElement.scrollWidth")
-        if width > 390:
-            found.append((page, f"{width} pixels wide"))
+        width, height, misfits = phone.execute_script(FITS)
+        found += [(page, what) for what in errors_of(phone) + misfits]
+        if width > 390 or height > HIGHEST:
+            found.append((page, f"{width} pixels wide, {height} high"))
     assert not found
+
+
+def test_the_first_screen_has_the_player_and_its_picture(laptop):
+    open_page(laptop, "index.html")
+    until(laptop, "return document.getElementById('player').dataset.trace")
+    parts = [f"#player {part}" for part in ("#play", "#scheme", ".cluster svg", ".valley svg", ".loss svg")]
+    for left, top, right, bottom in laptop.execute_script(PLACES, parts):
+        assert 0 <= left < right - 50 and right <= 1366 and 0 <= top < bottom - 20 and bottom <= 768
+    assert laptop.find_elements("css selector", "#player .message")  # the picture shows messages on their way
+    press(laptop, " ")  # scrolls, since the player is not in focus
+    assert "play" in laptop.find_element("id", "play").text
+    laptop.execute_script("document.getElementById('play').focus()")
+    press(laptop, " ")  # the button's own key
+    until(laptop, "return document.getElementById('play').textContent.includes('pause')")
+    assert not errors_of(laptop)
+
+
+@pytest.mark.parametrize("page", ["HogWild/HogWild", "Asynchronous-DiLoCo/Asynchronous-DiLoCo", "HogWild/hogwild.py"])
+def test_no_rule_is_cut(laptop, page):
+    open_page(laptop, f"{page}.html")
+    widths = "return [...document.querySelectorAll('.highlight-python pre')].map((pre) => [pre.scrollWidth, pre.clientWidth])"
+    found = laptop.execute_script(widths)
+    assert found and all(shown <= room for shown, room in found)
 
 
 def test_player_fits_a_phone(phone):
@@ -205,6 +281,18 @@ def search(driver, address):
     driver.get(f"{address}/search.html?q=staleness")
     until(driver, "return document.querySelector('#search-results li a[href*=\"Dynamic-SGD/README\"]')")
     assert not errors_of(driver)
+
+
+@pytest.mark.parametrize(
+    "asked, first",
+    [("checkpoint", "book/guide/survival"), ("compression", "book/guide/compression"), ("HogWild", "HogWild/HogWild")],
+)
+def test_search_finds_titles_before_the_api(wide, asked, first):
+    wide.get(f"{HTML.as_uri()}/search.html?q={asked}")
+    until(wide, "return document.querySelectorAll('#search-results li').length > 20")
+    found = wide.execute_script(FOUND)
+    assert found[0] == f"{first}.html"
+    assert not [page for page in found[:20] if page.startswith("api/") or page.endswith(".py.html")]
 
 
 def test_search(wide):
@@ -269,6 +357,20 @@ def test_player_ends_and_begins_anew(wide):
     wide.find_element("id", "play").click()
     until(wide, "return !document.getElementById('play').textContent.includes('again')")
     assert clock(wide) < 30
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_player_in_the_light_and_in_the_dark(wide, theme):
+    """The minimum's cross is larger than the dot on it, curves name their times, and panels have the theme's brightness."""
+    open_player(wide)
+    wide.execute_script("document.documentElement.dataset.theme = arguments[0]", theme)
+    width = "return document.querySelector('.player .valley .cross').getBBox().width"
+    assert wide.execute_script(width) > 1.5 * 2 * 6.5
+    for name in ("staleness", "loss", "accuracy"):
+        assert "time 0" in wide.find_element("css selector", f".player .{name} svg").text
+    panels = wide.find_elements("css selector", ".player .pictures > div")
+    colors = [map(int, re.findall(r"\d+", panel.value_of_css_property("background-color"))[:3]) for panel in panels]
+    assert len(colors) == 5 and all(max(color) < 64 if theme == "dark" else min(color) > 192 for color in colors)
 
 
 @pytest.mark.parametrize("control", ["scheme", "workers", "slowness", "latency", "window", "rate"])

@@ -8,6 +8,7 @@ const player = (() => {
   const IDLE = "#777";
   const WORKERS = ["#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#bcbd22", "#17becf"];
   const SPEEDS = [1, 2, 4, 8]; // local steps a second
+  const MOMENT = 18.45; // of the picture of the player, see book/browser.py
   const loaded = {}; // traces by the name of their file; null while it is on its way
   const state = { scheme: 0, workers: 1, window: 0, rate: 1, slowness: 0, latency: 0, speed: 1 };
   let about, root, trace, wanted, timer = null, now = 0, narrow, panels = [];
@@ -108,7 +109,7 @@ const player = (() => {
   // Pictures. Each function draws what does not change while a trace plays, and returns a function that draws a moment:
   // {done: the number of pushes until now, at: the state after them}
 
-  const isNarrow = () => root.node().clientWidth < 560 || root.classed("strip");
+  const isNarrow = () => root.node().clientWidth < 560 || root.classed("strip") || root.classed("compact");
   const build = () => {
     narrow = isNarrow();
     const charts = [
@@ -194,15 +195,17 @@ const player = (() => {
     const lines = d3.contours().size([columns, rows]).thresholds(LEVELS.map((level) => -level))(
       d3.range(columns * rows).map((i) => floor - at(i)));
     picture.append("g").attr("class", "levels").selectAll("path").data(lines).join("path")
-      .attr("d", d3.geoPath(d3.geoIdentity().scale(cell))).attr("fill", (_, i) => d3.interpolateBlues(0.02 + 0.03 * i));
+      .attr("d", d3.geoPath(d3.geoIdentity().scale(cell))); // one lies on the other, so the deepest is the darkest
     titled(picture, "x̃ and the workers' x, over the loss");
-    picture.append("path").attr("class", "cross").attr("d", d3.symbol(d3.symbolPlus, 90))
-      .attr("transform", `translate(${x(least[0])} ${y(least[1])})`);
     picture.append("circle").attr("class", "start").attr("cx", x(start[0])).attr("cy", y(start[1])).attr("r", 4);
     picture.append("text").attr("x", x(start[0]) + 8).attr("y", y(start[1]) - 6).text("start");
     const walk = picture.append("path").attr("class", "walk"), line = d3.line((s) => x(s.a), (s) => y(s.b));
     const dots = picture.append("g").attr("class", "dots").selectAll("circle").data(d3.range(chosen("workers"))).join("circle")
       .attr("r", 4.5).attr("fill", (i) => WORKERS[i]);
+    for (const name of ["halo", "cross"]) { // its arms are longer than the dots that reach it
+      picture.append("path").attr("class", name).attr("d", "M-13 0H13M0 -13V13")
+        .attr("transform", `translate(${x(least[0])} ${y(least[1])})`);
+    }
     const center = picture.append("circle").attr("class", "center").attr("r", 6.5);
     return ({ done, at }) => {
       walk.attr("d", line(trace.states.slice(0, done + 1)));
@@ -309,7 +312,7 @@ const player = (() => {
   const onKey = (event) => {
     const { target, key } = event;
     if (event.ctrlKey || event.metaKey || event.altKey || target.isContentEditable) return;
-    if (!root.node().contains(target) && target !== document.body) return;
+    if (!root.node().contains(target) && (target !== document.body || root.classed("compact"))) return;
     const moves = { ArrowLeft: -1, ArrowRight: 1 }[key];
     if (key === " " && target.tagName !== "BUTTON" && target.tagName !== "SELECT") toggle();
     else if (moves && !["INPUT", "SELECT"].includes(target.tagName)) step(moves);
@@ -323,6 +326,10 @@ const player = (() => {
     about = index;
     root = d3.select("#player");
     root.selectAll("*").remove();
+    if (root.classed("compact")) { // on the first page: a moment with messages on their way, as in its picture
+      Object.assign(state, { slowness: 2, latency: 1 });
+      now = MOMENT;
+    }
     buildControls();
     root.append("div").attr("class", "pictures").selectAll("div")
       .data(["cluster", "valley", "staleness", "loss", "accuracy"]).join("div")
