@@ -11,7 +11,7 @@ from docutils import nodes
 
 PHONE = 356  # pixels, the width of the text on a phone
 WIDE = 700  # pixels; a figure that is wider scrolls sideways on a phone, since its words would be too small
-PROSE, NAME = 40, 100  # characters, from which on a cell holds a sentence; the same in the first column, which names the row
+PROSE, NAME = 40, 100  # least characters of a sentence, in any cell and in the first column, whose cells name the rows
 SHORT = 28  # characters of a cell and its label, up to which several share a line
 SIZES = {"": (10.6, 8.6, 18), "compact": (6.4, 6.2, 5)}  # of a table: pixels of a letter, of a letter of code, around a cell
 FIRST = 0.27  # share of a compact table's first column, if only its words are broken
@@ -67,7 +67,7 @@ def _label(head, rows):
 
 
 def _widths(rows, letter, code, around):
-    """Returns the least width of each column of a table, in pixels: of its longest word, which cannot be broken."""
+    """Returns the least width of each column of a table, in pixels: the width of its longest word."""
 
     def longest(cell):
         sizes = [0.0]
@@ -98,7 +98,7 @@ def depart_entry(self, node):
 
 
 def frame_figures(doctree, folder):
-    """Puts each wide figure into a frame, which scrolls on a phone.
+    """Puts each wide figure into a frame that scrolls on a phone.
 
     Args:
       doctree: the page.
@@ -135,7 +135,7 @@ def mark_sources(cells):
 
 
 def join_docstrings(doctree):
-    """Gives docstrings lines of any length, which the browser breaks."""
+    """Joins the lines of docstrings, so that the browser breaks them."""
     for block in doctree.findall(nodes.literal_block):
         if block.get("language") == "python":
             block.rawsource = DOCSTRING.sub(lambda match: _joined(match[0]), block.astext())

@@ -97,9 +97,10 @@ def silent():
 
 @contextlib.contextmanager
 def without_garbage_collection():
-    """Objects in cycles stay in memory meanwhile. An import makes hundreds of thousands of objects that live on; to look
-    through them again and again takes a third of the processor time of `import tensorflow`, and 0.2 s each time after it.
-    So all that is there at the end is never looked through again.
+    """A context for an import: no garbage is collected in it, and the objects of the import are never looked through later.
+
+    They are hundreds of thousands, and live on. To look through them again and again takes a third of the processor time of
+    `import tensorflow`, and 0.2 s each time after it. Other objects that exist at the end stay as well if they are garbage.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -78,7 +78,7 @@ def estimate(name, window, actions, waiting, num_workers, costs, seed=0):
 
     Args:
       name, window: of the scheme, see `Estimate`.
-      actions, waiting: see `common.simulation.round_of`.
+      actions, waiting: see `common.simulation.Facts`.
       num_workers, costs, seed: see `common.virtual_time.VirtualTime`.
     """
     few = min(40, max(8, 4000 // num_workers))  # rounds of each worker, on average
@@ -144,7 +144,7 @@ def of_scheme(settings, script, name, window=None):
       UserError: if the simulator does not know it, or it takes no such flags.
     """
     from common.compression import compression_of
-    from common.simulation import round_of_size
+    from common.simulation import facts_of_size
 
     folder = folder_of(script)
     given = [f"--num_workers={settings.workers}", f"--num_ps={settings.num_ps}", f"--batch_size={settings.batch_size}"]
@@ -158,8 +158,8 @@ def of_scheme(settings, script, name, window=None):
     if folder.check:
         folder.check(hp)
     compression = compression_of(hp)
-    actions, waiting = round_of_size(folder.scheme, hp, settings.parameters, settings.workers, settings.num_ps, compression)
-    return estimate(name, hp.window, actions, waiting, settings.workers, costs_of(settings))
+    facts = facts_of_size(folder.scheme, hp, settings.parameters, settings.workers, settings.num_ps, compression)
+    return estimate(name, hp.window, facts.actions, facts.waiting, settings.workers, costs_of(settings))
 
 
 def all_schemes(settings):

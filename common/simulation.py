@@ -573,19 +573,13 @@ def messages_of(scheme, hp, model, shards, num_ps, compression=None):
     They are read off the graph of a worker in a cluster: its edges from one device to another. Where an edge carries a tensor
     whose size is not known before it is sent, it counts as nothing.
     """
-    return [[action.up, action.down] for action in round_of(scheme, hp, model, shards, num_ps, compression)[0]]
-
-
-def round_of(scheme, hp, model, shards, num_ps, compression=None):
-    """Returns the `common.virtual_time.Action`s of a round, and the `Waiting` of the scheme: all that the clock has to know.
-
-    Arguments and bytes are those of `messages_of`. Nothing is run.
-    """
-    return facts_of(scheme, hp, model, shards, num_ps, compression)[:2]
+    return [[action.up, action.down] for action in facts_of(scheme, hp, model, shards, num_ps, compression).actions]
 
 
 class Facts(NamedTuple):
-    """What is known of a scheme without an `Engine`, in a fraction of its time; the attributes are those of an `Engine`."""
+    """The needs of the clock: a round's `common.virtual_time.Action`s, the scheme's `Waiting`, and two more attributes of an
+    `Engine`, in a fraction of the time that an engine takes.
+    """
 
     actions: list
     waiting: Waiting
@@ -594,7 +588,7 @@ class Facts(NamedTuple):
 
 
 def facts_of(scheme, hp, model, shards, num_ps, compression=None):
-    """Returns the `Facts` of a scheme. Arguments and bytes are those of `messages_of`."""
+    """Returns the `Facts` of a scheme. Arguments and bytes are those of `messages_of`. Nothing is run."""
     with tf.Graph().as_default() as graph:
         device_fn = tf.train.replica_device_setter(ps_tasks=num_ps, worker_device=_WORKER)
         options = {"compression": compression, "fragments": fragments_of(hp)}
@@ -621,11 +615,6 @@ def _samples_per_update(waiting, shards, local):
     return (waiting.quorum or 1) * shards.batch_size * local.steps_per_update
 
 
-def round_of_size(scheme, hp, parameters, num_workers, num_ps, compression=None):
-    """Returns the same as `round_of`, for any model of so many parameters. It takes no memory."""
-    return facts_of_size(scheme, hp, parameters, num_workers, num_ps, compression)[:2]
-
-
 def facts_of_size(scheme, hp, parameters, num_workers, num_ps, compression=None):
     """Returns the same as `facts_of`, for any model of so many parameters. It takes no memory."""
     size = min(int(parameters), MOST_PARAMETERS)
@@ -640,7 +629,7 @@ def facts_of_size(scheme, hp, parameters, num_workers, num_ps, compression=None)
 
 
 class _Sized:
-    """In place of a `common.models.Model`, what `round_of` needs of one of so many parameters. It cannot be trained."""
+    """In place of a `common.models.Model`, what `facts_of` needs of one of so many parameters. It cannot be trained."""
 
     def __init__(self, size):
         self.size, self.initial_parameters, self.initial_state = size, np.broadcast_to(np.float32(0), [size]), []

@@ -21,7 +21,7 @@ from typing import Any
 
 
 class Task:
-    """A task, which is another process's child, with the attributes and methods of `subprocess.Popen` that tests use."""
+    """A task, the child of another process, with the attributes and methods of `subprocess.Popen` that tests use."""
 
     def __init__(self, said, told):
         self.stdout, self._told = open(said, errors="replace"), open(told)

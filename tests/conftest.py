@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What was imported and collected stays: a garbage collection need not look through it, which takes 0.4 s."""
+    """Modules and tests stay: a garbage collection that looks through them takes 0.4 s."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)  # the graphs that tests build are garbage in large pieces

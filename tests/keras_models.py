@@ -7,7 +7,6 @@ loaded and evaluated by Keras itself. tests/test_keras_models.py does the same, 
 
 import concurrent.futures
 import functools
-import gc
 import json
 import math
 import os
@@ -910,8 +909,6 @@ def write_table():
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--json"]:
         training.plots.draw_curve = lambda run_dir: None  # pictures take longer than training here
-        gc.collect()
-        gc.freeze()  # `clear_session` collects garbage for each model
         sys.modules["keras_models"] = sys.modules["__main__"]  # which `--model=FILE.py:FUNCTION` would else run again
         print(json.dumps({name: outcome(name, int(sys.argv[2])) for name in sys.argv[3:]}))
     else:

@@ -381,7 +381,7 @@ def slots_of(run):
 
 
 def wrote_large_checkpoints(run):
-    """Of 5 million float32. The graph, which is in the files of events, holds no values."""
+    """They hold 5 million float32. The graph in the files of events holds no values."""
     assert sum(path.stat().st_size for path in run.folder.glob("checkpoints/model.ckpt-0.data-*")) > 20e6
     assert max(path.stat().st_size for path in run.folder.rglob("events*")) < 2.5e6
 

@@ -26,7 +26,7 @@ from common.compression import Compression
 from common.flags import TrainingFailed
 from common.replay import Replay
 from common.schedules import Schedule
-from common.simulation import MOST_PARAMETERS, Engine, Shards, facts_of, messages_of, round_of, round_of_size, shards_of
+from common.simulation import MOST_PARAMETERS, Engine, Shards, facts_of, facts_of_size, messages_of, shards_of
 from common.virtual_time import RESTART, Costs, Span, VirtualTime
 
 pytestmark = pytest.mark.slow
@@ -440,8 +440,8 @@ def test_a_round_of_a_size_is_that_of_any_model_of_that_size(engine, load_scheme
     shards = shards_of(regression, WORKERS, BATCH, 0)
     hp.batch_size = BATCH
     for num_ps, packed in [(2, None)] + [(1, Compression("int8"))] * (name == "HogWild"):
-        of_model = round_of(load, hp, model, shards, num_ps, packed)
-        assert round_of_size(load, hp, model.size, WORKERS, num_ps, packed) == of_model
+        of_model = facts_of(load, hp, model, shards, num_ps, packed)
+        assert facts_of_size(load, hp, model.size, WORKERS, num_ps, packed) == of_model
 
 
 def test_bytes_of_a_model_of_any_size(load_scheme):
@@ -449,9 +449,9 @@ def test_bytes_of_a_model_of_any_size(load_scheme):
     hp = types.SimpleNamespace(learning_rate=0.1, window=1, batch_size=1, overlap=False, num_workers=2)
     hogwild = load_scheme("HogWild", "hogwild")
     for size in 1000, 25_000_000, MOST_PARAMETERS:
-        pull, _, push = round_of_size(hogwild, hp, size, 2, 1)[0]
+        pull, _, push = facts_of_size(hogwild, hp, size, 2, 1).actions
         assert (pull.down, push.up) == (4 * size + 8, 4 * size)
-    pull, _, push = round_of_size(hogwild, hp, 7e9, 2, 1)[0]
+    pull, _, push = facts_of_size(hogwild, hp, 7e9, 2, 1).actions
     assert push.up == 28e9 and 0 < pull.down - 28e9 < 100
 
 
