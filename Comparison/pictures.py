@@ -54,6 +54,7 @@ def timelines(figure, report):
         "pull": (0.24, 0.15, "pull"),
         "wait": (-0.4, 0.45, "wait"),
     }
+    figure.get_layout_engine().set(w_pad=0.12)  # a phone shows the panels below each other: the book cuts them apart
     grid = list(figure.subplots(-(-len(rows) // 3), 3, sharex=True, sharey=True, squeeze=False).flat)
     for axes, (name, of_row) in zip(grid, rows.items(), strict=False):
         spans = spans_of(of_row, report["workers"], until)
@@ -62,9 +63,7 @@ def timelines(figure, report):
                 bars = [(s.start, s.end - s.start) for s in spans if (s.worker, s.part) == (worker, part)]
                 axes.broken_barh(bars, (worker + low, height), color=COLORS[key], ec="white", lw=0.3)
         axes.set_title(name, fontsize=10, loc="left")
-        axes.set(xlim=(0, until), ylim=(len(SLOWNESS) - 0.5, -0.6), yticks=range(len(SLOWNESS)))
-        axes.set_yticklabels(["", "", ""])
-        axes.set_xticks([])
+        axes.set(xlim=(0, until), ylim=(len(SLOWNESS) - 0.5, -0.6), yticks=[], xticks=[])
         axes.spines[["top", "right", "left"]].set_visible(False)
     for axes in grid[len(rows) :]:
         axes.set_visible(False)

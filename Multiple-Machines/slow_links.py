@@ -203,7 +203,8 @@ def panels(figure, report):
     for axes in grid.flat[len(schemes) :]:
         axes.set_visible(False)
     figure.supxlabel("seconds since the first update began")
-    figure.supylabel("test accuracy")
+    for axes in grid[:, 0]:
+        axes.set_ylabel("test accuracy")
     figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside upper right", ncols=len(networks))
 
 

@@ -182,7 +182,8 @@ def chart(curves, report, path):
     columns = 5
     rows = -(-len(curves) // columns)
     figure = Figure(figsize=(13, 2.3 * rows), layout="constrained")
-    panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat
+    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    panels = grid.flat
     last = max(curve[-1, 0] for of_one in curves.values() for curve in of_one)
     for name, axes in zip(sorted(curves, key=order), panels):  # noqa: B905
         for other, curve in median.items():
@@ -204,7 +205,8 @@ def chart(curves, report, path):
     for axes in panels:  # those that are left
         axes.set_visible(False)
     figure.supxlabel("seconds of training", fontsize=10)
-    figure.supylabel("test accuracy", fontsize=10)
+    for axes in grid[:, 0]:
+        axes.set_ylabel("test accuracy", fontsize=10)
     FigureCanvasAgg(figure).print_png(path)
 
 

@@ -233,7 +233,8 @@ def panels(figure, report):
         axes.tick_params(labelbottom=True)
     figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper right", ncols=2)
     figure.supxlabel("workers")
-    figure.supylabel(f"test accuracy after {report['seconds']:g} virtual second{'s' * (report['seconds'] != 1)}")
+    for axes in grid[::4]:
+        axes.set_ylabel(f"test accuracy\nafter {report['seconds']:g} virtual second{'s' * (report['seconds'] != 1)}")
 
 
 if __name__ == "__main__":

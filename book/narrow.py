@@ -7,10 +7,11 @@ import struct
 import textwrap
 from pathlib import Path
 
+import panels
 from docutils import nodes
 
 PHONE = 356  # pixels, the width of the text on a phone
-WIDE = 700  # pixels; a figure that is wider scrolls sideways on a phone, since its words would be too small
+WIDE = 700  # pixels; on a phone the panels of a wider figure stand below each other, since its words would be too small
 PROSE, NAME = 40, 100  # least characters of a sentence, in any cell and in the first column, whose cells name the rows
 SHORT = 28  # characters of a cell and its label, up to which several share a line
 SIZES = {"": (10.6, 8.6, 18), "compact": (6.4, 6.2, 5)}  # of a table: pixels of a letter, of a letter of code, around a cell
@@ -98,22 +99,58 @@ def depart_entry(self, node):
 
 
 def frame_figures(doctree, folder):
-    """Puts each wide figure into a frame that scrolls on a phone.
+    """Prepares each wide figure for a phone: its panels, one below the other, or a frame that scrolls if it has only one.
 
     Args:
       doctree: the page.
       folder: to which the paths of its figures are relative.
     """
     for image in list(doctree.findall(nodes.image)):
-        if _pixels(Path(folder, image["uri"])) <= WIDE:
+        path = Path(folder, image["uri"])
+        width = _pixels(path)
+        if width <= WIDE:
             continue
         framed = image
         while isinstance(framed.parent, (nodes.inline, nodes.reference, nodes.paragraph)) and len(framed.parent) == 1:
             framed = framed.parent
-        if not isinstance(framed.parent, nodes.TextElement):  # a figure of its own, not part of a sentence
-            frame = nodes.container(classes=["wide-figure"])
-            framed.parent.replace(framed, frame)
-            frame += framed
+        if isinstance(framed.parent, nodes.TextElement):  # part of a sentence
+            continue
+        grids = panels.find(path)
+        frame = nodes.container(classes=["wide-figure", "whole"] if grids else ["wide-figure"])
+        framed.parent.replace(framed, [frame, *_panels(image, grids, width)] if grids else frame)
+        frame += framed
+
+
+def _panels(image, grids, width):
+    """Returns the nodes of a figure's panels: each shows parts of the one picture, and a screen reader reads it once."""
+    parts = ['<div class="panels">']
+    for grid in grids:
+        across = max(sum(box.right - box.left for box in row) for row in grid)
+        down = sum(row[0].bottom - row[0].top for row in grid)
+        parts[-1] += f'<div class="panel" style="--width: {across}px; aspect-ratio: {across} / {down}">'
+        top = 0
+        for row in grid:
+            left = across - sum(box.right - box.left for box in row)
+            high = row[0].bottom - row[0].top
+            for box in row:
+                wide = box.right - box.left
+                place = {"left": left / across, "top": top / down, "width": wide / across, "height": high / down}
+                place |= {"--width": width / wide, "--left": -box.left / wide, "--top": -box.top / high}
+                style = "; ".join(f"{key}: {value:.3%}" for key, value in place.items())
+                parts[-1] += f'<div style="{style}">'
+                parts.append("</div>")
+                left += wide
+            top += high
+        parts[-1] += "</div>"
+    parts[-1] += "</div>"
+    copies = [image.deepcopy() for _ in parts[1:]]
+    for copy in copies:
+        copy["alt"], copy["ids"], copy["names"] = "", [], []
+    copies[0]["alt"] = image.get("alt", "")
+    found = [nodes.raw("", parts[0], format="html")]
+    for copy, part in zip(copies, parts[1:], strict=True):
+        found += [copy, nodes.raw("", part, format="html")]
+    return found
 
 
 def _pixels(path):

@@ -3,6 +3,7 @@
 import functools
 import html
 import http.server
+import itertools
 import json
 import os
 import re
@@ -42,7 +43,7 @@ const width = (element) => element.getBoundingClientRect().width;
 return [scrollWidth, scrollHeight, [
   ...of("img", (image) => image.complete && !image.naturalWidth),
   ...of(".bd-article table", (table) => table.getBoundingClientRect().right > clientWidth),
-  ...of(".bd-article img", (image) => image.naturalWidth > 700 && width(image) < 0.55 * image.naturalWidth),
+  ...of(".bd-article img", (image) => image.naturalWidth > 700 && image.offsetParent && width(image) < 0.55 * image.naturalWidth),
 ]];
 """
 HIGHEST = 48_000  # pixels of a page on a phone
@@ -247,6 +248,19 @@ def test_every_page_loads_and_fits_a_phone(phone):
         if width > 390 or height > HIGHEST:
             found.append((page, f"{width} pixels wide, {height} high"))
     assert not found
+
+
+def test_the_panels_of_a_figure_stand_below_each_other_on_a_phone(phone):
+    open_page(phone, "HogWild/HogWild.html")
+    panels = "return [...document.querySelectorAll('.panels')].map((figure) => [...figure.querySelectorAll('.panel')]"
+    figures = phone.execute_script(panels + ".map((panel) => panel.getBoundingClientRect()).map((box) => [box.left, box.top, box.right, box.bottom]))")
+    assert figures
+    for figure in figures:
+        assert len(figure) > 1
+        for above, below in itertools.pairwise(figure):
+            assert below[1] >= above[3] and below[0] == above[0]
+    resize(phone, 1280)
+    assert not phone.find_element("css selector", ".panels").is_displayed()
 
 
 def test_the_first_screen_has_the_player_and_its_picture(laptop):
