@@ -64,7 +64,8 @@ def _frames(dark):
     for y in range(len(dark)):
         for left, right in _runs(dark[y]):
             if right - left >= WIDTH:
-                spine = dark[:y, left : left + TICK].any(1)  # a tick may lengthen the lower spine, a curve hide some of this one
+                # A tick may lengthen the lower spine, and a curve may hide a part of the left one.
+                spine = dark[:y, left : left + TICK].any(1)
                 top = max((end for begin, end in _runs(~spine) if end - begin > TICK or not begin), default=0)
                 frames.append(Box(left, top if y - top >= HEIGHT else y, right, y + 1))
     return [frame for frame in frames if not any(_holds(other, frame) for other in frames)]

@@ -40,10 +40,11 @@ for (const folded of document.querySelectorAll(".bd-article details")) folded.op
 const start = (element) => element.outerHTML.slice(0, 200);
 const of = (selector, isWrong) => [...document.querySelectorAll(selector)].filter(isWrong).map(start);
 const width = (element) => element.getBoundingClientRect().width;
+const isShown = (element) => element.offsetParent !== null;
 return [scrollWidth, scrollHeight, [
   ...of("img", (image) => image.complete && !image.naturalWidth),
   ...of(".bd-article table", (table) => table.getBoundingClientRect().right > clientWidth),
-  ...of(".bd-article img", (image) => image.naturalWidth > 700 && image.offsetParent && width(image) < 0.55 * image.naturalWidth),
+  ...of(".bd-article img", (image) => image.naturalWidth > 700 && isShown(image) && width(image) < 0.55 * image.naturalWidth),
 ]];
 """
 HIGHEST = 48_000  # pixels of a page on a phone
@@ -51,6 +52,10 @@ HIGHEST = 48_000  # pixels of a page on a phone
 PLACES = """
 return arguments[0].map((selector) => document.querySelector(selector).getBoundingClientRect())
   .map(({ left, top, right, bottom }) => [left, top, right, bottom]);
+"""
+PANELS = """
+return [...document.querySelectorAll(".panels")].map((figure) => [...figure.querySelectorAll(".panel")]
+  .map((panel) => panel.getBoundingClientRect()).map(({ left, top, right, bottom }) => [left, top, right, bottom]));
 """
 FOUND = "return [...document.querySelectorAll('#search-results li > a')].map((a) => a.getAttribute('href').split(/[?#]/)[0])"
 NOTEBOOKS = [path for path in tracked() if path.suffix == ".ipynb"]
@@ -252,8 +257,7 @@ def test_every_page_loads_and_fits_a_phone(phone):
 
 def test_the_panels_of_a_figure_stand_below_each_other_on_a_phone(phone):
     open_page(phone, "HogWild/HogWild.html")
-    panels = "return [...document.querySelectorAll('.panels')].map((figure) => [...figure.querySelectorAll('.panel')]"
-    figures = phone.execute_script(panels + ".map((panel) => panel.getBoundingClientRect()).map((box) => [box.left, box.top, box.right, box.bottom]))")
+    figures = phone.execute_script(PANELS)
     assert figures
     for figure in figures:
         assert len(figure) > 1
