@@ -65,16 +65,15 @@ up_to_date && use "$venv"
 trap 'say "stopped; the next run sets up again"; exit 130' INT
 old=$(cat "$stamp" 2>/dev/null) why=$(shortcoming "$venv") uv=$(type -P uv)
 
-watch() { # the seconds so far and the last line of pip or uv; once pip says what it installs, how many are left, and how long
-    local list said all infos began
+watch() { # the seconds so far; how much pip or uv has downloaded or installed and how long the rest takes, or their last line
     while sleep 1 && kill -0 $$; do
-        said=$(tail -n 1 "$log") list=$(grep '^Installing collected packages: ' "$log")
-        if [[ -n $list ]]; then
-            list=${list//[^,]/} all=$((${#list} + 1)) infos=("$venv"/lib/*/site-packages/*.dist-info) began=${began:-$SECONDS}
-            said="$((${#infos[@]} < all ? ${#infos[@]} : all)) of $all packages, "
-            said+="about $(((SECONDS - began + 1) * (all > ${#infos[@]} ? all - ${#infos[@]} : 0) / ${#infos[@]})) s left"
-        fi
-        printf '\r\e[K%d s: %.60s' "$SECONDS" "$said"
+        said=("$venv"/lib/*/site-packages/*.dist-info)
+        read -r have all what < <(awk -v installed="${#said[@]}" -f common/setup_progress.awk "$log")
+        [[ $last == "$all $what" ]] || last="$all $what" began=$SECONDS
+        said=$(tail -n 1 "$log")
+        [[ -z $all ]] || said="$have of $all $what"
+        ((have < 1)) || said+=", about $(((SECONDS - began + 1) * (all - have) / have)) s left"
+        printf '\r\e[K%d s: %.70s' "$SECONDS" "$said"
     done 2>/dev/null >/dev/tty
 }
 
@@ -112,6 +111,8 @@ else
     [[ -n $uv ]] || step "$python" -I -m venv "$(realpath "$venv")"
     [[ -z $uv ]] || step uv venv --seed --allow-existing --python '>=3.10,<3.14' "$(realpath "$venv")"
 fi
+# From 25 on, pip can write how much it has downloaded.
+[[ -n $uv ]] || ! "$venv/bin/python" -I -m pip install -q --retries 0 'pip>=25' >>"$log" 2>&1 </dev/null || export PIP_PROGRESS_BAR=raw
 [[ -n $uv ]] || step "$venv/bin/python" -I -m pip install --disable-pip-version-check -r requirements.txt
 [[ -z $uv ]] || step uv pip install --python "$venv/bin/python" -r requirements.txt
 why=$(shortcoming "$venv")

@@ -25,7 +25,7 @@ SITE = f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
 NEW = ["setting up .venv (once; takes a minute or two)"]
 
 # All that setup.sh may call besides Python: part of Debian's base. The last two are for the stand-ins.
-TOOLS = ["bash", "cat", "dirname", "find", "flock", "grep", "ls", "mkdir", "realpath", "sed", "sleep", "tail", "cp", "ln"]
+TOOLS = ["awk", "bash", "cat", "dirname", "find", "flock", "grep", "ls", "mkdir", "realpath", "sed", "sleep", "tail", "cp", "ln"]
 
 # `python3` and `uv` on PATH. Python pretends to be $PRETEND_VERSION ("3, 8"), or to lack $PRETEND_WITHOUT.
 STAND_IN = f"""#!/usr/bin/env bash
@@ -46,6 +46,8 @@ esac
 PIP = f"""
 import os, pathlib, sys
 notes, site = pathlib.Path("NOTES"), pathlib.Path(sys.prefix, "{SITE}")
+if "pip>=25" in sys.argv:
+    sys.exit()
 with open(notes / "calls", "a") as calls:
     calls.write("uv pip\\n" if "uv" in sys.argv else "pip\\n")
 
@@ -82,7 +84,8 @@ class Clone:
         self.env = {"PATH": str(self.bin), "HOME": str(folder), "PRETEND_WITHOUT": "nothing"}
         for each in self.root / "common", self.notes, self.bin:
             each.mkdir(parents=True)
-        shutil.copy(CHECKOUT / "common" / "setup.sh", self.root / "common")
+        for name in "setup.sh", "setup_progress.awk":
+            shutil.copy(CHECKOUT / "common" / name, self.root / "common")
         (self.root / "common" / "__init__.py").touch()
         (self.root / "pyproject.toml").write_text("[project]\n")
         self.requirements.write_text("tiny>=1\n-e .\n")
@@ -247,32 +250,45 @@ def test_interrupted(clone, how):
     assert clone.runs() == []
 
 
-def test_progress_on_a_terminal(clone):
+PROGRESS = {  # what each prints, and what is shown then
+    "": {
+        "Collecting large": "Collecting large",
+        "  Downloading large-1.0-py3-none-any.whl (200.0 MB)": "  Downloading large-1.0-py3-none-any.whl (200.0 MB)",
+        "Progress 50000000 of 200000000": "50 of 200 MB of large, about ",
+        "Installing collected packages: tiny, small, other": "1 of 3 packages, about ",
+    },
+    "uv ": {
+        "Resolved 3 packages in 275ms": "Resolved 3 packages in 275ms",
+        "Downloading large (150.5MiB)": "0 of 150 MiB",
+        "Downloading small (49.5MiB)": "0 of 200 MiB",
+        " Downloaded small": "49 of 200 MiB, about ",
+    },
+}
+
+
+@pytest.mark.parametrize("tool", PROGRESS)
+def test_progress_on_a_terminal(clone, tool):
     pipe = clone.pip_waits()
-    names = "Installing collected packages: tiny, small, other"
+    if tool:
+        clone.program("uv")
     clone.before_pip(f"""
-def say(line):
+install('tiny', '1')
+for line in {list(PROGRESS[tool])}:
     print(line, flush=True)
     open({str(pipe)!r}).read()
-
-say('Downloading tiny')
-install('tiny', '1')
-say({names!r})
 """)
     environ = [f"{name}={value}" for name, value in clone.env.items()]
     with runs.on_a_terminal(["env", "-i", *environ, "bash", str(clone.root / "common" / "setup.sh")]) as (process, screen, _):
-        shown = b""
-        while b" s: Downloading tiny" not in shown:
-            shown += os.read(screen, 1000)
-        open(pipe, "w").close()
-        while b" s: 1 of 3 packages, about " not in shown:
-            shown += os.read(screen, 1000)
-        open(pipe, "w").close()
+        shown = ""
+        for wanted in PROGRESS[tool].values():
+            while f" s: {wanted}" not in shown:
+                shown += os.read(screen, 1000).decode()
+            open(pipe, "w").close()
         assert process.wait(300) == 0
         with contextlib.suppress(OSError):  # at its end
             while part := os.read(screen, 1000):
-                shown += part
-    assert shown.decode().splitlines()[-1].split("\x1b[K")[-1] == f"{clone.venv}/bin/python"
+                shown += part.decode()
+    assert shown.splitlines()[-1].split("\x1b[K")[-1] == f"{clone.venv}/bin/python"
 
 
 def test_active_environment(clone, tmp_path):
