@@ -123,7 +123,7 @@ def answer(report, workers):
             "step times vary",
             *("step_cv", 0.5, "random", every),
         ),
-        ("Is the data non-IID across workers?", "the data is non-IID", "non_iid", 1, "unlike shards", every),
+        ("Is the data non-IID across workers?", "the data is non-IID", "non_iid", 1, "non-IID shards", every),
         ("None of these", "no question is answered yes", None, 0, "all equal", every),
     ]
     leaves = []

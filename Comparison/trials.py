@@ -42,7 +42,7 @@ CONDITIONS = {
     "one slow": Condition("one of the workers takes ten times as long for a step", {}, slow=10.0),
     "random": Condition("each step takes a random time (gamma distribution, deviation as large as the mean)", {"step_cv": 1}),
     "slow links": Condition("workers have links of 10 Mbit/s, and a message takes 20 ms", {"latency_ms": 20, "mbit": 10}),
-    "unlike shards": Condition("each worker has samples of only a few classes (Dirichlet, α = 1)", {}, non_iid=1.0),
+    "non-IID shards": Condition("each worker has samples of only a few classes (Dirichlet, α = 1)", {}, non_iid=1.0),
 }
 
 

@@ -326,7 +326,7 @@ def test_where_all_wait_a_scheme_is_trained_once_and_the_clock_tells_the_rest(tr
     assert trial.run(slow, 0, most=12.0).seconds is None  # given up: it would take 35 s
     assert trial.run(slow, 0).seconds == pytest.approx(35.0)
     assert trial.trained == 4
-    trial.run(trials.CONDITIONS["unlike shards"], 0)
+    trial.run(trials.CONDITIONS["non-IID shards"], 0)
     assert trial.trained > 4  # other samples, so it is trained again
 
 
