@@ -25,7 +25,7 @@ SITE = f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
 NEW = ["setting up .venv (once; takes a minute or two)"]
 
 # All that setup.sh may call besides Python: part of Debian's base. The last two are for the stand-ins.
-TOOLS = ["awk", "bash", "cat", "dirname", "find", "flock", "grep", "ls", "mkdir", "realpath", "sed", "sleep", "tail", "cp", "ln"]
+TOOLS = "awk bash cat dirname find flock grep ls mkdir realpath sed sleep tail cp ln".split()
 
 # `python3` and `uv` on PATH. Python pretends to be $PRETEND_VERSION ("3, 8"), or to lack $PRETEND_WITHOUT.
 STAND_IN = f"""#!/usr/bin/env bash
