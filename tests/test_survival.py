@@ -314,7 +314,7 @@ def test_a_run_that_diverges_is_mended_by_a_smaller_learning_rate(run_dir):
     output = run(run_dir, *arguments, "--learning_rate=1000", "--checkpoint_secs=1000", status=1)
     line = last_line_of_a_failed_run(output, run_dir)
     said = re.fullmatch(r"hogwild.py: worker ([012]): the loss is (?:inf|nan) at step [1-9]\d*; (.*) \(log: (.*)\)", line)
-    assert said and said[2].endswith(WHAT_TO_DO) and said[3] == str(run_dir / "logs" / f"worker-{said[1]}.log")
+    assert said and said[2].endswith(WHAT_TO_DO) and said[3] == str(run_dir / "logs" / f"worker-{said[1]}.log"), line
     assert 0 in good_checkpoints(run_dir / "checkpoints")
 
     output = run(run_dir, *arguments, "--learning_rate=0.1", "--epochs=20", "--resume")
