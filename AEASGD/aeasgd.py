@@ -1,6 +1,6 @@
 """AEASGD: asynchronous elastic averaging SGD (Zhang, Choromanska, LeCun 2015, https://arxiv.org/abs/1412.6651)."""
 
-from common.flags import UserError, define_number
+from common.core import UserError, define_number
 from common.main import main
 
 

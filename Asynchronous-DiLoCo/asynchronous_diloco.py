@@ -4,7 +4,7 @@ https://arxiv.org/abs/2401.09135)."""
 from absl import flags
 
 from common import tf
-from common.flags import UserError, define_integer, define_number
+from common.core import UserError, define_integer, define_number
 from common.main import main
 
 

@@ -24,7 +24,7 @@ import figures
 import pictures
 import trials
 
-from common.progress import counted
+from common.core import counted
 
 HERE = Path(__file__).resolve().parent
 SEEDS = 5

@@ -284,7 +284,7 @@ class Trial:
 
 
 def as_lists(flags):
-    """Returns flags with those that are one for each worker as lists, as `common.flags` parses them."""
+    """Returns flags with those that are one for each worker as lists, as `common.core.flags` parses them."""
     return {name: [float(value)] if name in ("latency_ms", "mbit") else value for name, value in flags.items()}
 
 

@@ -19,9 +19,8 @@ import sys
 from pathlib import Path
 
 from common import models, tf
-from common.flags import UserError, sizes
+from common.core import BUILDING, LOADING, UserError, doing, meanwhile, sizes
 from common.main import main
-from common.words import BUILDING, LOADING, doing, meanwhile
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "HogWild"))
 from hogwild import hogwild  # noqa: E402
@@ -34,7 +33,7 @@ def new_checkpoints(checkpoint_dir, has_ended):
       checkpoint_dir: where the chief saves them.
       has_ended: function that says whether it has saved the last.
     """
-    from common.checkpoints import checkpoints_in  # here, as it imports tensorflow
+    from common.core import checkpoints_in  # here, as it imports tensorflow
 
     seen = None
 
@@ -163,7 +162,7 @@ class Best:
 
     def keep(self, copy, **notes):
         """Makes the copy the best one, and removes the one before. All or nothing."""
-        from common.run_dir import write_json
+        from common.core import write_json
 
         notes = {"checkpoint": Path(copy).name, **notes}
         write_json(self._file, notes)
@@ -184,7 +183,8 @@ def evaluate(task, settings):
     Raises:
       UserError: for data and model that cannot be evaluated, or that are not those of the training.
     """
-    from common import plots, streams
+    from common import streams
+    from common.core import plots
     from common.metrics import MetricsLog
     from common.training import ENDED, STOP, samples_of, split
 

@@ -3,7 +3,7 @@
 from absl import flags
 
 from common import tf
-from common.flags import define_number
+from common.core import define_number
 from common.main import main
 
 

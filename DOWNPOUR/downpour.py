@@ -3,7 +3,7 @@
 import math
 
 from common import tf
-from common.flags import UserError, define_alias, define_integer, define_overlap
+from common.core import UserError, define_alias, define_integer, define_overlap
 from common.main import main
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from common import tf
-from common.flags import UserError
+from common.core import UserError
 
 
 def array_dataset(arrays, batch_size, num_workers=1, shard_index=0, epochs=None, seed=0):

@@ -13,10 +13,9 @@ import numpy as np
 
 from common import data, ending, tf
 from common.batches import Batches
-from common.flags import UserError
+from common.core import UserError, doing
 from common.main import main
 from common.steps import Rounds
-from common.words import doing
 
 # Flags of the schemes that mean nothing here: this trains one step a call, and evaluates each second.
 OF_SCHEMES = ("window", "rounds_per_call", "evaluation_secs")
@@ -31,7 +30,7 @@ class Training(NamedTuple):
     one: Rounds  # to fetch for one step of SGD
     values: Any  # float32 [size]: all weights, one after the other
     evaluation: dict  # loss and metrics on the test set, by name
-    trained: Any  # a `common.checkpoints.Trained`: seconds and samples of all runs, which checkpoints hold, too
+    trained: Any  # a `common.core.Trained`: seconds and samples of all runs, which checkpoints hold, too
     init_feed_dict: dict  # initial values of global variables
     local_init_feed_dict: dict  # and of local ones
 
@@ -68,7 +67,7 @@ def build(task, model, dataset, settings):
       dataset: a `common.data.Data`.
       settings: all flags as a namespace.
     """
-    from common.checkpoints import Trained  # only now, as in `train`
+    from common.core import Trained  # only now, as in `train`
 
     global_feeds: dict = {}
     local_feeds: dict = {}

@@ -12,8 +12,8 @@ import numpy as np
 from distributed_setup import OF_SCHEMES, build, check
 
 from common import data, ending, tf
+from common.core import doing
 from common.main import main
-from common.words import doing
 
 
 def train(task, settings):

@@ -5,7 +5,7 @@ hogwild_threads.py.
 """
 
 from common import tf
-from common.flags import define_overlap
+from common.core import define_overlap
 from common.main import main
 
 

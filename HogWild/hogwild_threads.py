@@ -26,10 +26,10 @@ from pathlib import Path
 from absl import flags
 from hogwild import hogwild
 
-from common import data, limits, tf
+from common import data, tf
 from common.batches import Batches
 from common.center import GlobalParameters
-from common.flags import UserError, define_integer
+from common.core import UserError, define_integer, limits
 from common.local import LocalParameters
 from common.main import main
 
@@ -52,7 +52,7 @@ def train(task, settings):
       UserError: if data and model cannot be trained.
     """
     # Imported only now, with tensorflow, which costs seconds: a bad flag is told at once.
-    from common.checkpoints import Keeper
+    from common.core import Keeper
     from common.metrics import EvaluationHook
     from common.session import Saver, monitored_session
     from common.training import (

@@ -7,7 +7,7 @@ SlowMo (Wang et al. 2019, https://arxiv.org/abs/1910.00643).
 from absl import flags
 
 from common import tf
-from common.flags import define_number
+from common.core import define_number
 from common.main import main
 
 

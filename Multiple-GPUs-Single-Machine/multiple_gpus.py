@@ -10,13 +10,12 @@ import functools
 import json
 from pathlib import Path
 
-from common import data, devices, tf
+from common import data, tf
 from common.batches import Batches
 from common.center import GlobalParameters
-from common.flags import UserError, define_integer
+from common.core import UserError, define_integer, devices, write_json
 from common.local import LocalParameters
 from common.main import main
-from common.run_dir import write_json
 from common.steps import Step
 
 # Flags of the schemes that mean nothing here.
@@ -149,7 +148,7 @@ def train(task, settings):
       UserError: if data and model cannot be trained.
     """
     # Imported only now, with tensorflow, which costs seconds: a bad flag is told at once.
-    from common.checkpoints import Keeper
+    from common.core import Keeper
     from common.session import Saver, monitored_session
     from common.training import (
         Interruption,

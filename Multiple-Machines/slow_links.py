@@ -17,7 +17,7 @@ from pathlib import Path
 
 import hosts
 
-from common.plots import read_metrics
+from common.core import read_metrics
 
 HERE = Path(__file__).resolve().parent
 NETWORKS = {"fast": {}, "10 MB/s": {"bytes_per_second": 10e6}, "20 ms": {"delay": 0.02}}

@@ -27,12 +27,10 @@ from typing import Any
 
 from doors import NOBODY, REFUSED, ROOM, Doors, host_of
 
-from common import places, signals
+from common import places
 from common.cluster import TaskSpecDef
-from common.flags import FITTING, MOST_PLACES, UserError
-from common.run_dir import lock_folder
+from common.core import FITTING, MOST_PLACES, STANDS_IN, UserError, lock_folder, signals
 from common.supervisor import PS_SECONDS, STOP_SECONDS
-from common.words import STANDS_IN
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOM_SECONDS = 5  # for a host to remove its sockets

@@ -1,7 +1,7 @@
 """Ringmaster ASGD: stale gradients are thrown away (Maranjyan, Tyurin, Richtárik 2025, https://arxiv.org/abs/2501.16168)."""
 
 from common import tf
-from common.flags import define_number
+from common.core import define_number
 from common.main import main
 
 

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common.flags import UserError
-from common.plots import read_metrics
+from common.core import UserError, read_metrics
 
 FEW = 10  # with fewer local trainings that were timed, --step_cv is 0
 MOST_CV = 10.0  # see --step_cv

@@ -21,8 +21,8 @@ import calibrate
 import numpy as np
 from absl import flags as absl_flags
 
-from common import fit, flags, notebook, plots, progress, run_dir
-from common.flags import TrainingFailed, UserError, define_number, define_numbers
+from common import fit, notebook
+from common.core import TrainingFailed, UserError, define_number, define_numbers, flags, plots, progress, run_dir
 from common.folders import flags_of_one_run, folder_of
 from common.virtual_time import Costs, VirtualTime
 

@@ -29,8 +29,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "Multiple-Machines"))
 import hosts  # noqa: E402
 
-from common.plots import read_metrics  # noqa: E402
-from common.progress import counted  # noqa: E402
+from common.core import counted, read_metrics  # noqa: E402
 
 BYTES_PER_SECOND, DELAY = 10e6 / 8, 0.02
 PROBLEM = "--data=text --model=transformer --width=32 --batch_size=8 --learning_rate_schedule=cosine"

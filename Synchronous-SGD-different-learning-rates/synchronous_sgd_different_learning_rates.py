@@ -1,7 +1,7 @@
 """Synchronous SGD with a learning rate for each worker, after the Distributed TensorFlow Guide."""
 
 from common import tf
-from common.flags import UserError, define_numbers
+from common.core import UserError, define_numbers
 from common.main import main
 
 

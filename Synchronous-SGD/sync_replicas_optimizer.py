@@ -26,9 +26,8 @@ from typing import Any
 import numpy as np
 
 from common import data, models, tf
-from common.flags import UserError, define_integer
+from common.core import UserError, define_integer, write_json
 from common.main import main
-from common.run_dir import write_json
 from common.steps import Rounds
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))

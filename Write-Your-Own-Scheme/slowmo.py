@@ -1,7 +1,7 @@
 """SlowMo: local SGD with slow momentum (Wang, Tantia, Ballas, Rabbat 2020, https://arxiv.org/abs/1910.00643)."""
 
 from common import tf
-from common.flags import define_number
+from common.core import define_number
 from common.main import main
 
 

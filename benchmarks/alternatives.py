@@ -5,7 +5,8 @@ import math
 import time
 from pathlib import Path
 
-from common import data, launch, run_dir
+from common import data, launch
+from common.core import run_dir
 
 
 def parse(**more):

@@ -14,7 +14,7 @@ import tempfile
 import time
 
 from common import launch
-from common.flags import UserError
+from common.core import UserError
 
 WORKERS, WINDOW, BATCH_SIZE = 2, 10, 32
 

@@ -22,7 +22,7 @@ import compare
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from common import places  # noqa: E402
-from common.plots import read_metrics  # noqa: E402
+from common.core import read_metrics  # noqa: E402
 
 MOST, DELAY_MS = 8, 20
 FLAGS = [

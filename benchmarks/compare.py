@@ -22,7 +22,7 @@ from pathlib import Path
 
 import h5py
 
-from common.progress import counted
+from common.core import counted
 
 SAME_WORK = ["--data=digits", "--model=mlp", "--batch_size=32", "--learning_rate=0.1", "--epochs=120"]
 MUST_BE_EQUAL = ("num_ps", "num_workers", "data", "batch_size", "parameters")

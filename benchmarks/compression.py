@@ -22,8 +22,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import compare
 
-from common.plots import median_and_range
-from common.progress import counted
+from common.core import counted, median_and_range
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent

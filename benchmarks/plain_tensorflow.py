@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from common import data, models, tf
-from common.flags import UserError
+from common.core import UserError
 from common.main import main
 from common.steps import Rounds
 

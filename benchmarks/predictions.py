@@ -29,8 +29,7 @@ import simulate  # noqa: E402
 import time_to_accuracy  # noqa: E402
 
 from common import fit  # noqa: E402
-from common.plots import read_metrics  # noqa: E402
-from common.progress import counted  # noqa: E402
+from common.core import counted, read_metrics  # noqa: E402
 
 DELAY = 0.02  # seconds of each packet
 KNOWN, PREDICTED = (1, 2), 4  # workers of the runs that are known, and of the run that is predicted

@@ -22,7 +22,8 @@ import clicks
 import memory
 import parameter_server_strategy
 
-from common import launch, run_dir
+from common import launch
+from common.core import run_dir
 
 AT_ONCE = 200  # steps that are scheduled before somebody looks at the time
 

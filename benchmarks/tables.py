@@ -21,7 +21,7 @@ from pathlib import Path
 import compare
 import memory
 
-from common.progress import counted
+from common.core import counted
 
 HERE = Path(__file__).resolve().parent
 ROWS, SMALL, LARGE = 1_000_000, 10_000, 10_000_000

@@ -21,8 +21,7 @@ import memory
 import numpy as np
 
 from common import isolation
-from common.plots import read_metrics
-from common.progress import counted
+from common.core import counted, read_metrics
 
 HERE = Path(__file__).resolve().parent
 FLAGS = "--data=text --model=transformer --batch_size=8 --epochs=6 --learning_rate_schedule=cosine --evaluation_secs=0.5"

@@ -20,8 +20,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import compare
 import numpy as np
 
-from common import plots
-from common.progress import counted
+from common.core import counted, plots
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "Simulation"))
@@ -152,7 +151,7 @@ def accuracy(name, num_workers, seconds, seed, flags):
     """
     import simulate
 
-    from common.flags import TrainingFailed
+    from common.core import TrainingFailed
 
     try:
         run = simulate.simulate(

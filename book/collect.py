@@ -65,8 +65,9 @@ def collect(target):
     first.unlink()
     (target / "api").mkdir()
     for path in files:
-        if path.parent == Path("common") and path.suffix == ".py" and path.stem != "__init__":
-            (target / "api" / f"{path.stem}.md").write_text(MODULE.format(name=path.stem))
+        if path.parts[0] == "common" and path.suffix == ".py" and path.stem != "__init__":
+            name = ".".join(path.with_suffix("").parts[1:])
+            (target / "api" / f"{name}.md").write_text(MODULE.format(name=name))
 
 
 def linked(files):

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from common import flags  # noqa: E402
+from common.core import flags  # noqa: E402
 
 PAGE = Path(__file__).with_name("guide") / "flags.md"
 BEGIN, END = "<!-- flags: python book/flags.py -->", "<!-- end of flags -->"

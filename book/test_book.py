@@ -236,8 +236,8 @@ def test_terms_are_linked():
 
 
 def test_api_has_the_docstrings():
-    assert "x̃, the global parameters" in re.sub("<[^>]*>", "", text_of("api/center.html"))
-    assert 'id="common.simulation.Engine"' in text_of("api/simulation.html")
+    assert "x̃, the global parameters" in re.sub("<[^>]*>", "", text_of("api/scheme.center.html"))
+    assert 'id="common.simulation.simulation.Engine"' in text_of("api/simulation.simulation.html")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import numpy as np  # noqa: E402
 import simulate  # noqa: E402
 
 from common import notebook  # noqa: E402
-from common.progress import counted  # noqa: E402
+from common.core import counted  # noqa: E402
 from common.virtual_time import Costs, VirtualTime  # noqa: E402
 
 WORKERS = [2, 4, 8]

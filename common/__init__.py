@@ -19,7 +19,7 @@ from typing import Any
 def _check_system():
     """Raises a `UserError` on a system that is not Linux, before anything starts to work and then fails there."""
     if sys.platform != "linux":
-        from common.flags import UserError
+        from common.core import UserError
 
         raise UserError(
             f"this is {sys.platform}, but the tasks need Linux (prctl, /proc, namespaces); run it under WSL2 "

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from absl import flags as absl_flags
 
-from common import flags, notebook
-from common.flags import UserError
+from common import notebook
+from common.core import UserError, flags
 from common.folders import flags_of_one_run, folder_of
 from common.recommend import recommend, rules
 from common.virtual_time import Costs, VirtualTime

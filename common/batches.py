@@ -7,9 +7,9 @@ import sys
 import numpy as np
 
 from common import tf
+from common.core import open_own
 from common.data import arrays_in, check_batch, mapped
 from common.rows import Rows
-from common.run_dir import open_own
 
 
 class Position:

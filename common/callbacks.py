@@ -8,7 +8,7 @@ import threading
 import time
 
 from common import data
-from common.words import doing, tell
+from common.core import doing, tell
 
 BEHIND = 100  # calls that wait, from which on a line says so
 

@@ -8,10 +8,9 @@ from typing import Any
 
 from common import tf
 from common.compression import Packed, PackedPieces, Packing, pack_sparse, read_packed
-from common.coordination import Clocks, Lock
+from common.core import ROOM, Clocks, Lock, UserError
 from common.dynamic import Dynamic
 from common.exact import Exact
-from common.flags import ROOM, UserError
 from common.messages import AtUpdate, arrived, gradient_of, parts_of, tensors_of
 from common.schedules import factor_is
 from common.steps import Optimizers, Step, before_read, before_write, check_pieces, made_with, number_of_packed, worker
@@ -49,7 +48,7 @@ class GlobalParameters:
       present: where workers come and go, which take part now, a `common.ending.Present`; None elsewhere.
       local_steps: of which all updates so far are made, a variable, int64; None if each is made of as many, see `dynamic`. It
         counts gradients, where workers come and go and make each update together.
-      dropped: the number of gradients that were dropped, and a correction of their samples, see `common.checkpoints.Keeper`, a
+      dropped: the number of gradients that were dropped, and a correction of their samples, see `common.core.Keeper`, a
         variable, int64 `[2]`; None if none ever is.
     """
 
@@ -399,7 +398,7 @@ class GlobalParameters:
         return self._only("waits", Ring, local)
 
     def clocks(self, local, staleness=0, quorum=None):
-        """Returns the clocks by which workers wait for each other, see `common.coordination.Clocks`."""
+        """Returns the clocks by which workers wait for each other, see `common.core.Clocks`."""
         return Clocks(local.num_workers, self.lock, staleness, quorum, begin=local.begin_workers)
 
     def waits(self, local):

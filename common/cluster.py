@@ -14,9 +14,8 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-from common import ending, signals, slurm, tf
-from common.flags import UserError
-from common.words import say_waits_of
+from common import ending, slurm, tf
+from common.core import UserError, say_waits_of, signals
 
 
 @dataclass

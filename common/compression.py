@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from common import tf
-from common.flags import UserError
+from common.core import UserError
 
 BLOCK = 256  # at most so many values have a scale in common
 BIASED = ("bf16", "sign", "topk")  # what these do not send has to be kept, and added to the next message
@@ -20,8 +20,8 @@ class Compression:
     """How the messages of a run are packed: what `--compress`, `--topk` and `--compress_pull` say.
 
     Args:
-      push: what a worker sends, one of `common.flags.COMPRESSIONS`.
-      pull: what it gets, one of `common.flags.PULL_COMPRESSIONS`.
+      push: what a worker sends, one of `common.core.COMPRESSIONS`.
+      pull: what it gets, one of `common.core.PULL_COMPRESSIONS`.
       topk: the share of the values that "topk" sends; None for `SHARE`.
       seed: of the stochastic rounding.
     """

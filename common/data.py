@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common import limits, words
-from common.flags import UserError
+from common.core import UserError, limits, words
 from common.rows import LARGE, Rows, chunks, is_mapped
 
 

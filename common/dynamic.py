@@ -4,7 +4,7 @@ import time
 
 from common import tf
 from common.batches import local_variable
-from common.flags import UserError
+from common.core import UserError
 from common.steps import Step
 
 FADE = 0.9  # of what is known of a worker's speed, with each of its trainings

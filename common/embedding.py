@@ -3,7 +3,7 @@
 import keras
 
 from common import tables, tf
-from common.flags import UserError
+from common.core import UserError
 
 # Of each type of floating point the number up to which it has all whole numbers.
 EXACT = {"bfloat16": 2**8, "float16": 2**11, "float32": 2**24, "float64": 2**53}

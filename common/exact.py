@@ -6,7 +6,7 @@ from typing import Any
 
 from common import tf
 from common.batches import local_variable
-from common.flags import UserError
+from common.core import UserError
 from common.messages import AtUpdate, arrived, gradient_of, tensors_of
 from common.schedules import factor_is
 from common.steps import Step, before_read, check_pieces

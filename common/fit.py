@@ -32,8 +32,8 @@ from typing import Any
 
 import numpy as np
 
-from common import data, plots, progress, streams, warm
-from common.flags import Settings, TrainingFailed, UserError, sizes
+from common import data, streams, warm
+from common.core import Settings, TrainingFailed, UserError, plots, progress, sizes
 from common.rows import Rows
 
 ROOT = Path(__file__).resolve().parent.parent  # of the folders of the schemes
@@ -125,7 +125,7 @@ class Run:
           UserError: if they were not saved.
         """
         from common import models, tables
-        from common.checkpoints import checkpoints_in
+        from common.core import checkpoints_in
 
         flags = {**self._flags, "num_workers": self.result["num_workers"], "run_dir": self.path}
         dataset, loss = _loaded(self._data, flags), self._flags.get("loss")

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from absl import flags as absl_flags
 
-from common import fit, flags, main
-from common.flags import UserError
+from common import fit, main
+from common.core import UserError, flags
 
 
 class Folder(NamedTuple):

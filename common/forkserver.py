@@ -6,7 +6,7 @@ tensorflow, so that a wrong flag is told at once.
 A task that is started again, after it was killed, is another fork: it is back in a moment. The tasks are this process's
 children, and end with it; it ends with the launcher. Processes that a task has started end with it.
 
-A task tells the launcher what it is doing (`common.words.doing`), so the launcher notices a task that lives, but makes no
+A task tells the launcher what it is doing (`common.core.doing`), so the launcher notices a task that lives, but makes no
 progress.
 """
 
@@ -22,9 +22,8 @@ import time
 import traceback
 from multiprocessing.connection import Connection, Pipe, wait
 
-from common import isolation, warm, words
-from common.flags import TrainingFailed, UserError
-from common.run_dir import open_own
+from common import isolation, warm
+from common.core import TrainingFailed, UserError, open_own, words
 
 BEAT_SECONDS = 0.5  # from one sign of life, of a task or of the process that starts them, to the next
 START_SECONDS = 120  # for an answer of that process

@@ -4,7 +4,8 @@ import sys
 import threading
 import time
 
-from common import ending, signals, tf, words
+from common import ending, tf
+from common.core import signals, words
 
 LOOK_SECS = 1.0
 

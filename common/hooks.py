@@ -5,10 +5,8 @@ import time
 from pathlib import Path
 
 from common import ending, tf
-from common.coordination import Clocks, Lock
-from common.flags import UserError
+from common.core import Clocks, Lock, UserError, meanwhile, tell, workers_away
 from common.session import restoring
-from common.words import meanwhile, tell, workers_away
 
 
 class Gate:

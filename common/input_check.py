@@ -7,9 +7,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from common import progress, words
-from common.deaths import NOTHING, last_error, of_memory
-from common.flags import FITTING, KNOWN, UserError
+from common.core import FITTING, KNOWN, NOTHING, UserError, last_error, of_memory, progress, words
 from common.forkserver import EARLY, ForkServer
 from common.supervisor import Run, Task
 

@@ -11,12 +11,11 @@ import sys
 import time
 from pathlib import Path
 
-from common import devices, isolation, places, progress, warm
-from common.flags import TrainingFailed, UserError
+from common import isolation, places, warm
+from common.core import TrainingFailed, UserError, check_locks, devices, prepare_run_dir, progress, write_json
 from common.forkserver import ForkServer
 from common.forkserver import reserved_port as reserved_port  # for those that start tasks themselves
 from common.input_check import check_input
-from common.run_dir import check_locks, prepare_run_dir, write_json
 from common.supervisor import STARTER, Run, StarterEnded, Task
 
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from common import tf
 from common.batches import assign_part, local_variable, make_local
-from common.finite import must_be_finite
-from common.flags import UserError
+from common.core import UserError, must_be_finite
 from common.schedules import factor_is
 from common.steps import (
     Optimizers,
@@ -45,7 +44,7 @@ class LocalParameters:
       samples_of_each: how many samples each worker has, a list; None in it if they never end. None: all have equally many.
       begin_workers: if workers come and go, how many of them the run begins with, as an attribute, too; None elsewhere.
       must_be_finite: whether `train` fails, before others get anything of it, when its loss or gradient is not finite, see
-        `common.finite.must_be_finite`; else it goes on with that.
+        `common.core.must_be_finite`; else it goes on with that.
 
     Attributes:
       value: x, a variable `[size]`.

@@ -18,23 +18,8 @@ from pathlib import Path
 
 from absl import flags as absl_flags
 
-from common import (
-    cluster,
-    devices,
-    ending,
-    flags,
-    isolation,
-    launch,
-    limits,
-    places,
-    progress,
-    run_dir,
-    signals,
-    slurm,
-    supervisor,
-    words,
-)
-from common.flags import TrainingFailed, UserError, why_unwritable
+from common import cluster, ending, isolation, launch, places, slurm, supervisor
+from common.core import TrainingFailed, UserError, devices, flags, limits, progress, run_dir, signals, why_unwritable, words
 
 
 def main(scheme=None, train=None, pace="own", without=(), check=None, evaluate=None, optimizer_on="ps", **defaults):
@@ -278,7 +263,8 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
         return evaluate(task, settings)
 
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.heeded())  # see training.Interruption
-    from common import checkpoints, training  # and with it tensorflow
+    from common import training  # and with it tensorflow
+    from common.core import checkpoints  # and with it tensorflow
 
     if train and index == 0:
         checkpoints.list_anew(Path(settings.run_dir, "checkpoints"))

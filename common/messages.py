@@ -2,7 +2,7 @@
 
 from common import tf
 from common.compression import Packed, PackedPieces
-from common.flags import UserError
+from common.core import UserError
 
 
 def parts_of(message, sizes, pack=None):

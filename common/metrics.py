@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 
 from common import tf
-from common.finite import loss_of_failed
-from common.flags import TrainingFailed
-from common.run_dir import open_own
+from common.core import TrainingFailed, loss_of_failed, open_own
 from common.steps import PARTS, Rounds
 
 
@@ -33,7 +31,7 @@ class MetricsLog:
       unit: of the loss, as "nats per character", for those who read the lines; None for none.
 
     Raises:
-      UserError: if the file is not one of the run's own, see `common.run_dir.open_own`.
+      UserError: if the file is not one of the run's own, see `common.core.open_own`.
       TrainingFailed: if the folder of the run is gone.
     """
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from common import limits, tables, tf
+from common import tables, tf
+from common.core import TRANSFORMER, UserError, check_backend, limits
 from common.data import OF_STRINGS, arrays_in, call_user_function, mapped, one_line
-from common.flags import TRANSFORMER, UserError, check_backend
 from common.rows import chunks
 
 
@@ -30,7 +30,7 @@ def build(spec, data, seed=0, loss=None, tables_on_ps=False, tables_seed=0, **si
       loss: `--loss`, a name of Keras's, for a model that has no loss of its own.
       tables_on_ps: whether layers `common.Embedding` have their tables there, see `common.tables`, or in the model.
       tables_seed: of the first rows of these tables, the same in all tasks.
-      **sizes: of a transformer, see `common.flags.sizes`; other models have no use for them.
+      **sizes: of a transformer, see `common.core.sizes`; other models have no use for them.
 
     Raises:
       UserError: if there is no such model or it does not fit `data`.

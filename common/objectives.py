@@ -5,8 +5,8 @@ import weakref
 
 import keras
 
+from common.core import UserError
 from common.data import arrays_in
-from common.flags import UserError
 from common.rows import chunks
 
 _CROSS_ENTROPIES = {  # the loss and its measure

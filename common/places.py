@@ -14,8 +14,7 @@ import sys
 import threading
 from pathlib import Path
 
-from common.flags import UserError
-from common.run_dir import SOCKET
+from common.core import SOCKET, UserError
 
 ANSWER_SECONDS, HOSTS_SECONDS = 60, 600  # until there is an answer; if hosts are to be reached, which may have to make a .venv
 MOST_BYTES = 2**20  # of a request
@@ -25,7 +24,7 @@ def version(*folders):
     """Returns a text that tells the Python files in these folders from others."""
     digest = hashlib.sha256()
     for folder in folders:
-        for path in sorted(Path(folder).glob("*.py")):
+        for path in sorted(Path(folder).rglob("*.py")):
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 

@@ -1,7 +1,7 @@
 """Adagrad with one number for each row of a table, in place of one for each parameter."""
 
 from common import tf
-from common.flags import UserError
+from common.core import UserError
 
 
 class RowwiseAdagrad(tf.train.Optimizer):

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from absl import flags as absl_flags
 
-from common import devices, flags, launch, limits, progress, run_dir, signals, supervisor
-from common.flags import TrainingFailed, UserError
+from common import launch, supervisor
+from common.core import TrainingFailed, UserError, devices, flags, limits, progress, run_dir, signals
 
 PROGRAM = "common.run"
 

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from common import data, tf
-from common.flags import SCHEDULES, Settings, UserError
+from common.core import SCHEDULES, Settings, UserError
 
 
 class Schedule:

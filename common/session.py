@@ -4,10 +4,8 @@ import contextlib
 import os
 import re
 
-from common import devices, ending, tf
-from common.checkpoints import checkpoints_in, newest_good_checkpoint, writing_into
-from common.flags import UserError
-from common.words import meanwhile, nobody
+from common import ending, tf
+from common.core import UserError, checkpoints_in, devices, meanwhile, newest_good_checkpoint, nobody, writing_into
 
 
 class Saver(tf.train.Saver):
@@ -286,7 +284,7 @@ def monitored_session(task, target, scaffold, checkpoint_dir, checkpoint_secs, h
     """Returns a `tf.train.MonitoredSession` for this task, whose end tells the ps tasks nothing: see `ending.say_done`.
 
     The chief (and a process on its own, `task` None) initializes the global variables or restores them from the newest
-    checkpoint, if they are not there. The `common.checkpoints.Keeper` saves them. Without one the chief saves, between its
+    checkpoint, if they are not there. The `common.core.Keeper` saves them. Without one the chief saves, between its
     calls: at the beginning, every `checkpoint_secs` seconds and at the end.
 
     `is_short` says that it takes longer to optimize the graphs than it saves.

@@ -12,8 +12,8 @@ import numpy as np
 from common import tf
 from common.batches import fed, order_of
 from common.center import GlobalParameters, fragments_of
+from common.core import ROOM, UserError
 from common.data import arrays_in, mapped
-from common.flags import ROOM, UserError
 from common.local import LocalParameters
 from common.schedules import Rate, hyperparameters
 from common.steps import Step, build_steps, is_on_ps, steps_apart
@@ -424,7 +424,7 @@ class _Center(GlobalParameters):
 
 
 class _Clocks:
-    """What `common.coordination.Clocks` is for `Together`, without bells: in virtual time a step runs when it may."""
+    """What `common.core.Clocks` is for `Together`, without bells: in virtual time a step runs when it may."""
 
     is_virtual = True
 

@@ -11,8 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-from common.flags import UserError
-from common.run_dir import check_contents
+from common.core import UserError, check_contents
 
 STEP = ("SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_PROCID", "SLURM_NODEID", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
@@ -152,7 +151,7 @@ def _free(run_dir, num_workers):
 
 
 def _is_locked(run_dir, worker):
-    """Whether this worker holds the lock of its part of the folder, see `common.run_dir`."""
+    """Whether this worker holds the lock of its part of the folder, see `common.core.run_dir`."""
     try:
         with open(Path(run_dir, f"lock-worker-{worker}")) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -15,7 +15,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from common import tf
-from common.flags import UserError
+from common.core import UserError
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from common import data, limits, progress, tf
+from common import data, tf
+from common.core import TrainingFailed, UserError, limits, progress
 from common.data import arrays_in
-from common.flags import TrainingFailed, UserError
 from common.records import (
     HELD,
     Part,

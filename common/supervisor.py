@@ -13,11 +13,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import places, signals, words
-from common.deaths import RAN_OUT, count_oom_kills, killed_by, last_error, of_memory
-from common.flags import TrainingFailed, UserError
+from common import places
+from common.core import (
+    RAN_OUT,
+    TrainingFailed,
+    UserError,
+    check_locks,
+    count_oom_kills,
+    has_checkpoint,
+    killed_by,
+    last_error,
+    of_memory,
+    signals,
+    words,
+)
 from common.forkserver import EARLY, LEFT
-from common.run_dir import check_locks, has_checkpoint
 
 STOP_SECONDS = 60  # to save a checkpoint and leave, before a task is killed
 WRITE_SECONDS = 5  # to write a checkpoint whose values were read, when a ps has died meanwhile

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common import limits, tf
+from common import tf
 from common.batches import local_variable, make_local
+from common.core import ROOM, TABLES, Part, UserError, limits, rows_in
 from common.data import arrays_in, mapped
-from common.flags import ROOM, UserError
-from common.parts import TABLES, Part, rows_in
 from common.steps import before_local, before_read
 
 ROW_BY_ROW = "GradientDescentOptimizer", "AdagradOptimizer"  # change no row that has no gradient
@@ -299,7 +298,7 @@ class Table:
         return []
 
     def parts(self, variables):
-        """Returns what is saved of it, a list: as `common.checkpoints.Part`. Of `variables` that which lies beside it, too."""
+        """Returns what is saved of it, a list: as `common.core.Part`. Of `variables` that which lies beside it, too."""
         names = tuple(f"{piece.op.name}/" for piece in self.pieces)
         return [Part(v) for v in [*self.pieces, *(v for v in variables if v.op.name.startswith(names))]]
 
@@ -364,7 +363,7 @@ def rows_of(where, layer, ids=None):
     Raises:
       UserError: if there is no such checkpoint, table or row.
     """
-    from common.checkpoints import checkpoints_in
+    from common.core import checkpoints_in
 
     found = checkpoints_in(Path(where, "checkpoints")) if Path(where).is_dir() else [str(where)]
     if not found or not tf.train.checkpoint_exists(found[-1]):

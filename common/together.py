@@ -9,8 +9,7 @@ from typing import Any
 
 from common import tf
 from common.batches import assign_part, local_variable
-from common.coordination import AWAY, FINISHED
-from common.flags import UserError
+from common.core import AWAY, FINISHED, UserError
 from common.messages import AtUpdate, arrived, gradient_of, parts_of, tensors_of
 from common.schedules import factor_is
 from common.steps import Step, before_all, before_early_read, before_read, spent

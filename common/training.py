@@ -14,13 +14,32 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common import data, ending, limits, models, plots, run_dir, signals, streams, tables, tf
+from common import data, ending, models, streams, tables, tf
 from common.batches import Batches, Position, fed
 from common.callbacks import Callback, Patience
 from common.center import GlobalParameters, fragments_of
-from common.checkpoints import Keeper, checkpoints_in, times
 from common.compression import BIASED, compression_of
-from common.flags import FITTING, UserError, sizes
+from common.core import (
+    BUILDING,
+    FITTING,
+    LOADING,
+    STANDS_IN,
+    Keeper,
+    UserError,
+    checkpoints_in,
+    doing,
+    limits,
+    nobody,
+    plots,
+    run_dir,
+    say_asked,
+    say_leaving,
+    signals,
+    sizes,
+    status_of_leaving,
+    tell,
+    times,
+)
 from common.giving_up import GiveUpHook
 from common.hooks import EarlyStoppingHook, Gate, MeetingHook, StartHook, WarmStartHook
 from common.leases import LeasedBatches, LeaseHook, Ledger
@@ -32,7 +51,6 @@ from common.session import Saver, monitored_session
 from common.steps import PARTS, Rounds, build_rounds, build_steps, repeat_rounds, timed_rounds
 from common.streams import Stream, StreamedBatches, TestSet
 from common.together import Pace, Ring, Together
-from common.words import BUILDING, LOADING, STANDS_IN, doing, nobody, say_asked, say_leaving, status_of_leaving, tell
 
 
 def train(scheme, task, settings):
@@ -334,7 +352,7 @@ class Plan(NamedTuple):
     gate: Any = None  # a `common.hooks.Gate`, where the other workers wait for the chief
     waits: Any = None  # a `common.together.Pace`, `Together` or `Ring`, where workers wait for each other
     gradients_per_update: int = 1  # of how many workers
-    keeper: Any = None  # a `common.checkpoints.Keeper`, if there is one
+    keeper: Any = None  # a `common.core.Keeper`, if there is one
     position: Any = None  # a `common.batches.Position`, if the position is kept
     unit: Any = None  # of the loss, see `unit_of`
     rows: Any = ()  # what is told of tables: tensors, and a function of their values, see `EvaluationHook`

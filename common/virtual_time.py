@@ -148,7 +148,7 @@ class Schedule(NamedTuple):
 
 
 class Turns:
-    """Which worker may go on, where they wait for each other: what `common.coordination.Clocks` does on a ps.
+    """Which worker may go on, where they wait for each other: what `common.core.Clocks` does on a ps.
 
     Args:
       num_workers: how many.

@@ -3,11 +3,9 @@
 import numpy as np
 
 from common import tf
-from common.coordination import Lock
+from common.core import TABLES, Lock, check_shape, pieces_of, rows_in, spec_of, tell
 from common.messages import arrived
-from common.parts import TABLES, check_shape, pieces_of, rows_in, spec_of
 from common.tables import IDS, Table, first_rows, place_of
-from common.words import tell
 
 NEVER = 2**63 - 1  # later than any use
 AT_ONCE = 16  # when there is no room, this part of the rows is dropped, so that not each new row looks for an old one
@@ -270,7 +268,7 @@ class _Saved:
                 self._begins.append([v.initializer for v in (*kept, *shelf.own)])
 
     def read(self, session):
-        """Yields what `common.checkpoints.write_checkpoint` takes as `parts`."""
+        """Yields what `common.core.write_checkpoint` takes as `parts`."""
         ends = [int(end) for end in session.run(self._ends)]
         total, first = sum(ends), 0
         for end, (found, done) in zip(ends, self._reads, strict=True):
@@ -281,7 +279,7 @@ class _Saved:
             first += end
 
     def restore(self, session, checkpoint, shapes):
-        """See `common.checkpoints.Keeper.restore_tables`. Where there is room for fewer rows, those used last come back."""
+        """See `common.core.Keeper.restore_tables`. Where there is room for fewer rows, those used last come back."""
         feeds = [*self._own, *self._values]
         for name, feed in zip(self._names, feeds, strict=True):
             check_shape(checkpoint, shapes, name, [None, *feed.shape.as_list()[1:]])

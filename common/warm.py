@@ -27,8 +27,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from common import deaths, progress
-from common.flags import TrainingFailed
+from common.core import TrainingFailed, deaths, progress
 
 VARIABLE = "WARM_PROCESS"  # in the environment of a launcher: the path of the socket of a warm process
 IMPORT_SECONDS = 600  # for the import, on a busy machine with a slow disk
@@ -71,7 +70,7 @@ def signature(environ):
     a process inherits and a fork does not change: limits, processors, namespaces, signals that are ignored.
     """
     found = hashlib.blake2b()
-    for path in sorted([*PROGRAM.parent.glob("*.py"), ROOT / "requirements.txt", ROOT / "pyproject.toml"]):
+    for path in sorted([*(ROOT / "common").rglob("*.py"), ROOT / "requirements.txt", ROOT / "pyproject.toml"]):
         found.update(path.name.encode() + b"\0" + path.read_bytes())
     environ = environment(environ)
     inherited: list[Any] = [

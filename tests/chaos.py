@@ -34,7 +34,7 @@ from pathlib import Path
 from runs import processes, wait_until_gone
 
 from common import places
-from common.flags import UserError
+from common.core.flags import UserError
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 ROOT = Path(__file__).resolve().parents[1]
@@ -316,7 +316,7 @@ class Round:
     def _seconds(self, training):
         """Yields what is wrong with the seconds of training: neither an outage counts, nor updates that were lost with a ps."""
         from common import tf
-        from common.checkpoints import newest_good_checkpoint
+        from common.core.checkpoints import newest_good_checkpoint
 
         result = json.loads((self.folder / "result.json").read_text())
         seconds = tf.train.load_variable(newest_good_checkpoint(self.folder / "checkpoints"), "seconds")
@@ -372,7 +372,7 @@ class Round:
 
     def _unreadable(self):
         from common import tf
-        from common.checkpoints import checkpoints_in, newest_good_checkpoint
+        from common.core.checkpoints import checkpoints_in, newest_good_checkpoint
 
         paths = checkpoints_in(self.folder / "checkpoints")
         with tf.Graph().as_default():

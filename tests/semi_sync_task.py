@@ -12,7 +12,7 @@ import time
 os.environ["TF_GRPC_REUSE_PORT"] = "true"  # lets the test hold the ports
 
 from common import DistributedSession, TaskSpecDef, tf  # noqa: E402
-from common.coordination import Clocks, Lock  # noqa: E402
+from common.core.coordination import Clocks, Lock  # noqa: E402
 from common.hooks import SemiSyncRunHook  # noqa: E402
 
 

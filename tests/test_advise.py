@@ -9,7 +9,7 @@ import pytest
 from runs import ROOT
 
 from common import advise, recommend
-from common.flags import Settings
+from common.core.flags import Settings
 from common.virtual_time import Action, Costs, Waiting
 
 EXAMPLE = {"parameters": 25e6, "workers": 8, "mbit": 1000, "latency_ms": 5, "step_ms": 80}

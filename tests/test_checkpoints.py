@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from runs import SECONDS
 
-from common import checkpoints, clock, session, tf
+from common import session, tf
 from common.center import GlobalParameters
-from common.checkpoints import Keeper, checkpoints_in
-from common.flags import TrainingFailed
+from common.core import checkpoints, clock
+from common.core.checkpoints import Keeper, checkpoints_in
+from common.core.flags import TrainingFailed
 
 SIZE = 7
 

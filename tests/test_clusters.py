@@ -40,7 +40,7 @@ from runs import (
 )
 
 from common import data, launch, tf
-from common.checkpoints import checkpoints_in
+from common.core.checkpoints import checkpoints_in
 
 pytestmark = pytest.mark.cluster
 

@@ -22,11 +22,12 @@ from runs import (
     wait_until,
 )
 
-from common import ending, launch, places, signals, supervisor, tf, training, words
-from common import run_dir as folders
-from common.checkpoints import checkpoints_in
+from common import ending, launch, places, supervisor, tf, training
 from common.cluster import TaskSpecDef
-from common.flags import TrainingFailed
+from common.core import run_dir as folders
+from common.core import signals, words
+from common.core.checkpoints import checkpoints_in
+from common.core.flags import TrainingFailed
 from common.forkserver import EARLY, LEFT
 
 DYNAMIC = ROOT / "Asynchronous-DiLoCo" / "asynchronous_diloco.py"

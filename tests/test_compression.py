@@ -17,9 +17,9 @@ from common import isolation, notebook, tf
 from common.center import GlobalParameters
 from common.cluster import TaskSpecDef
 from common.compression import BIASED, Compression, _uniform, pack, pack_sparse
-from common.flags import COMPRESSIONS
+from common.core.flags import COMPRESSIONS
+from common.core.plots import read_metrics
 from common.local import LocalParameters
-from common.plots import read_metrics
 from common.replay import Replay
 from common.schedules import hyperparameters
 from common.simulation import messages_of, shards_of

@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 from runs import ROOT, SECONDS, finish, metrics_of, processes, read_until, result_of, start
 
-from common import cluster, data, models, tf, words
+from common import cluster, data, models, tf
 from common.batches import Batches
 from common.center import GlobalParameters
-from common.checkpoints import Keeper
+from common.core import words
+from common.core.checkpoints import Keeper
 from common.hooks import EarlyStoppingHook
 from common.local import LocalParameters
 from common.steps import build_rounds
@@ -233,7 +234,9 @@ def test_killed_between_copy_and_keep(best, tmp_path):
     assert tf.train.latest_checkpoint(tmp_path / "best") == next_one.checkpoint == one.checkpoint
 
 
-@pytest.mark.parametrize("where, step", [("common.run_dir.os.replace", 10), ("common.tf.train.update_checkpoint_state", 20)])
+@pytest.mark.parametrize(
+    "where, step", [("common.core.run_dir.os.replace", 10), ("common.tf.train.update_checkpoint_state", 20)]
+)
 def test_killed_amid_keep(best, tmp_path, monkeypatch, where, step):
     """Before the notes are written it is the old one with the old loss, afterwards the new one with the new loss."""
     one = best()

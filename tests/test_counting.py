@@ -11,7 +11,7 @@ from runs import ROOT, metrics_of, result_of, run
 from common import data, models, tf, training
 from common.batches import Batches
 from common.center import GlobalParameters
-from common.flags import Settings
+from common.core.flags import Settings
 from common.local import LocalParameters
 from common.metrics import MetricsHook
 from common.schedules import Schedule

@@ -65,11 +65,12 @@ def test_no_shell_script_starts_python_with_the_current_folder_on_its_path():
 
 
 def test_no_module_starts_python_with_the_current_folder_on_its_path():
-    for path in (path for folder in ("common", "Multiple-Machines", "Simulation") for path in (CHECKOUT / folder).glob("*.py")):
+    folders = [CHECKOUT / name for name in ("common", "Multiple-Machines", "Simulation")]
+    for path in (path for folder in folders for path in folder.rglob("*.py")):
         found = re.search(r"""sys\.executable, "-(m|c)", (?!f"\{safe\};)""", path.read_text())
         assert not found, f"{path}: {found[0]}: give the path of a script, or take the current folder from its path"
 
 
 def test_no_module_of_common_has_a_name_of_the_standard_library():
     """Its folder is first on the path of those that are run as scripts."""
-    assert not {path.stem for path in (CHECKOUT / "common").glob("*.py")} & sys.stdlib_module_names
+    assert not {path.stem for path in (CHECKOUT / "common").rglob("*.py")} & sys.stdlib_module_names

@@ -21,7 +21,7 @@ from runs import SECONDS, is_training, processes, read_until, wait_until_gone
 from traitlets.config import Config
 
 from common import fit, train
-from common.flags import TrainingFailed, UserError
+from common.core.flags import TrainingFailed, UserError
 
 X, Y = np.arange(24, dtype=np.float32).reshape(8, 3), np.arange(8) % 2
 DATA = (X, Y), (X, Y)
@@ -250,7 +250,7 @@ import nbclient
 import nbformat
 import numpy as np
 from common import tf, train
-from common.flags import TrainingFailed, UserError
+from common.core.flags import TrainingFailed, UserError
 
 rng = np.random.default_rng(0)
 x = rng.random([600, 6]).astype("float32")

@@ -1,4 +1,4 @@
-"""common/flags.py: every flag, its bounds, and one clear line for every mistake."""
+"""common/core/flags.py: every flag, its bounds, and one clear line for every mistake."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ import pytest
 from absl import flags as absl_flags
 from absl.testing import flagsaver
 
-from common import flags
+from common.core import flags
 
 
 def test_defaults_are_those_of_the_contract(parse):
@@ -276,5 +276,5 @@ def test_present_knows_what_was_given():
 @pytest.mark.slow
 def test_flags_import_no_tensorflow():
     """The launcher does not import it either: that takes seconds."""
-    code = "import sys, common.main, common.flags, common.launch, common.progress; sys.exit('tensorflow' in sys.modules)"
+    code = "import sys, common.main, common.launch; sys.exit('tensorflow' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -15,13 +15,14 @@ import pytest
 from conftest import CHECKOUT
 from runs import SECONDS, processes, wait_until_gone
 
-from common import deaths, supervisor, words
-from common.flags import TrainingFailed, UserError
+from common import supervisor
+from common.core import deaths, words
+from common.core.flags import TrainingFailed, UserError
 from common.forkserver import ForkServer
 
 pytestmark = pytest.mark.cluster
 
-# What the programs begin with. They take seconds less than `from common.words import say` would.
+# What the programs begin with. They take seconds less than `from common.core.words import say` would.
 PROGRAM = """
 import os, pathlib, signal, sys
 
@@ -314,7 +315,7 @@ PRELOADED = """
 import random, sys
 is_there = "tensorflow" in sys.modules
 import numpy as np
-from common.words import say
+from common.core.words import say
 import other
 with open("/proc/self/cmdline") as title:
     say(f"{__name__} {sys.argv[1:]} {is_there} {other.VALUE} {__file__ in title.read()}")

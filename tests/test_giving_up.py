@@ -10,7 +10,7 @@ import pytest
 from runs import ENDLESS, ROOT, finish, processes, read_until, result_of, send, wait_until
 
 from common import launch
-from common.checkpoints import newest_good_checkpoint
+from common.core.checkpoints import newest_good_checkpoint
 
 pytestmark = pytest.mark.cluster
 LINEAR = "--data=linear", "--model=linear", "--rounds_per_call=2"  # whose graph is soon prepared

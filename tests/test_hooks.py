@@ -11,7 +11,7 @@ import pytest
 from runs import SECONDS
 
 from common import metrics, tf
-from common.flags import TrainingFailed
+from common.core.flags import TrainingFailed
 from common.hooks import Gate, SemiSyncRunHook, StartHook
 from common.metrics import EvaluationHook, MetricsHook, MetricsLog, seconds_between
 from common.steps import Rounds

@@ -9,8 +9,8 @@ import pytest
 from runs import HOGWILD, SECONDS, processes, wait_until_gone
 
 from common import input_check, supervisor, warm
-from common.deaths import RAN_OUT
-from common.flags import Settings, UserError
+from common.core.deaths import RAN_OUT
+from common.core.flags import Settings, UserError
 
 pytestmark = pytest.mark.cluster
 
@@ -20,7 +20,7 @@ def check(tmp_path, monkeypatch, user_error, capsys):
     """A function that lets a script, this code, look at the input. Returns what was noted, or the error, and what was shown."""
     begin = """
 import ctypes, os, pathlib, signal, sys, time
-from common import words
+from common.core import words
 if sys.argv[-1] != "--check":
     sys.exit("not a check")
 """

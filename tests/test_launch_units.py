@@ -11,11 +11,12 @@ import types
 import pytest
 from runs import SECONDS
 
-from common import deaths, devices, launch, supervisor, tf
+from common import launch, supervisor, tf
 from common.cluster import TaskSpecDef
-from common.flags import Settings, TrainingFailed
+from common.core import deaths, devices
+from common.core.flags import Settings, TrainingFailed
+from common.core.words import PROGRESS
 from common.forkserver import EARLY, ForkServer
-from common.words import PROGRESS
 
 SERVING = PROGRESS + '[1, "serving", true, null]'
 

@@ -1,11 +1,11 @@
-"""common/limits.py: what is refused since this machine has not enough of it."""
+"""common/core/limits.py: what is refused since this machine has not enough of it."""
 
 import resource
 from pathlib import Path
 
 import pytest
 
-from common import limits
+from common.core import limits
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from absl.testing import flagsaver
 from runs import ROOT
 
-from common import flags
+from common.core import flags
 
 
 def module_of_book(name):

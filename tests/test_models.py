@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from common import data, models, tf, training
-from common import flags as flag_defaults
 from common.batches import Batches
 from common.center import GlobalParameters
+from common.core import flags as flag_defaults
 from common.local import LocalParameters
 from common.steps import build_rounds
 

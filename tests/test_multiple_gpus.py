@@ -1,4 +1,4 @@
-"""Multiple-GPUs-Single-Machine and common/devices.py: which devices there are, what runs on which, and what comes of it."""
+"""Multiple-GPUs-Single-Machine and core/devices.py: which devices there are, what runs on which, and what comes of it."""
 
 import contextlib
 import json
@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from runs import ROOT, SECONDS, accuracy_of_saved_model, finish, is_training, processes, read_until, result_of
 
-from common import data, devices, models, tf
+from common import data, models, tf
 from common.center import GlobalParameters
+from common.core import devices
 from common.steps import build_rounds, build_steps
 
 pytestmark = pytest.mark.slow
@@ -175,7 +176,8 @@ sys.path += sys.argv[1:]
 import mirrored_strategy
 import multiple_gpus
 
-from common import data, devices, models, tf
+from common import data, models, tf
+from common.core import devices
 from common.batches import Batches
 from common.center import GlobalParameters
 from common.steps import build_rounds

@@ -27,7 +27,7 @@ from runs import (
 )
 
 from common import places
-from common.flags import UserError
+from common.core.flags import UserError
 
 pytestmark = pytest.mark.cluster
 START = ROOT / "Multiple-Machines" / "start.py"

@@ -11,7 +11,7 @@ import pytest
 from runs import ENDLESS, ROOT, delete, finish, is_training, metrics_of, read_until, result_of, send, start, wait_until
 
 from common import launch, supervisor, tf
-from common.checkpoints import checkpoints_in
+from common.core.checkpoints import checkpoints_in
 
 pytestmark = pytest.mark.cluster
 

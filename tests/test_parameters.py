@@ -13,7 +13,7 @@ import pytest
 from common import launch, models, tf
 from common.center import GlobalParameters
 from common.cluster import TaskSpecDef
-from common.finite import loss_of_failed, must_be_finite
+from common.core.finite import loss_of_failed, must_be_finite
 from common.local import LocalParameters
 from common.steps import Step, build_rounds, build_steps
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from runs import ROOT, result_of, run
 
-from common import metrics, progress, tf, training
+from common import metrics, tf, training
 from common.center import GlobalParameters
+from common.core import progress
 from common.local import LocalParameters
 from common.metrics import MetricsHook, MetricsLog, shares_of_parts
 from common.steps import PARTS, Rounds, Step, build_rounds, timed_rounds

@@ -1,11 +1,11 @@
-"""common/plots.py: what several notebooks draw. tests/test_clusters.py has the curves of a run."""
+"""common/core/plots.py: what several notebooks draw. tests/test_clusters.py has the curves of a run."""
 
 import json
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from common import plots
+from common.core import plots
 
 
 def test_spread_draws_the_median_and_the_range():

@@ -1,4 +1,4 @@
-"""common/progress.py, and what common/training.py says in result.json: figures of each worker, of all, and at the end."""
+"""common/core/progress.py, and what common/training.py says in result.json: figures of each worker, of all, and at the end."""
 
 import contextlib
 import io
@@ -15,8 +15,9 @@ import runs
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from common import plots, progress, training, words
-from common.progress import Progress
+from common import training
+from common.core import plots, progress, words
+from common.core.progress import Progress
 
 
 @pytest.fixture
@@ -334,7 +335,7 @@ def test_what_a_worker_does_that_starts(tmp_path, now, capsys, monkeypatch):
 def test_bars_on_a_terminal():
     """They show the time left and the present work, and end with it."""
     code = """
-from common import progress
+from common.core import progress
 for item in progress.counted([1, 2], "runs"):
     print("ran", item)
 with progress.busy("checking") as shown:

@@ -1,4 +1,4 @@
-"""common/run_dir.py: the folder of a run is one run's alone, and nothing is written through what was planted in it."""
+"""common/core/run_dir.py: the folder of a run is one run's alone, and nothing is written through what was planted in it."""
 
 import contextlib
 import datetime
@@ -20,11 +20,11 @@ from runs import ENDLESS, HOGWILD, delete, finish, is_training, processes, read_
 
 import common.run
 from common import places, training
-from common import run_dir as of_runs
 from common.cluster import TaskSpecDef
-from common.flags import TrainingFailed
+from common.core import run_dir as of_runs
+from common.core.flags import TrainingFailed
+from common.core.run_dir import open_own, prepare_run_dir, write_json
 from common.forkserver import reserved_port
-from common.run_dir import open_own, prepare_run_dir, write_json
 
 CHIEF, OTHER, PS, EVALUATOR = (
     TaskSpecDef(job, index, ps_hosts="a:1", worker_hosts="b:1,c:1")
@@ -311,7 +311,7 @@ def test_lock_that_is_removed_while_it_is_taken(hold, user_error, tmp_path, monk
 
 HOLDER = """
 import os, signal, sys, types
-from common.run_dir import prepare_run_dir
+from common.core.run_dir import prepare_run_dir
 
 prepare_run_dir(types.SimpleNamespace(run_dir=sys.argv[1], resume=False, scheme="HogWild"))  # nobody keeps what it returns
 if os.fork() == 0:  # the child says so when it has given up what it inherited

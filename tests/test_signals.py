@@ -1,4 +1,4 @@
-"""common/signals.py: what ends a run: Ctrl-C, a closed terminal; and what does not: signals that are ignored from the start."""
+"""core/signals.py: what ends a run: Ctrl-C, a closed terminal; and what does not: signals that are ignored from the start."""
 
 import contextlib
 import errno
@@ -13,7 +13,8 @@ import pytest
 import runs
 from runs import HOGWILD, ROOT, SECONDS, on_a_terminal, processes, wait_until_gone
 
-from common import launch, signals, tf, training
+from common import launch, tf, training
+from common.core import signals
 
 IGNORABLE = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
@@ -25,7 +26,7 @@ def program(code, ignores=()):
         for number in ignores:
             signal.signal(number, signal.SIG_IGN)
 
-    code = f"import os, signal, sys\nfrom common import signals\n{code}"
+    code = f"import os, signal, sys\nfrom common.core import signals\n{code}"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, preexec_fn=ignore, timeout=SECONDS
     )

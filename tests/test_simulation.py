@@ -23,7 +23,7 @@ from test_schemes import LIKE_A_NEIGHBOUR
 from common import data, models, tf
 from common.batches import Batches
 from common.compression import Compression
-from common.flags import TrainingFailed
+from common.core.flags import TrainingFailed
 from common.replay import Replay
 from common.schedules import Schedule
 from common.simulation import MOST_PARAMETERS, Engine, Shards, facts_of, facts_of_size, messages_of, shards_of

@@ -13,9 +13,10 @@ import pytest
 import tensorflow
 from runs import HOGWILD, ROOT, finish, is_training, processes, read_until, result_of, run, start
 
-from common import fit, models, plots, records, streams, tf, train, training
+from common import fit, models, records, streams, tf, train, training
 from common.center import GlobalParameters
-from common.flags import Settings, TrainingFailed
+from common.core import plots
+from common.core.flags import Settings, TrainingFailed
 from common.local import LocalParameters
 from common.records import Part
 

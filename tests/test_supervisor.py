@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from common import supervisor, words
-from common.flags import TrainingFailed
+from common import supervisor
+from common.core import words
+from common.core.flags import TrainingFailed
 
 
 @pytest.fixture

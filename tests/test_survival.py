@@ -13,7 +13,7 @@ import pytest
 from runs import HOGWILD, ROOT, SECONDS, flip, processes, result_of, run, wait_until_gone
 
 from common import session, tf
-from common.checkpoints import checkpoints_in, newest_good_checkpoint
+from common.core.checkpoints import checkpoints_in, newest_good_checkpoint
 
 # Checkpoints that are damaged
 

@@ -16,8 +16,8 @@ from runs import ROOT, SECONDS, processes, read_until, result_of, run, start, wa
 from common import Embedding, data, models, tables, tf, train
 from common.batches import Batches
 from common.center import GlobalParameters
-from common.checkpoints import write_checkpoint
-from common.flags import UserError
+from common.core.checkpoints import write_checkpoint
+from common.core.flags import UserError
 from common.local import LocalParameters
 from common.replay import Replay
 from common.steps import build_steps

@@ -10,7 +10,7 @@ from common import data, models, session, tf, training
 from common.batches import Batches
 from common.center import GlobalParameters
 from common.cluster import TaskSpecDef
-from common.flags import Settings
+from common.core.flags import Settings
 from common.local import LocalParameters
 
 ALL_REDUCE = "Synchronous-SGD", "all_reduce"

@@ -10,7 +10,8 @@ import pytest
 import tensorflow
 from runs import result_of, run
 
-from common import data, flags, models, tf, training
+from common import data, models, tf, training
+from common.core import flags
 from common.fit import Run
 
 SIZES = {"layers": 2, "width": 8, "heads": 2}

@@ -1,11 +1,12 @@
-"""The lines of common/words.py about a task that waits: for which task, at which address, since when, and when that is over."""
+"""The lines of core/words.py about a task that waits: for which task, at which address, since when, and when that is over."""
 
 import types
 
 import pytest
 
-from common import ending, launch, tf, words
-from common.coordination import Clocks, Lock
+from common import ending, launch, tf
+from common.core import words
+from common.core.coordination import Clocks, Lock
 from common.hooks import Gate, MeetingHook, StartHook
 
 HOSTS = {"ps": ["127.0.0.1:1"], "worker": ["host:1", "host:2"]}

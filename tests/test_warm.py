@@ -34,7 +34,7 @@ def test_changed_code_changes_the_signature(tmp_path, monkeypatch, changed):
     shutil.copytree(CHECKOUT / "common", tmp_path / "common")
     for name in "requirements.txt", "pyproject.toml":
         shutil.copy(CHECKOUT / name, tmp_path)
-    monkeypatch.setattr(warm, "PROGRAM", tmp_path / "common" / "preload.py")
+    monkeypatch.setattr(warm, "PROGRAM", tmp_path / "common" / "launch" / "preload.py")
     monkeypatch.setattr(warm, "ROOT", tmp_path)
     before = warm.signature({})
     with open(tmp_path / changed, "a") as file:
@@ -125,9 +125,9 @@ def write(samples, state):
 
 DATA = '''
 import os, numpy as np
-import common.words
-assert not hasattr(common.words, "left_by_a_run"), "state of another run"
-common.words.left_by_a_run = {state}
+import common.core.words
+assert not hasattr(common.core.words, "left_by_a_run"), "state of another run"
+common.core.words.left_by_a_run = {state}
 assert os.environ.get("OWN") == {state!r}
 
 def load():

@@ -16,8 +16,7 @@ from pathlib import Path
 import yaml
 from absl import flags as absl_flags
 
-from common import flags
-from common.flags import UserError
+from common.core import UserError, flags
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

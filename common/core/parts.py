@@ -4,7 +4,7 @@ import math
 from concurrent.futures import ThreadPoolExecutor
 
 from common import tf
-from common.flags import UserError
+from common.core.flags import UserError
 
 TABLES = "tables/"  # how the names of tables begin, and of what lies beside them, see `common.tables`
 PART_BYTES = 2**22  # of a table, as it is read and written: with larger ones saving takes more time and memory from training

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from common import tf
-from common.clock import TrainingClock
-from common.coordination import Lock
-from common.flags import TrainingFailed, UserError, why_unwritable
-from common.parts import TABLES, rows_in
-from common.words import say
+from common.core.clock import TrainingClock
+from common.core.coordination import Lock
+from common.core.flags import TrainingFailed, UserError, why_unwritable
+from common.core.parts import TABLES, rows_in
+from common.core.words import say
 
 DROPPED = "gradients_dropped"
 KEPT = 5  # checkpoints in a folder; older ones are removed
@@ -317,7 +317,7 @@ class Keeper(tf.train.SessionRunHook):
 
     Attributes:
       has_lost: a tensor of names, empty if the parameters on the ps are whole: all from one checkpoint, or what came of it.
-      clock: a `common.clock.TrainingClock`: the seconds of training up to now.
+      clock: a `common.core.TrainingClock`: the seconds of training up to now.
       samples: a tensor, int64: how many samples the present parameters were trained with.
       dropped: a tensor, int64 `[2]`: how many gradients were dropped, and of how many samples.
       samples_before: a tensor, int64: those of them that are not steps (or local steps) × samples_per_update, since other flags

@@ -84,7 +84,7 @@ class Settings:
         self.__dict__.update(values)
 
     def __getattr__(self, name):
-        raise _NoFlag(f"there is no flag --{name}; a scheme's script defines its own, as common.flags.define_number does")
+        raise _NoFlag(f"there is no flag --{name}; a scheme's script defines its own, as common.core.define_number does")
 
     def __setattr__(self, name, value):
         raise AttributeError(f"settings are immutable: make a changed copy with but({name}=...)")
@@ -209,7 +209,7 @@ def define_numbers(name, default, help, least=None, above=None, most=FLOAT32, fl
 
 
 def define_gpus(flag_values=flags.FLAGS):
-    """Defines the flag that `common.devices.with_gpus` reads."""
+    """Defines the flag that `common.core.with_gpus` reads."""
     text = "all, or numbers such as 0,2: one GPU per worker (default of --num_workers: one worker per GPU)"
     flags.DEFINE_string("gpus", None, text, flag_values)
 

@@ -19,8 +19,8 @@ import threading
 import time
 from pathlib import Path
 
-from common import progress, signals
-from common.flags import TrainingFailed, UserError
+from common.core import progress, signals
+from common.core.flags import TrainingFailed, UserError
 
 # What a run writes into its folder; the names of files that are not complete yet begin with the names of those that are.
 FOLDERS = ("checkpoints", "logs", "metrics", "tensorboard", "best", "contributions")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from common import progress
-from common.words import say
+from common.core import progress
+from common.core.words import say
 
 
 def read_metrics(run_dir):

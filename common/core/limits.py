@@ -7,7 +7,7 @@ import os
 import resource
 from pathlib import Path
 
-from common.flags import UserError
+from common.core.flags import UserError
 
 # Measured on two cores: a ps has 103 threads, a worker 106 to 109, however many tasks there are.
 THREADS_OF_A_TASK = 100

@@ -1,0 +1,63 @@
+"""The ground that all other packages stand on: flags and errors, the folder of a run, what the user sees, checkpoint files.
+
+Begin with `flags`, which defines every flag and its check, and `run_dir`, the folder in which a run keeps all that it writes.
+"""
+
+from typing import TYPE_CHECKING
+
+from common.front_door import front_door
+
+if TYPE_CHECKING:  # the front door: what others may import
+    from common.core import checkpoints, deaths, devices, flags, limits, plots, progress, run_dir, signals, words
+    from common.core.checkpoints import Keeper, Trained, checkpoints_in, newest_good_checkpoint, times, writing_into
+    from common.core.coordination import AWAY, FINISHED, Clocks, Lock
+    from common.core.deaths import NOTHING, RAN_OUT, count_oom_kills, killed_by, last_error, of_memory
+    from common.core.finite import loss_of_failed, must_be_finite
+    from common.core.flags import (
+        FITTING,
+        KNOWN,
+        MOST_PLACES,
+        ROOM,
+        SCHEDULES,
+        TRANSFORMER,
+        Settings,
+        TrainingFailed,
+        UserError,
+        check_backend,
+        define_alias,
+        define_integer,
+        define_number,
+        define_numbers,
+        define_overlap,
+        sizes,
+        why_unwritable,
+    )
+    from common.core.parts import TABLES, Part, check_shape, pieces_of, rows_in, spec_of
+    from common.core.plots import median_and_range, read_metrics
+    from common.core.progress import counted
+    from common.core.run_dir import (
+        SOCKET,
+        check_contents,
+        check_locks,
+        has_checkpoint,
+        lock_folder,
+        open_own,
+        prepare_run_dir,
+        write_json,
+    )
+    from common.core.words import (
+        BUILDING,
+        LOADING,
+        STANDS_IN,
+        doing,
+        meanwhile,
+        nobody,
+        say_asked,
+        say_leaving,
+        say_waits_of,
+        status_of_leaving,
+        tell,
+        workers_away,
+    )
+
+__getattr__, __dir__ = front_door(__name__)
