@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import data, tf
+from common import tf
+from common.data import data
 
 points = data.load("linear")
 

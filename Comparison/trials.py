@@ -171,7 +171,8 @@ class Trial:
     def __init__(self, row, problem, num_workers, rate):
         import simulate
 
-        from common import data, fit
+        from common import fit
+        from common.data import data
 
         self._problem, self._num_workers = problem, num_workers
         flags = {**problem.flags, **CLUSTER, **row.flags, "num_workers": num_workers, "batch_size": BATCH}

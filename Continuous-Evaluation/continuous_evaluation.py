@@ -52,7 +52,7 @@ class Evaluator:
 
     Args:
       model: a `common.models.Model`.
-      validation: a `common.data.Data`, or a `common.streams.Stream`, whose test set are the held-out samples.
+      validation: a `common.data.Data`, or a `common.data.Stream`, whose test set are the held-out samples.
       dataset: the same with the real test set.
     """
 
@@ -183,8 +183,8 @@ def evaluate(task, settings):
     Raises:
       UserError: for data and model that cannot be evaluated, or that are not those of the training.
     """
-    from common import streams
     from common.core import plots
+    from common.data import streams
     from common.metrics import MetricsLog
     from common.training import ENDED, STOP, samples_of, split
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common import data, ending, tf
-from common.batches import Batches
+from common import ending, tf
 from common.core import UserError, doing
+from common.data import Batches, data
 from common.main import main
 from common.steps import Rounds
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 from distributed_setup import OF_SCHEMES, build, check
 
-from common import data, ending, tf
+from common import ending, tf
 from common.core import doing
+from common.data import data
 from common.main import main
 
 

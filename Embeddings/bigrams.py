@@ -5,7 +5,8 @@
 
 import keras
 
-from common import Embedding, data
+from common import Embedding
+from common.data import data
 
 TOKENS = len(data.ALPHABET)
 

@@ -26,10 +26,10 @@ from pathlib import Path
 from absl import flags
 from hogwild import hogwild
 
-from common import data, tf
-from common.batches import Batches
+from common import tf
 from common.center import GlobalParameters
 from common.core import UserError, define_integer, limits
+from common.data import Batches, data
 from common.local import LocalParameters
 from common.main import main
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from common import data
+from common.data import data
 
 
 def counted(counts, text):

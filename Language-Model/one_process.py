@@ -3,7 +3,8 @@
 import argparse
 import time
 
-from common import data, notebook
+from common import notebook
+from common.data import data
 
 notebook.quiet()
 import keras  # noqa: E402

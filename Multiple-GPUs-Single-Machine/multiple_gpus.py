@@ -10,10 +10,10 @@ import functools
 import json
 from pathlib import Path
 
-from common import data, tf
-from common.batches import Batches
+from common import tf
 from common.center import GlobalParameters
 from common.core import UserError, define_integer, devices, write_json
+from common.data import Batches, data
 from common.local import LocalParameters
 from common.main import main
 from common.steps import Step
@@ -42,7 +42,7 @@ class Towers:
     Args:
       center: the `GlobalParameters`.
       built: a `common.models.Model` for each tower.
-      batches: for each tower a function of its name that gives its `common.batches.Batches`.
+      batches: for each tower a function of its name that gives its `common.data.Batches`.
       names: of the devices, one for each.
     """
 

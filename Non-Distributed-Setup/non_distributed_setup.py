@@ -4,7 +4,8 @@ import math
 import time
 from pathlib import Path
 
-from common import data, tf
+from common import tf
+from common.data import data
 from common.main import main
 
 # Flags of the schemes that mean nothing here.

@@ -181,7 +181,8 @@ class Run:
     """
 
     def __init__(self, folder, settings):
-        from common import data, models, streams, tables, training
+        from common import models, tables, training
+        from common.data import data, streams
 
         self.settings, self.lines, self.final, self._folder, self._training = settings, [], None, folder, training
         # Samples that a real run reads while it trains are read at once here, and dealt out as arrays are.

@@ -25,8 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from common import data, models, tf
+from common import models, tf
 from common.core import UserError, define_integer, write_json
+from common.data import data
 from common.main import main
 from common.steps import Rounds
 

@@ -5,8 +5,9 @@ import math
 import time
 from pathlib import Path
 
-from common import data, launch
+from common import launch
 from common.core import run_dir
+from common.data import data
 
 
 def parse(**more):

@@ -13,7 +13,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
 
-from common import data, train
+from common import train
+from common.data import data
 
 SCHEMES = ("HogWild", "DOWNPOUR", "AEASGD", "DiLoCo")
 EPOCHS = 20

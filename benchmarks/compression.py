@@ -131,7 +131,8 @@ def ranges(report):
 def print_costs():
     """Prints the shortest of 15 calls of 30 rounds each, in turn, and their median, in microseconds of a round."""
     os.environ |= {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1"}
-    from common import data, models
+    from common import models
+    from common.data import data
 
     dataset = data.load("digits")
     model = models.build("mlp", dataset)
@@ -152,9 +153,9 @@ def print_costs():
 def _call_of(dataset, model, flags):
     """Returns a function that makes five rounds."""
     from common import tf
-    from common.batches import Batches
     from common.center import GlobalParameters
     from common.compression import Compression
+    from common.data import Batches
     from common.local import LocalParameters
     from common.steps import build_rounds
 

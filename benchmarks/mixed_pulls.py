@@ -10,9 +10,9 @@ import types
 
 import numpy as np
 
-from common import DistributedSession, TaskSpec, data, models, tf
-from common.batches import Batches
+from common import DistributedSession, TaskSpec, models, tf
 from common.center import GlobalParameters
+from common.data import Batches, data
 from common.local import LocalParameters
 from common.steps import build_rounds
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from common import data, models, tf
+from common import models, tf
 from common.core import UserError
+from common.data import data
 from common.main import main
 from common.steps import Rounds
 
@@ -42,7 +43,7 @@ def mean_loss(logits, labels):
 def feeds(x, y, batch_size, rng):
     """Yields shuffled batches for ever, each epoch in a new order.
 
-    The schemes draw batches inside the graph (`common.batches.Batches`): nothing is copied from Python, and a call of the
+    The schemes draw batches inside the graph (`common.data.Batches`): nothing is copied from Python, and a call of the
     session can train several rounds, since none of them waits for the next `feed_dict`.
     """
     order = np.empty(0, int)

@@ -27,9 +27,9 @@ from pathlib import Path
 import compare
 import numpy as np
 
-from common import data, isolation, launch, models
-from common.batches import Batches
+from common import isolation, launch, models
 from common.cluster import TaskSpecDef
+from common.data import Batches, data
 from common.ending import serve
 
 HERE = Path(__file__).resolve().parent

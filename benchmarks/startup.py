@@ -81,7 +81,8 @@ def read():
 TRAINS = """
 import json, sys, tempfile, time
 import keras
-from common import data, train
+from common.data import data
+from common import train
 
 x, y, x_test, y_test, *_ = data.load("digits", 0)
 model = keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(64, "relu"), keras.layers.Dense(10)])

@@ -178,7 +178,7 @@ def watch(process, run_dir, began):
 
 
 def drawn_by(path):
-    """Returns how many samples a worker has drawn, by its file, see `common.batches.Position`."""
+    """Returns how many samples a worker has drawn, by its file, see `common.data.Position`."""
     return int.from_bytes(path.read_bytes()[-8:], sys.byteorder)
 
 

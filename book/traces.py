@@ -79,7 +79,8 @@ def valley():
 
 def engines(name, workers):
     """Yields of each window and learning rate their numbers, the window, and the `common.simulation.Engine`."""
-    from common import data, models, simulation
+    from common import models, simulation
+    from common.data import data
 
     windows, rates, rate_flag, flags = SCHEMES[name]
     dataset, model = data.checked(points(), "points"), None

@@ -7,8 +7,8 @@ import queue
 import threading
 import time
 
-from common import data
 from common.core import doing, tell
+from common.data import data
 
 BEHIND = 100  # calls that wait, from which on a line says so
 

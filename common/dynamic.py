@@ -3,8 +3,8 @@
 import time
 
 from common import tf
-from common.batches import local_variable
 from common.core import UserError
+from common.data import local_variable
 from common.steps import Step
 
 FADE = 0.9  # of what is known of a worker's speed, with each of its trainings

@@ -5,8 +5,8 @@ import math
 from typing import Any
 
 from common import tf
-from common.batches import local_variable
 from common.core import UserError
+from common.data import local_variable
 from common.messages import AtUpdate, arrived, gradient_of, tensors_of
 from common.schedules import factor_is
 from common.steps import Step, before_read, check_pieces

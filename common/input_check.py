@@ -24,7 +24,7 @@ def check_input(script, arguments, settings, process, shared=None):
 
     Returns:
       Seconds that it took for each, {`words.LOADING` or `BUILDING`: seconds}, empty for the built-in ones; and what the tasks
-      need not find out about the data again, see `common.streams.load`, or None.
+      need not find out about the data again, see `common.data.load`, or None.
 
     Raises:
       UserError: if they cannot be trained, or do not come within `--hang_secs`.

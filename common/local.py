@@ -6,8 +6,8 @@ import time
 from typing import Any
 
 from common import tf
-from common.batches import assign_part, local_variable, make_local
 from common.core import UserError, must_be_finite
+from common.data import assign_part, local_variable, make_local
 from common.schedules import factor_is
 from common.steps import (
     Optimizers,
@@ -35,7 +35,7 @@ class LocalParameters:
     Args:
       center: the `common.center.GlobalParameters`.
       model: a `common.models.Model`.
-      batches: gives the next samples, see `common.batches.Batches`.
+      batches: gives the next samples, see `common.data.Batches`.
       name: variable scope; different for each worker, since the ps know what they remember of it by this name.
       index, num_workers: which worker of how many this is.
       delay: seconds that each call of `train` takes longer, to see what a slow worker does.

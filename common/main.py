@@ -213,11 +213,11 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
     if check:
         check(settings)
     if launches and settings.validation and settings.data in flags.FITTING:  # other data is looked at by a process
-        from common import data
+        from common.data import data
 
         data.hold_out(data.load(settings.data, settings.seed), settings.validation, settings.seed)
     if settings.check:
-        from common import data, streams
+        from common.data import data, streams
 
         if launcher:
             words.tell_warnings()

@@ -14,8 +14,7 @@ import numpy as np
 
 from common import tables, tf
 from common.core import TRANSFORMER, UserError, check_backend, limits
-from common.data import OF_STRINGS, arrays_in, call_user_function, mapped, one_line
-from common.rows import chunks
+from common.data import OF_STRINGS, arrays_in, call_user_function, chunks, mapped, one_line
 
 
 def build(spec, data, seed=0, loss=None, tables_on_ps=False, tables_seed=0, **sizes):

@@ -6,8 +6,7 @@ import weakref
 import keras
 
 from common.core import UserError
-from common.data import arrays_in
-from common.rows import chunks
+from common.data import arrays_in, chunks
 
 _CROSS_ENTROPIES = {  # the loss and its measure
     "sparse_categorical_crossentropy": (keras.losses.SparseCategoricalCrossentropy, keras.metrics.SparseCategoricalAccuracy),

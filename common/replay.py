@@ -31,7 +31,7 @@ class Replay:
       scheme: generator function, see `common.steps`.
       hp: the hyperparameters that it asks for, as a namespace.
       model: a `common.models.Model`.
-      make_batches: function of a worker's index that returns its batches, a `common.batches.Batches`.
+      make_batches: function of a worker's index that returns its batches, a `common.data.Batches`.
       num_workers: how many.
       num_ps: pieces of the global parameters.
       schedule: a `common.schedules.Schedule` of the learning rate; None for none.
@@ -207,7 +207,7 @@ class Replay:
 
 
 class _Shards:
-    """The samples of several `common.batches.Batches`, one after the other, as an `Engine` draws them."""
+    """The samples of several `common.data.Batches`, one after the other, as an `Engine` draws them."""
 
     def __init__(self, batches):
         self._batches, self.num_workers, self.batch_size = batches, len(batches), batches[0].batch_size

@@ -8,8 +8,9 @@ import contextvars
 import math
 from typing import Any
 
-from common import data, tf
+from common import tf
 from common.core import SCHEDULES, Settings, UserError
+from common.data import data
 
 
 class Schedule:

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common import tf
-from common.batches import fed, order_of
 from common.center import GlobalParameters, fragments_of
 from common.core import ROOM, UserError
-from common.data import arrays_in, mapped
+from common.data import arrays_in, fed, mapped, order_of
 from common.local import LocalParameters
 from common.schedules import Rate, hyperparameters
 from common.steps import Step, build_steps, is_on_ps, steps_apart
@@ -288,10 +287,10 @@ class Outcomes(NamedTuple):
 
 
 class Shards:
-    """The training set, and the samples of each worker in it in their order, as `common.batches.Batches` draws them.
+    """The training set, and the samples of each worker in it in their order, as `common.data.Batches` draws them.
 
     Args:
-      samples: (x, y) or (x, y, weights) of all workers, see `common.batches.Batches`.
+      samples: (x, y) or (x, y, weights) of all workers, see `common.data.Batches`.
       numbers: of each worker, an array of the numbers of its samples; several may have the same one.
       batch_size: samples per batch.
       seeds: of the order, of each worker.

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common import tf
-from common.batches import local_variable, make_local
 from common.core import ROOM, TABLES, Part, UserError, limits, rows_in
-from common.data import arrays_in, mapped
+from common.data import arrays_in, local_variable, make_local, mapped
 from common.steps import before_local, before_read
 
 ROW_BY_ROW = "GradientDescentOptimizer", "AdagradOptimizer"  # change no row that has no gradient
@@ -113,7 +112,7 @@ def check_ids(model, x):
 
     Args:
       model: a `common.models.Model`.
-      x: samples, an array or `common.rows.Rows` `[n, ...]`, or several in a tuple or dict.
+      x: samples, an array or `common.data.Rows` `[n, ...]`, or several in a tuple or dict.
     """
     _check_types(model, x)
     with tf.Graph().as_default():
@@ -690,7 +689,7 @@ class Window:
     Args:
       tables: the `Table`s.
       model: a `common.models.Model`.
-      batches: see `common.batches.Batches`.
+      batches: see `common.data.Batches`.
       steps: local steps until the next pull.
       index: function that returns the number of the worker.
 

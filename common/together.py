@@ -8,8 +8,8 @@ import re
 from typing import Any
 
 from common import tf
-from common.batches import assign_part, local_variable
 from common.core import AWAY, FINISHED, UserError
+from common.data import assign_part, local_variable
 from common.messages import AtUpdate, arrived, gradient_of, parts_of, tensors_of
 from common.schedules import factor_is
 from common.steps import Step, before_all, before_early_read, before_read, spent

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common import data, ending, models, streams, tables, tf
-from common.batches import Batches, Position, fed
+from common import ending, models, tables, tf
 from common.callbacks import Callback, Patience
 from common.center import GlobalParameters, fragments_of
 from common.compression import BIASED, compression_of
@@ -40,16 +39,27 @@ from common.core import (
     tell,
     times,
 )
+from common.data import (
+    Batches,
+    LeasedBatches,
+    LeaseHook,
+    Ledger,
+    Position,
+    Rows,
+    Stream,
+    StreamedBatches,
+    TestSet,
+    data,
+    fed,
+    streams,
+)
 from common.giving_up import GiveUpHook
 from common.hooks import EarlyStoppingHook, Gate, MeetingHook, StartHook, WarmStartHook
-from common.leases import LeasedBatches, LeaseHook, Ledger
 from common.local import LocalParameters
 from common.metrics import EvaluationHook, MetricsHook, MetricsLog, measured, shares_of_parts
-from common.rows import Rows
 from common.schedules import check_rates, hyperparameters, schedule_of
 from common.session import Saver, monitored_session
 from common.steps import PARTS, Rounds, build_rounds, build_steps, repeat_rounds, timed_rounds
-from common.streams import Stream, StreamedBatches, TestSet
 from common.together import Pace, Ring, Together
 
 
@@ -353,7 +363,7 @@ class Plan(NamedTuple):
     waits: Any = None  # a `common.together.Pace`, `Together` or `Ring`, where workers wait for each other
     gradients_per_update: int = 1  # of how many workers
     keeper: Any = None  # a `common.core.Keeper`, if there is one
-    position: Any = None  # a `common.batches.Position`, if the position is kept
+    position: Any = None  # a `common.data.Position`, if the position is kept
     unit: Any = None  # of the loss, see `unit_of`
     rows: Any = ()  # what is told of tables: tensors, and a function of their values, see `EvaluationHook`
     goal: Any = None  # number of samples to end at, where updates are made of more or fewer
@@ -720,7 +730,7 @@ def samples_of(dataset, settings):
 
 
 def batches_of(dataset, settings, index, num_workers, position):
-    """Returns the batches of worker `index`, from a `common.batches.Position` on."""
+    """Returns the batches of worker `index`, from a `common.data.Position` on."""
     if isinstance(dataset, Stream):
         return StreamedBatches(dataset, index, settings.batch_size, settings.seed + index, position.value)
     x, y, *weights = data.shard(dataset, index, num_workers)
@@ -758,7 +768,7 @@ def split(dataset, settings):
 
 
 def position_of(settings, index, num_workers, num_samples):
-    """Returns the `common.batches.Position` of a worker in the order of its samples, where the process before left it."""
+    """Returns the `common.data.Position` of a worker in the order of its samples, where the process before left it."""
     path = Path(settings.run_dir, "metrics", f"worker-{index}.position")
     return Position(path, settings.seed, index, num_workers, -1 if num_samples is None else num_samples)
 

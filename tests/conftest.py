@@ -18,8 +18,9 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # before the first import of tensorflo
 
 from absl.testing import flagsaver  # noqa: E402
 
-from common import cluster, data, launch, models, tf, warm  # noqa: E402
+from common import cluster, launch, models, tf, warm  # noqa: E402
 from common.core import flags, signals  # noqa: E402
+from common.data import data  # noqa: E402
 from common.replay import Replay  # noqa: E402
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -212,7 +213,7 @@ def hogwild(load_scheme):
 
 
 class KnownBatches:
-    """Stands in for `common.batches.Batches`: the batches come in the order in which they are given, then again.
+    """Stands in for `common.data.Batches`: the batches come in the order in which they are given, then again.
 
     Args:
       x, y: arrays `[count, batch_size, ...]`.

@@ -39,8 +39,9 @@ from runs import (
     wait_until_gone,
 )
 
-from common import data, launch, tf
+from common import launch, tf
 from common.core.checkpoints import checkpoints_in
+from common.data import data
 
 pytestmark = pytest.mark.cluster
 
@@ -69,7 +70,7 @@ def load():
 """,
     "late.py": """
 import pathlib, sys, time
-from common import data
+from common.data import data
 
 here = pathlib.Path(__file__).parent
 is_late = "--task_index=1" in sys.argv and not (here / "came").exists()

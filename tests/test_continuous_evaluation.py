@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 from runs import ROOT, SECONDS, finish, metrics_of, processes, read_until, result_of, start
 
-from common import cluster, data, models, tf
-from common.batches import Batches
+from common import cluster, models, tf
 from common.center import GlobalParameters
 from common.core import words
 from common.core.checkpoints import Keeper
+from common.data import data
+from common.data.batches import Batches
 from common.hooks import EarlyStoppingHook
 from common.local import LocalParameters
 from common.steps import build_rounds

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from runs import ROOT, metrics_of, result_of, run
 
-from common import data, models, tf, training
-from common.batches import Batches
+from common import models, tf, training
 from common.center import GlobalParameters
 from common.core.flags import Settings
+from common.data import data
+from common.data.batches import Batches
 from common.local import LocalParameters
 from common.metrics import MetricsHook
 from common.schedules import Schedule

@@ -1,4 +1,4 @@
-"""common/data.py: data sets, what is refused, shards, and the order of batches."""
+"""common/data/data.py: data sets, what is refused, shards, and the order of batches."""
 
 import random
 import socket
@@ -9,8 +9,9 @@ import keras
 import numpy as np
 import pytest
 
-from common import data, tf
-from common.batches import Batches
+from common import tf
+from common.data import data
+from common.data.batches import Batches
 
 
 def test_digits():

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from runs import SECONDS
 
-from common import data, models, tables
-from common.batches import Batches
+from common import models, tables
+from common.data import data
+from common.data.batches import Batches
 from common.replay import Replay
 
 FOLDER = Path(__file__).parent.parent / "Embeddings"

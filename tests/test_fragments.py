@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from test_steps import Ones, sgd
 
-from common import data, models, tf
+from common import models, tf
 from common.center import GlobalParameters
 from common.compression import Compression
+from common.data import data
 from common.simulation import messages_of, shards_of
 from common.steps import build_rounds, build_steps
 from common.virtual_time import Action, Costs, VirtualTime, Waiting

@@ -5,7 +5,7 @@ import math
 import keras_models
 import pytest
 
-from common import data
+from common.data import data
 
 LARGE = ["resnet50", "efficientnet"]  # each takes a minute; all kinds of their layers are in other rows
 TESTED = [name for name in keras_models.MODELS if name not in LARGE]

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from runs import SECONDS
 
-from common import data, models, tf
+from common import models, tf
+from common.data import data
 
 FOLDER = Path(__file__).parent.parent / "Language-Model"
 sys.path.append(str(FOLDER))

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from runs import ENDLESS, finish, is_training, processes, read_until, start
 
-from common import data, fit, models, tf
-from common.batches import Batches, Position, fed
+from common import fit, models, tf
 from common.center import GlobalParameters
 from common.core import words
+from common.data import data
+from common.data.batches import Batches, Position, fed
+from common.data.rows import Rows
 from common.local import LocalParameters
-from common.rows import Rows
 from common.training import fed_test_set
 
 # --- Mapped files -------------------------------------------------------------------------------------------------------

@@ -1,11 +1,12 @@
-"""common/leases.py: workers that come, leave and die, and which samples they train."""
+"""common/data/leases.py: workers that come, leave and die, and which samples they train."""
 
 import random
 
 import numpy as np
 import pytest
 
-from common import leases, tf
+from common import tf
+from common.data import leases
 
 N, BATCH = 50, 4
 

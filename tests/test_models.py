@@ -7,10 +7,11 @@ import keras
 import numpy as np
 import pytest
 
-from common import data, models, tf, training
-from common.batches import Batches
+from common import models, tf, training
 from common.center import GlobalParameters
 from common.core import flags as flag_defaults
+from common.data import data
+from common.data.batches import Batches
 from common.local import LocalParameters
 from common.steps import build_rounds
 

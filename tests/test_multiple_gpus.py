@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from runs import ROOT, SECONDS, accuracy_of_saved_model, finish, is_training, processes, read_until, result_of
 
-from common import data, models, tf
+from common import models, tf
 from common.center import GlobalParameters
 from common.core import devices
+from common.data import data
 from common.steps import build_rounds, build_steps
 
 pytestmark = pytest.mark.slow
@@ -176,9 +177,10 @@ sys.path += sys.argv[1:]
 import mirrored_strategy
 import multiple_gpus
 
-from common import data, models, tf
+from common.data import data
+from common import models, tf
 from common.core import devices
-from common.batches import Batches
+from common.data.batches import Batches
 from common.center import GlobalParameters
 from common.steps import build_rounds
 

@@ -5,8 +5,9 @@ import types
 import numpy as np
 import pytest
 
-from common import data, models, tf
-from common.batches import Batches
+from common import models, tf
+from common.data import data
+from common.data.batches import Batches
 from common.replay import Replay
 
 

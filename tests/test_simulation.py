@@ -20,10 +20,11 @@ from order import races
 from runs import ROOT
 from test_schemes import LIKE_A_NEIGHBOUR
 
-from common import data, models, tf
-from common.batches import Batches
+from common import models, tf
 from common.compression import Compression
 from common.core.flags import TrainingFailed
+from common.data import data
+from common.data.batches import Batches
 from common.replay import Replay
 from common.schedules import Schedule
 from common.simulation import MOST_PARAMETERS, Engine, Shards, facts_of, facts_of_size, messages_of, shards_of

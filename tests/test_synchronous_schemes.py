@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from oracle import RATE, TOGETHER, Problem
 
-from common import data, models, tf
+from common import models, tf
 from common.center import GlobalParameters
+from common.data import data
 from common.local import LocalParameters
 from common.replay import Replay
 from common.schedules import hyperparameters

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from runs import ROOT, SECONDS, processes, read_until, result_of, run, start, wait_until_gone
 
-from common import Embedding, data, models, tables, tf, train
-from common.batches import Batches
+from common import Embedding, models, tables, tf, train
 from common.center import GlobalParameters
 from common.core.checkpoints import write_checkpoint
 from common.core.flags import UserError
+from common.data import data
+from common.data.batches import Batches
 from common.local import LocalParameters
 from common.replay import Replay
 from common.steps import build_steps

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from common import data, models, session, tf, training
-from common.batches import Batches
+from common import models, session, tf, training
 from common.center import GlobalParameters
 from common.cluster import TaskSpecDef
 from common.core.flags import Settings
+from common.data import data
+from common.data.batches import Batches
 from common.local import LocalParameters
 
 ALL_REDUCE = "Synchronous-SGD", "all_reduce"

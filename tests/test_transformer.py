@@ -10,8 +10,9 @@ import pytest
 import tensorflow
 from runs import result_of, run
 
-from common import data, models, tf, training
+from common import models, tf, training
 from common.core import flags
+from common.data import data
 from common.fit import Run
 
 SIZES = {"layers": 2, "width": 8, "heads": 2}

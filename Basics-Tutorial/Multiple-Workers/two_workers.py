@@ -7,7 +7,8 @@ same thing for all of them.
 import types
 from pathlib import Path
 
-from common import data, ending, notebook, tf
+from common import ending, notebook, tf
+from common.data import data
 
 PS = "/job:ps/task:0"
 WORKER_1, WORKER_2, OBSERVER = range(3)  # the notebooks; the observer, which has started the ps, trains nothing

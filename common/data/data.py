@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.core import UserError, limits, words
-from common.rows import LARGE, Rows, chunks, is_mapped
+from common.data.rows import LARGE, Rows, chunks, is_mapped
 
 
 class Data(NamedTuple):
     """A training and a test set: samples, labels, and the weights of the samples, or None if all count the same.
 
     Each is an array `[n, ...]`, or arrays in a tuple or dict, as a model of several inputs or outputs takes and gives them.
-    Labels are int32 (classes) or float32. A large one that is a mapped file is `common.rows.Rows`.
+    Labels are int32 (classes) or float32. A large one that is a mapped file is `common.data.Rows`.
     """
 
     x_train: Any
@@ -367,7 +367,7 @@ OF_STRINGS = (
 def _in_types_of_training(axis, array, name):
     """Returns an array as int32 or float32, samples of bytes as they are, or raises `UserError`; copies what has to change.
 
-    One that is a large mapped file is not copied: it becomes `common.rows.Rows`.
+    One that is a large mapped file is not copied: it becomes `common.data.Rows`.
 
     Args:
       axis: "x", "y" or "w", for samples, labels, weights.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.core import UserError
-from common.data import OF_STRINGS, one_line, rounded
+from common.data.data import OF_STRINGS, one_line, rounded
 
 HELD = 10  # without --test_data every tenth record of each file is for the test
 LABELS = ("label", "target", "y")  # what the column of labels may be called, if --label does not say

@@ -8,8 +8,8 @@ import numpy as np
 
 from common import tf
 from common.core import open_own
-from common.data import arrays_in, check_batch, mapped
-from common.rows import Rows
+from common.data.data import arrays_in, check_batch, mapped
+from common.data.rows import Rows
 
 
 class Position:
@@ -52,7 +52,7 @@ class Batches:
     between them a rotation. Every epoch sees every sample once; the order repeats itself after n epochs.
 
     Args:
-      x, y: arrays `[n, ...]`, or `common.rows.Rows`, or several in a tuple or dict.
+      x, y: arrays `[n, ...]`, or `common.data.Rows`, or several in a tuple or dict.
       batch_size: samples per batch, any number; a batch may cross the end of an epoch.
       seed: of the order; equal seeds give equal orders.
       name: variable scope.
@@ -129,7 +129,7 @@ def order_of(num_samples, seed):
 def fed(name, part, feeds):
     """Returns an array, or several in a tuple or dict, as local variables, which are fed when they are initialized.
 
-    As constants they would be part of the graph, and travel with it. `common.rows.Rows` are returned as `Stored`.
+    As constants they would be part of the graph, and travel with it. `common.data.Rows` are returned as `Stored`.
 
     Args:
       name: of the variables.
@@ -157,7 +157,7 @@ class Stored:
 
     Args:
       name: of the variable.
-      rows: the `common.rows.Rows`.
+      rows: the `common.data.Rows`.
       feeds: a dict that gets what to feed.
 
     Attributes:

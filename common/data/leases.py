@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from common import tf
-from common.batches import Batches, local_variable
 from common.core import MOST_PLACES as MOST
 from common.core import Lock
+from common.data.batches import Batches, local_variable
 
 _MOST_OF_PIECE = 2**14  # samples: a worker copies what is left of its pieces in each round
 _KEPT = 4  # pieces of a worker that the ledger knows: two leases of two pieces, all from which a call draws

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from common import data, tf
+from common import tf
 from common.core import TrainingFailed, UserError, limits, progress
-from common.data import arrays_in
-from common.records import (
+from common.data import data
+from common.data.data import arrays_in
+from common.data.records import (
     HELD,
     Part,
     Tables,
@@ -213,7 +214,7 @@ def _ahead(blocks):
 
 
 class StreamedBatches:
-    """Batches of one worker's samples that are read while it trains: what `common.batches.Batches` does with arrays.
+    """Batches of one worker's samples that are read while it trains: what `common.data.Batches` does with arrays.
 
     A batch comes through a call of Python (measured: 35 µs more than from memory), so that whatever tf.data can do, and what
     pyarrow reads, can be trained with, and a position is a number of samples.
@@ -244,7 +245,7 @@ class StreamedBatches:
         data.check_batch(self._stream.first.x_train, self._stream.first.y_train, self.batch_size, window)
 
     def next(self, window, most=None):
-        """Returns what `samples` takes for the next batches, `[window]`; see `common.batches.Batches.next`.
+        """Returns what `samples` takes for the next batches, `[window]`; see `common.data.Batches.next`.
 
         Raises:
           UserError: if they are too many for memory.

@@ -1,0 +1,18 @@
+"""Samples: the data sets, those in files, mapped and streamed ones, and the batches that a worker draws from its shard.
+
+Begin with `data`, which loads, checks and cuts data, and `batches`, which draws in the graph.
+"""
+
+from typing import TYPE_CHECKING
+
+from common.front_door import front_door
+
+if TYPE_CHECKING:  # the front door: what others may import
+    from common.data import data, streams
+    from common.data.batches import Batches, Position, assign_part, fed, local_variable, make_local, order_of
+    from common.data.data import OF_STRINGS, arrays_in, call_user_function, digits, mapped, one_line
+    from common.data.leases import LeasedBatches, LeaseHook, Ledger
+    from common.data.rows import Rows, chunks
+    from common.data.streams import Stream, StreamedBatches, TestSet
+
+__getattr__, __dir__ = front_door(__name__)
