@@ -1,7 +1,7 @@
 """One ps and one worker, in a `MonitoredTrainingSession`. It spells out what `common.training.train` does for the schemes.
 
 The ps keeps the weights, and applies the gradients that it gets. The worker reads them, computes a gradient and sends it back.
-`main` has read from the flags which of the two this process is; a ps is served by `common.ending.serve` until the worker
+`main` has read from the flags which of the two this process is; a ps is served by `common.cluster.serve` until the worker
 says that it is done, and a worker goes through `train` below.
 """
 
@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common import ending, tf
+from common import tf
+from common.cluster import ending
 from common.core import UserError, doing
 from common.data import Batches, data
 from common.main import main

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 from distributed_setup import OF_SCHEMES, build, check
 
-from common import ending, tf
+from common import tf
+from common.cluster import ending
 from common.core import doing
 from common.data import data
 from common.main import main

@@ -148,8 +148,8 @@ def train(task, settings):
       UserError: if data and model cannot be trained.
     """
     # Imported only now, with tensorflow, which costs seconds: a bad flag is told at once.
+    from common.cluster import Saver, monitored_session
     from common.core import Keeper
-    from common.session import Saver, monitored_session
     from common.training import (
         Interruption,
         Plan,

@@ -113,7 +113,7 @@ def train(task, settings):
 
 
 def textbook_session(task, target, scaffold, checkpoint_dir, checkpoint_secs, hooks):
-    """Returns a `MonitoredTrainingSession` with device filters; arguments as of `common.session.monitored_session`."""
+    """Returns a `MonitoredTrainingSession` with device filters; arguments as of `common.cluster.monitored_session`."""
     is_chief, config = task is None or task.is_master(), task.config() if task else None
     if not is_chief:
         # MonitoredTrainingSession looks every 30 s whether the chief has initialized the variables: a worker would start when

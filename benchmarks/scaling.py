@@ -28,9 +28,8 @@ import compare
 import numpy as np
 
 from common import isolation, launch, models
-from common.cluster import TaskSpecDef
+from common.cluster import TaskSpecDef, serve
 from common.data import Batches, data
-from common.ending import serve
 
 HERE = Path(__file__).resolve().parent
 FLAGS = ["--data=digits", "--model=mlp", "--batch_size=32", "--epochs=1000000", "--seconds=4"]

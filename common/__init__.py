@@ -182,13 +182,13 @@ tf: Any = _TensorFlow()
 
 _MODULES = {
     "train": "fit",
-    "TaskSpecDef": "cluster",
-    "TaskSpec": "cluster",
-    "DistributedSession": "session",
-    "StopAtTimeHook": "hooks",
-    "LoadCheckpoint": "hooks",
-    "EarlyStoppingHook": "hooks",
-    "SemiSyncRunHook": "hooks",
+    "TaskSpecDef": "cluster.cluster",
+    "TaskSpec": "cluster.cluster",
+    "DistributedSession": "cluster.session",
+    "StopAtTimeHook": "cluster.hooks",
+    "LoadCheckpoint": "cluster.hooks",
+    "EarlyStoppingHook": "cluster.hooks",
+    "SemiSyncRunHook": "cluster.hooks",
     "Embedding": "embedding",
     "rows_of": "tables",
 }

@@ -45,7 +45,7 @@ class GlobalParameters:
       optimizers: the `common.steps.Optimizers` that change x̃.
       decay: η λ of weight decay, see `apply`; None for none.
       has_decayed: whether there is an update with it.
-      present: where workers come and go, which take part now, a `common.ending.Present`; None elsewhere.
+      present: where workers come and go, which take part now, a `common.cluster.Present`; None elsewhere.
       local_steps: of which all updates so far are made, a variable, int64; None if each is made of as many, see `dynamic`. It
         counts gradients, where workers come and go and make each update together.
       dropped: the number of gradients that were dropped, and a correction of their samples, see `common.core.Keeper`, a

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from absl import flags as absl_flags
 
-from common import cluster, ending, isolation, launch, places, slurm, supervisor
+from common import isolation, launch, places, supervisor
+from common.cluster import cluster, ending, slurm
 from common.core import TrainingFailed, UserError, devices, flags, limits, progress, run_dir, signals, why_unwritable, words
 
 

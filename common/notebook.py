@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import cluster, isolation, launch, tf
+from common import isolation, launch, tf
+from common.cluster import cluster
 
 _open: set[object] = set()  # keeps clusters alive to which no variable refers
 

@@ -14,9 +14,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common import ending, models, tables, tf
+from common import models, tables, tf
 from common.callbacks import Callback, Patience
 from common.center import GlobalParameters, fragments_of
+from common.cluster import (
+    EarlyStoppingHook,
+    Gate,
+    GiveUpHook,
+    MeetingHook,
+    Saver,
+    StartHook,
+    WarmStartHook,
+    ending,
+    monitored_session,
+)
 from common.compression import BIASED, compression_of
 from common.core import (
     BUILDING,
@@ -53,12 +64,9 @@ from common.data import (
     fed,
     streams,
 )
-from common.giving_up import GiveUpHook
-from common.hooks import EarlyStoppingHook, Gate, MeetingHook, StartHook, WarmStartHook
 from common.local import LocalParameters
 from common.metrics import EvaluationHook, MetricsHook, MetricsLog, measured, shares_of_parts
 from common.schedules import check_rates, hyperparameters, schedule_of
-from common.session import Saver, monitored_session
 from common.steps import PARTS, Rounds, build_rounds, build_steps, repeat_rounds, timed_rounds
 from common.together import Pace, Ring, Together
 
@@ -359,7 +367,7 @@ class Plan(NamedTuple):
     evaluation: Any  # the chief's: the global step, and loss and metrics on the test set, {name: scalar tensor}
     final: Any  # the chief's: tensors to fetch at the very end
     scaffold: Any  # a `tf.train.Scaffold`
-    gate: Any = None  # a `common.hooks.Gate`, where the other workers wait for the chief
+    gate: Any = None  # a `common.cluster.Gate`, where the other workers wait for the chief
     waits: Any = None  # a `common.together.Pace`, `Together` or `Ring`, where workers wait for each other
     gradients_per_update: int = 1  # of how many workers
     keeper: Any = None  # a `common.core.Keeper`, if there is one
@@ -389,7 +397,7 @@ class Outcome(NamedTuple):
     rows: Any = None  # what this worker pulled of tables, values of the first of `Plan.rows`
     samples: Any = None  # how many the parameters were trained with, in all runs that they come from; None: see the reports
     dropped: Any = None  # how many gradients were dropped, in all these runs, and of how many samples; None: see the reports
-    given_up: Any = ()  # numbers of workers without whose reports this is, see `common.giving_up`
+    given_up: Any = ()  # numbers of workers without whose reports this is, see `common.cluster.giving_up`
 
 
 def run_worker(plan, task, settings, server, interruption, open_session):
@@ -401,7 +409,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
       settings: all flags as a namespace.
       server: this task's `tf.train.Server`, or None.
       interruption: an `Interruption`.
-      open_session: as `common.session.monitored_session`.
+      open_session: as `common.cluster.monitored_session`.
 
     Returns:
       An `Outcome`.

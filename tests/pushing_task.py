@@ -13,10 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from common import TaskSpec, ending, tf
+from common import TaskSpec, tf
 from common.center import GlobalParameters
+from common.cluster import ending
+from common.cluster.session import monitored_session
 from common.local import LocalParameters
-from common.session import monitored_session
 from common.steps import Step, build_rounds
 
 SIZE, CALLS, ROUNDS = 5, 40, 5

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from runs import SECONDS
 
-from common import session, tf
+from common import tf
 from common.center import GlobalParameters
+from common.cluster import session
 from common.core import checkpoints, clock
 from common.core.checkpoints import Keeper, checkpoints_in
 from common.core.flags import TrainingFailed

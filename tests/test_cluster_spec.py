@@ -1,4 +1,4 @@
-"""common/cluster.py: how a process learns which task it is."""
+"""common/cluster/cluster.py: how a process learns which task it is."""
 
 import contextlib
 import json
@@ -11,8 +11,8 @@ import pytest
 from runs import SECONDS
 
 from common import TaskSpec, TaskSpecDef, launch, tf
-from common.cluster import task_from
-from common.ending import say_done, serve
+from common.cluster.cluster import task_from
+from common.cluster.ending import say_done, serve
 
 NO_FLAGS = dict(job_name=None, task_index=None, ps_hosts=None, worker_hosts=None)
 FLAGS = dict(job_name="worker", task_index=1, ps_hosts=["a:1"], worker_hosts=["b:2", "c:3"])

@@ -22,8 +22,9 @@ from runs import (
     wait_until,
 )
 
-from common import ending, launch, places, supervisor, tf, training
-from common.cluster import TaskSpecDef
+from common import launch, places, supervisor, tf, training
+from common.cluster import ending
+from common.cluster.cluster import TaskSpecDef
 from common.core import run_dir as folders
 from common.core import signals, words
 from common.core.checkpoints import checkpoints_in

@@ -15,7 +15,7 @@ from skips import skip_for
 
 from common import isolation, notebook, tf
 from common.center import GlobalParameters
-from common.cluster import TaskSpecDef
+from common.cluster.cluster import TaskSpecDef
 from common.compression import BIASED, Compression, _uniform, pack, pack_sparse
 from common.core.flags import COMPRESSIONS
 from common.core.plots import read_metrics

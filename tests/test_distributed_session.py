@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 import runs
 
-import common.session
-from common import DistributedSession, LoadCheckpoint, StopAtTimeHook, TaskSpecDef, hooks, tf
+import common.cluster.session
+from common import DistributedSession, LoadCheckpoint, StopAtTimeHook, TaskSpecDef, tf
+from common.cluster import hooks
 from common.notebook import LocalCluster
 
 SCRIPT = runs.ROOT / "Distributed-Session" / "distributed_session.py"
@@ -106,7 +107,7 @@ def opened(monkeypatch):
             task_spec._server = types.SimpleNamespace(target="")
         with monkeypatch.context() as patch, tf.Graph().as_default():
             tf.train.get_or_create_global_step()
-            patch.setattr(common.session, "_LeavingSession", lambda *given: given)
+            patch.setattr(common.cluster.session, "_LeavingSession", lambda *given: given)
             _, creator, all_hooks, stop_grace_period_secs = DistributedSession(task_spec, *arguments, **options)
         return types.SimpleNamespace(creator=creator, hooks=all_hooks, stop_grace_period_secs=stop_grace_period_secs)
 
@@ -242,7 +243,7 @@ def test_the_master_writes_all_of_a_checkpoint(graph):
     with tf.device(TaskSpecDef("worker", 0, ps_hosts="a:1,a:2", worker_hosts="b:2").device_fn()):
         variables = [tf.train.get_or_create_global_step(), tf.get_variable("weights", [])]
     assert len({variable.device for variable in variables}) == 2
-    assert not common.session._scaffold().finalize().saver.saver_def.sharded
+    assert not common.cluster.session._scaffold().finalize().saver.saver_def.sharded
 
 
 def test_grace_period_is_handed_on(opened):

@@ -6,7 +6,8 @@ import json
 import re
 from pathlib import Path
 
-from common import hooks, metrics, tf
+from common import metrics, tf
+from common.cluster import hooks
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "Basics-Tutorial"

@@ -11,8 +11,8 @@ import pytest
 from runs import SECONDS
 
 from common import metrics, tf
+from common.cluster.hooks import Gate, SemiSyncRunHook, StartHook
 from common.core.flags import TrainingFailed
-from common.hooks import Gate, SemiSyncRunHook, StartHook
 from common.metrics import EvaluationHook, MetricsHook, MetricsLog, seconds_between
 from common.steps import Rounds
 
@@ -379,7 +379,7 @@ def start(session, gate, said, **settings):
 @pytest.fixture
 def said(monkeypatch):
     lines: list[str] = []
-    monkeypatch.setattr("common.hooks.tell", lines.append)
+    monkeypatch.setattr("common.cluster.hooks.tell", lines.append)
     return lines
 
 

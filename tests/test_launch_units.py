@@ -12,7 +12,7 @@ import pytest
 from runs import SECONDS
 
 from common import launch, supervisor, tf
-from common.cluster import TaskSpecDef
+from common.cluster.cluster import TaskSpecDef
 from common.core import deaths, devices
 from common.core.flags import Settings, TrainingFailed
 from common.core.words import PROGRESS

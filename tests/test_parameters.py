@@ -12,7 +12,7 @@ import pytest
 
 from common import launch, models, tf
 from common.center import GlobalParameters
-from common.cluster import TaskSpecDef
+from common.cluster.cluster import TaskSpecDef
 from common.core.finite import loss_of_failed, must_be_finite
 from common.local import LocalParameters
 from common.steps import Step, build_rounds, build_steps
@@ -581,7 +581,7 @@ LOCKS_AND_WAITS = """
 import sys
 import numpy as np
 from common import tf
-from common.cluster import TaskSpecDef
+from common.cluster.cluster import TaskSpecDef
 from common.center import GlobalParameters
 
 task = TaskSpecDef("worker", 0, ps_hosts=sys.argv[1], worker_hosts=sys.argv[2])

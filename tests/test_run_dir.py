@@ -20,7 +20,7 @@ from runs import ENDLESS, HOGWILD, delete, finish, is_training, processes, read_
 
 import common.run
 from common import places, training
-from common.cluster import TaskSpecDef
+from common.cluster.cluster import TaskSpecDef
 from common.core import run_dir as of_runs
 from common.core.flags import TrainingFailed
 from common.core.run_dir import open_own, prepare_run_dir, write_json

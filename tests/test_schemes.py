@@ -30,8 +30,9 @@ from oracle import (
 )
 from order import races
 
-from common import ending, tf
+from common import tf
 from common.center import GlobalParameters, fragments_of
+from common.cluster import ending
 from common.local import LocalParameters
 from common.schedules import hyperparameters
 from common.steps import build_rounds, build_steps, repeat_rounds, timed_rounds

@@ -1,4 +1,4 @@
-"""common/slurm.py: how a process that `srun` has started learns which task it is."""
+"""common/cluster/slurm.py: how a process that `srun` has started learns which task it is."""
 
 import contextlib
 import fcntl
@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 from runs import ROOT, SECONDS
 
-from common import slurm
-from common.cluster import TaskSpec, task_from
+from common.cluster import slurm
+from common.cluster.cluster import TaskSpec, task_from
 
 
 def step(rank, nodelist="node[1-3]", tasks_per_node="2(x3)", node=None, **more):

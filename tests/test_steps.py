@@ -8,7 +8,7 @@ import pytest
 
 from common import tf
 from common.center import GlobalParameters
-from common.cluster import TaskSpecDef
+from common.cluster.cluster import TaskSpecDef
 from common.local import LocalParameters
 from common.steps import Step, _Chain, build_rounds, build_steps, repeat_rounds
 

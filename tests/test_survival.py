@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from runs import HOGWILD, ROOT, SECONDS, flip, processes, result_of, run, wait_until_gone
 
-from common import session, tf
+from common import tf
+from common.cluster import session
 from common.core.checkpoints import checkpoints_in, newest_good_checkpoint
 
 # Checkpoints that are damaged

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from common import models, session, tf, training
+from common import models, tf, training
 from common.center import GlobalParameters
-from common.cluster import TaskSpecDef
+from common.cluster import session
+from common.cluster.cluster import TaskSpecDef
 from common.core.flags import Settings
 from common.data import data
 from common.data.batches import Batches

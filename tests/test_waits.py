@@ -4,10 +4,11 @@ import types
 
 import pytest
 
-from common import ending, launch, tf
+from common import launch, tf
+from common.cluster import ending
+from common.cluster.hooks import Gate, MeetingHook, StartHook
 from common.core import words
 from common.core.coordination import Clocks, Lock
-from common.hooks import Gate, MeetingHook, StartHook
 
 HOSTS = {"ps": ["127.0.0.1:1"], "worker": ["host:1", "host:2"]}
 

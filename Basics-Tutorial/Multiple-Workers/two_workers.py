@@ -7,7 +7,8 @@ same thing for all of them.
 import types
 from pathlib import Path
 
-from common import ending, notebook, tf
+from common import notebook, tf
+from common.cluster import ending
 from common.data import data
 
 PS = "/job:ps/task:0"

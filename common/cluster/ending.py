@@ -193,7 +193,7 @@ def has_code_of_chief(task, server, code):
 
 
 def gate_table(device):
-    """Returns the table of the workers that have come to where they wait for the chief, see `common.hooks.Gate`."""
+    """Returns the table of the workers that have come to where they wait for the chief, see `common.cluster.Gate`."""
     with tf.device(device):
         return tf.raw_ops.MutableHashTableV2(key_dtype=tf.int64, value_dtype=tf.int64, shared_name="came_to_gate")
 

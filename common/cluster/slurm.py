@@ -81,7 +81,7 @@ def _places(counts, ports):
     return addresses
 
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = "cluster.json"  # in the folder of a run: where its tasks are, and its command line
 
 

@@ -14,7 +14,8 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-from common import ending, slurm, tf
+from common import tf
+from common.cluster import ending, slurm
 from common.core import UserError, say_waits_of, signals
 
 
@@ -245,7 +246,7 @@ def TaskSpec():
 
     Either `TF_CONFIG` (a cluster of one task alone is none), or the variables `JOB_NAME TASK_INDEX PS_HOSTS WORKER_HOSTS
     MASTER_HOST`, of which the last may be missing, and the master and an evaluator need no index; or else those of a job step
-    of Slurm that has several tasks, and `NUM_PS`, how many of them are ps (see `common.slurm`).
+    of Slurm that has several tasks, and `NUM_PS`, how many of them are ps (see `common.cluster.slurm`).
 
     Raises:
       UserError: if only some of them are set, or the task is not in its cluster.

@@ -4,7 +4,8 @@ import sys
 import threading
 import time
 
-from common import ending, tf
+from common import tf
+from common.cluster import ending
 from common.core import signals, words
 
 LOOK_SECS = 1.0
@@ -23,7 +24,7 @@ class GiveUpHook(tf.train.SessionRunHook):
       server: its `tf.train.Server`.
       settings: all flags.
       step: the global step.
-      rendezvous: its `common.ending.Rendezvous`.
+      rendezvous: its `common.cluster.Rendezvous`.
     """
 
     def __init__(self, task, server, settings, step, rendezvous):

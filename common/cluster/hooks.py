@@ -4,9 +4,10 @@ import math
 import time
 from pathlib import Path
 
-from common import ending, tf
+from common import tf
+from common.cluster import ending
+from common.cluster.session import restoring
 from common.core import Clocks, Lock, UserError, meanwhile, tell, workers_away
-from common.session import restoring
 
 
 class Gate:

@@ -4,7 +4,8 @@ import contextlib
 import os
 import re
 
-from common import ending, tf
+from common import tf
+from common.cluster import ending
 from common.core import UserError, checkpoints_in, devices, meanwhile, newest_good_checkpoint, nobody, writing_into
 
 
