@@ -16,7 +16,7 @@ from common.cluster import ending
 from common.core import UserError, doing
 from common.data import Batches, data
 from common.main import main
-from common.steps import Rounds
+from common.scheme import Rounds
 
 # Flags of the schemes that mean nothing here: this trains one step a call, and evaluates each second.
 OF_SCHEMES = ("window", "rounds_per_call", "evaluation_secs")

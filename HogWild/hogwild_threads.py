@@ -27,11 +27,10 @@ from absl import flags
 from hogwild import hogwild
 
 from common import tf
-from common.center import GlobalParameters
 from common.core import UserError, define_integer, limits
 from common.data import Batches, data
-from common.local import LocalParameters
 from common.main import main
+from common.scheme import GlobalParameters, LocalParameters
 
 define_integer("num_threads", 2, "workers, each a thread of this process", least=1)
 flags.DEFINE_bool("locked", False, "guard the parameters with a mutex, for comparison")

@@ -11,12 +11,10 @@ import json
 from pathlib import Path
 
 from common import tf
-from common.center import GlobalParameters
 from common.core import UserError, define_integer, devices, write_json
 from common.data import Batches, data
-from common.local import LocalParameters
 from common.main import main
-from common.steps import Step
+from common.scheme import GlobalParameters, LocalParameters, Step
 
 # Flags of the schemes that mean nothing here.
 OF_CLUSTERS = ("launch", "num_ps", "num_workers", "job_name", "task_index", "ps_hosts", "worker_hosts", "max_restarts")

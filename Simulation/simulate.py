@@ -181,8 +181,9 @@ class Run:
     """
 
     def __init__(self, folder, settings):
-        from common import models, tables, training
+        from common import models, training
         from common.data import data, streams
+        from common.scheme import tables
 
         self.settings, self.lines, self.final, self._folder, self._training = settings, [], None, folder, training
         # Samples that a real run reads while it trains are read at once here, and dealt out as arrays are.
@@ -211,8 +212,7 @@ class Run:
     def _engine(self, settings):
         """Returns the `common.simulation.Engine` of so many workers."""
         from common import simulation
-        from common.compression import compression_of
-        from common.schedules import schedule_of
+        from common.scheme import compression_of, schedule_of
 
         n, scheme, compression = settings.num_workers, self._folder.scheme, compression_of(settings)
         shards = simulation.shards_of(self._shown, n, settings.batch_size, settings.seed, settings.non_iid)
@@ -230,8 +230,7 @@ class Run:
     def _facts(self, settings):
         """Returns the `common.simulation.Facts` of so many workers: all that the clock has to know of an engine."""
         from common import simulation, tf
-        from common.compression import compression_of
-        from common.schedules import schedule_of
+        from common.scheme import compression_of, schedule_of
 
         n, dataset, scheme, compression = settings.num_workers, self._shown, self._folder.scheme, compression_of(settings)
         if settings.parameters:

@@ -13,7 +13,7 @@ def sparseloco(center, local, hp):
     AdamW is Adam whose weight decay is no part of the gradient, x ← x − η' λ x beside it. Its moments stay with the worker.
 
     H is `hp.window`, η' `hp.local_learning_rate`, λ `hp.weight_decay`, β `hp.error_decay`, α `hp.learning_rate`, k `hp.top` of
-    `hp.chunk_size`; Q rounds to `hp.value_bits`, see `common.compression.pack_sparse`.
+    `hp.chunk_size`; Q rounds to `hp.value_bits`, see `common.scheme.pack_sparse`.
     """
     adamw = local.adamw(hp.local_learning_rate, hp.weight_decay)
     sgd = tf.train.GradientDescentOptimizer(hp.learning_rate)

@@ -29,7 +29,7 @@ from common import models, tf
 from common.core import UserError, define_integer, write_json
 from common.data import data
 from common.main import main
-from common.steps import Rounds
+from common.scheme import Rounds
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from plain_tensorflow import feeds, mean_loss, network, textbook_session

@@ -153,11 +153,8 @@ def print_costs():
 def _call_of(dataset, model, flags):
     """Returns a function that makes five rounds."""
     from common import tf
-    from common.center import GlobalParameters
-    from common.compression import Compression
     from common.data import Batches
-    from common.local import LocalParameters
-    from common.steps import build_rounds
+    from common.scheme import Compression, GlobalParameters, LocalParameters, build_rounds
 
     sys.path.append(str(ROOT / "DOWNPOUR"))
     from downpour import downpour

@@ -11,10 +11,8 @@ import types
 import numpy as np
 
 from common import DistributedSession, TaskSpec, models, tf
-from common.center import GlobalParameters
 from common.data import Batches, data
-from common.local import LocalParameters
-from common.steps import build_rounds
+from common.scheme import GlobalParameters, LocalParameters, build_rounds
 
 UPDATES = 20_000  # of all workers together
 

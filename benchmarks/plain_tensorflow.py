@@ -13,7 +13,7 @@ from common import models, tf
 from common.core import UserError
 from common.data import data
 from common.main import main
-from common.steps import Rounds
+from common.scheme import Rounds
 
 SIZES = (64, 128, 128, 10)  # --model=mlp on --data=digits
 

@@ -111,9 +111,7 @@ def measure_as_worker(size, ps_hosts, worker_hosts):
     from agn import agn
 
     from common import tf
-    from common.center import GlobalParameters
-    from common.local import LocalParameters
-    from common.steps import build_rounds
+    from common.scheme import GlobalParameters, LocalParameters, build_rounds
 
     task = TaskSpecDef("worker", 0, None, ps_hosts, worker_hosts)
     server, digits = task.create_server(), data.load("digits")

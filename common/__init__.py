@@ -190,7 +190,7 @@ _MODULES = {
     "EarlyStoppingHook": "cluster.hooks",
     "SemiSyncRunHook": "cluster.hooks",
     "Embedding": "embedding",
-    "rows_of": "tables",
+    "rows_of": "scheme.tables",
 }
 
 

@@ -143,7 +143,7 @@ def of_scheme(settings, script, name, window=None):
     Raises:
       UserError: if the simulator does not know it, or it takes no such flags.
     """
-    from common.compression import compression_of
+    from common.scheme import compression_of
     from common.simulation import facts_of_size
 
     folder = folder_of(script)

@@ -2,8 +2,9 @@
 
 import keras
 
-from common import tables, tf
+from common import tf
 from common.core import UserError
+from common.scheme import tables
 
 # Of each type of floating point the number up to which it has all whole numbers.
 EXACT = {"bfloat16": 2**8, "float16": 2**11, "float32": 2**24, "float64": 2**53}
@@ -13,7 +14,7 @@ class Embedding(keras.layers.Embedding):
     """A `keras.layers.Embedding`: in `fit`, `predict` and files it is no other. In a cluster no worker has the whole table.
 
     Before a window a worker pulls the rows that its batches need, each once; it pushes the gradients of these rows. See
-    `common.tables`.
+    `common.scheme.tables`.
 
     Args:
       input_dim: rows of the table; ids are 0 to input_dim − 1. With None it has no end: ids are 0 to 2⁵³ − 1, and a row

@@ -124,8 +124,9 @@ class Run:
         Raises:
           UserError: if they were not saved.
         """
-        from common import models, tables
+        from common import models
         from common.core import checkpoints_in
+        from common.scheme import tables
 
         flags = {**self._flags, "num_workers": self.result["num_workers"], "run_dir": self.path}
         dataset, loss = _loaded(self._data, flags), self._flags.get("loss")

@@ -27,7 +27,7 @@ def main(scheme=None, train=None, pace="own", without=(), check=None, evaluate=N
     """Runs a scheme's script and exits: 0 trained, 1 failed, 2 bad flags or input, 130 stopped by Ctrl-C.
 
     Args:
-      scheme: generator function, see `common.steps`.
+      scheme: generator function, see `common.scheme.steps`.
       train: instead, for a script with a main loop of its own: a function `train(task, settings)` as in `common.training`. The
         loop says `words.doing(...)` at each call, or the launcher takes it for hanging.
       pace: "own" if each worker goes at its own; "together" if workers wait for each other at the ps, as with `center.together`
@@ -35,7 +35,7 @@ def main(scheme=None, train=None, pace="own", without=(), check=None, evaluate=N
       check: function of the flags, a namespace, that raises a `UserError` if they do not go together.
       evaluate: function `evaluate(task, settings)` that the last worker of a cluster runs instead of training.
       optimizer_on: "ps" or "worker", the place of the optimizer of the scheme's paper: its learning rates follow a schedule,
-        and weight decay shrinks the parameters there, see `common.schedules.hyperparameters`.
+        and weight decay shrinks the parameters there, see `common.scheme.hyperparameters`.
       without: names of flags that mean nothing to this script; those of a cluster for one that always trains alone.
       **defaults: the scheme's own defaults, by the name of the flag.
     """

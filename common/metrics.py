@@ -14,7 +14,7 @@ import numpy as np
 
 from common import tf
 from common.core import TrainingFailed, loss_of_failed, open_own
-from common.steps import PARTS, Rounds
+from common.scheme import PARTS, Rounds
 
 
 class MetricsLog:
@@ -138,14 +138,14 @@ class MetricsHook(tf.train.SessionRunHook):
     It writes more often at first, and less often in a long run, see `seconds_between`. Training ends when the loss is not
     finite.
 
-    It counts the calls that fetch a `common.steps.Rounds`; others (an evaluation, say) pass it by. Staleness of an
+    It counts the calls that fetch a `common.scheme.Rounds`; others (an evaluation, say) pass it by. Staleness of an
     update: how many updates of others came between this worker's pull and its push.
 
     Args:
       log: a `MetricsLog`.
       samples_per_update: how many this worker draws for each, a `Fraction` if a round has several.
       drawn: function that is told after each call how many samples it was made of, or None.
-      batch_size: for rounds whose number of local steps changes, see `common.dynamic`.
+      batch_size: for rounds whose number of local steps changes, see `common.scheme.dynamic`.
 
     Raises:
       TrainingFailed: after a call whose loss was not finite.

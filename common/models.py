@@ -12,9 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from common import tables, tf
+from common import tf
 from common.core import TRANSFORMER, UserError, check_backend, limits
 from common.data import OF_STRINGS, arrays_in, call_user_function, chunks, mapped, one_line
+from common.scheme import tables
 
 
 def build(spec, data, seed=0, loss=None, tables_on_ps=False, tables_seed=0, **sizes):
@@ -27,7 +28,7 @@ def build(spec, data, seed=0, loss=None, tables_on_ps=False, tables_seed=0, **si
       data: a `common.data.Data`.
       seed: of the initial values, where the model has no seeds of its own.
       loss: `--loss`, a name of Keras's, for a model that has no loss of its own.
-      tables_on_ps: whether layers `common.Embedding` have their tables there, see `common.tables`, or in the model.
+      tables_on_ps: whether layers `common.Embedding` have their tables there, see `common.scheme.tables`, or in the model.
       tables_seed: of the first rows of these tables, the same in all tasks.
       **sizes: of a transformer, see `common.core.sizes`; other models have no use for them.
 
@@ -507,7 +508,7 @@ class Model:
       places: for how many places of a sample it gives an output each, as of a sequence: a parameter is used at all of them.
 
     Attributes:
-      tables: the `common.tables.Spec`s of those that are on the ps, of which `size` counts nothing.
+      tables: the `common.scheme.Spec`s of those that are on the ps, of which `size` counts nothing.
     """
 
     def __init__(self, keras_model, measures, own_optimizer=None, places=1):
@@ -576,7 +577,7 @@ class Model:
 
         Args:
           parameters, state, x, y, weights: as of `loss`.
-          rows: of each table on the ps the `common.tables.LocalRows`. Of each one the last result has gradients `[n, width]`
+          rows: of each table on the ps the `common.scheme.LocalRows`. Of each one the last result has gradients `[n, width]`
             and at which of its rows, `[n]`; a row may come more than once.
 
         Raises:
@@ -732,7 +733,7 @@ class Model:
         """The tables come into the model, whose layers are then like any other.
 
         Args:
-          rows_of_tables: of each table that is on the ps, what `common.tables.whole` returns.
+          rows_of_tables: of each table that is on the ps, what `common.scheme.whole` returns.
         """
         for layer, rows in zip(self._on_ps, rows_of_tables, strict=True):
             layer.fill(rows)

@@ -28,21 +28,21 @@ class Replay:
     """Workers whose steps run one at a time, in any order: a `common.simulation.Engine` with a call per step.
 
     Args:
-      scheme: generator function, see `common.steps`.
+      scheme: generator function, see `common.scheme.steps`.
       hp: the hyperparameters that it asks for, as a namespace.
       model: a `common.models.Model`.
       make_batches: function of a worker's index that returns its batches, a `common.data.Batches`.
       num_workers: how many.
       num_ps: pieces of the global parameters.
-      schedule: a `common.schedules.Schedule` of the learning rate; None for none.
-      compression: a `common.compression.Compression` of messages; None for none.
+      schedule: a `common.scheme.Schedule` of the learning rate; None for none.
+      compression: a `common.scheme.Compression` of messages; None for none.
 
     Attributes:
       updates: list of `Update`, in their order; of a synchronous scheme, of the gradients that each is made of.
       dropped: list of (worker, global step) of the gradients that came too late, and were thrown away.
       losses: list of (worker, mean loss of its window), in their order.
       time: when the last step of `run` ended, 0 at first, in the unit of its durations.
-      steps, actions: the `common.steps.Step`s of a round, and the `common.virtual_time.Action`s.
+      steps, actions: the `common.scheme.Step`s of a round, and the `common.virtual_time.Action`s.
       graph, session: what it runs in, to look at other variables.
     """
 

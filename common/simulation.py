@@ -10,14 +10,22 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common import tf
-from common.center import GlobalParameters, fragments_of
 from common.core import ROOM, UserError
 from common.data import arrays_in, fed, mapped, order_of
-from common.local import LocalParameters
-from common.schedules import Rate, hyperparameters
-from common.steps import Step, build_steps, is_on_ps, steps_apart
-from common.tables import found_by
-from common.together import Pace, Together
+from common.scheme import (
+    GlobalParameters,
+    LocalParameters,
+    Pace,
+    Rate,
+    Step,
+    Together,
+    build_steps,
+    found_by,
+    fragments_of,
+    hyperparameters,
+    is_on_ps,
+    steps_apart,
+)
 from common.virtual_time import RESTART, Action, Waiting
 
 MOST_SAMPLES = 1_000_000  # whose numbers are fed to one call
@@ -28,23 +36,23 @@ class Engine:
     """The steps of a scheme's workers, run in any order.
 
     Args:
-      scheme: generator function, see `common.steps`.
+      scheme: generator function, see `common.scheme.steps`.
       hp: the hyperparameters that it asks for, as a namespace.
       model: a `common.models.Model`.
       shards: the `Shards` of the workers.
       num_ps: pieces of the global parameters.
-      schedule: a `common.schedules.Schedule` of the learning rate; None for none.
+      schedule: a `common.scheme.Schedule` of the learning rate; None for none.
       last_of: function of `samples_per_update` that returns the global step at which the schedule ends; None if the schedule
         knows.
-      clip_norm: see `common.local.LocalParameters`.
-      compression: see `common.center.GlobalParameters`.
+      clip_norm: see `common.scheme.LocalParameters`.
+      compression: see `common.scheme.GlobalParameters`.
       messages: of each step the bytes (up, down), see `messages_of`; None for none.
       optimize: whether TensorFlow optimizes the graph first: a second, which is won back in a thousand steps.
 
     Attributes:
       actions: the `common.virtual_time.Action`s of a round.
       waiting: the `common.virtual_time.Waiting` of the scheme.
-      steps: the `common.steps.Step`s of a round.
+      steps: the `common.scheme.Step`s of a round.
       samples_per_update: of all workers, a `Fraction`.
       graph, session: what it runs in.
 
@@ -277,7 +285,7 @@ class Outcomes(NamedTuple):
     """What came of steps: arrays `[events]`; -1, or NaN, where a step has none.
 
     Attributes:
-      pulled, updated, step_before, losses: see `common.steps.Step`.
+      pulled, updated, step_before, losses: see `common.scheme.Step`.
     """
 
     pulled: Any

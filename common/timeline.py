@@ -54,7 +54,7 @@ def spans(scheme, hp, seconds=(1.0, 1.2, 1.7), message=0.6, until=20.0):
     """Returns the `Span`s of a scheme's workers, which all begin at 0.
 
     Args:
-      scheme: generator function, see `common.steps`.
+      scheme: generator function, see `common.scheme.steps`.
       hp: the hyperparameters that it asks for, as a namespace.
       seconds: how long a local step takes, of each worker.
       message: how long a pull, or a push, takes; a `send` or a `receive`, too, while the worker goes on.

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common import models, tables, tf
+from common import models, tf
 from common.callbacks import Callback, Patience
-from common.center import GlobalParameters, fragments_of
 from common.cluster import (
     EarlyStoppingHook,
     Gate,
@@ -28,7 +27,6 @@ from common.cluster import (
     ending,
     monitored_session,
 )
-from common.compression import BIASED, compression_of
 from common.core import (
     BUILDING,
     FITTING,
@@ -64,18 +62,34 @@ from common.data import (
     fed,
     streams,
 )
-from common.local import LocalParameters
 from common.metrics import EvaluationHook, MetricsHook, MetricsLog, measured, shares_of_parts
-from common.schedules import check_rates, hyperparameters, schedule_of
-from common.steps import PARTS, Rounds, build_rounds, build_steps, repeat_rounds, timed_rounds
-from common.together import Pace, Ring, Together
+from common.scheme import (
+    BIASED,
+    PARTS,
+    GlobalParameters,
+    LocalParameters,
+    Pace,
+    Ring,
+    Rounds,
+    Together,
+    build_rounds,
+    build_steps,
+    check_rates,
+    compression_of,
+    fragments_of,
+    hyperparameters,
+    repeat_rounds,
+    schedule_of,
+    tables,
+    timed_rounds,
+)
 
 
 def train(scheme, task, settings):
     """Trains as this worker, or in this one process when `task` is None, and returns the exit status.
 
     Args:
-      scheme: generator function, see `common.steps`.
+      scheme: generator function, see `common.scheme.steps`.
       task: a `common.cluster.TaskSpecDef` of a worker, or None.
       settings: all flags as a namespace; also the scheme's hyperparameters.
 
@@ -368,7 +382,7 @@ class Plan(NamedTuple):
     final: Any  # the chief's: tensors to fetch at the very end
     scaffold: Any  # a `tf.train.Scaffold`
     gate: Any = None  # a `common.cluster.Gate`, where the other workers wait for the chief
-    waits: Any = None  # a `common.together.Pace`, `Together` or `Ring`, where workers wait for each other
+    waits: Any = None  # a `common.scheme.Pace`, `Together` or `Ring`, where workers wait for each other
     gradients_per_update: int = 1  # of how many workers
     keeper: Any = None  # a `common.core.Keeper`, if there is one
     position: Any = None  # a `common.data.Position`, if the position is kept
@@ -749,7 +763,7 @@ def batches_of(dataset, settings, index, num_workers, position):
 def evaluation_of(model, at, dataset, feeds, find=None):
     """Returns loss and metrics `at` (parameters, state) on the test set, {name: tensor}; `feeds` gets what to feed it.
 
-    `find` looks up rows of tables, see `common.tables.found_by`.
+    `find` looks up rows of tables, see `common.scheme.found_by`.
     """
     with tables.found_by(find):
         if isinstance(dataset, Stream):

@@ -130,7 +130,7 @@ class Schedule(NamedTuple):
       workers: which worker.
       times: in virtual seconds, of its end; they never go back.
       seconds: how long it took, of a `train`; 0 for other steps.
-      pulled, updated: of an update, the global step that its worker knew before (see `common.steps.Step.step_before`) and the
+      pulled, updated: of an update, the global step that its worker knew before (see `common.scheme.Step.step_before`) and the
         one that it makes; equal if the gradient was dropped; -1 of other steps. A read has the global step in `updated`.
     """
 

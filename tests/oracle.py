@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common import notebook, tf
-from common.steps import is_on_ps
+from common.scheme.steps import is_on_ps
 
 RATE = 0.05  # step size of SGD, on worker and ps
 WORKERS = 2  # the batches are of two
@@ -266,7 +266,7 @@ def asynchronous_diloco(p, i):
 
 
 def sparse_again(vector, chunk_size, top, value_bits):
-    """What a vector is when `common.compression.pack_sparse` has packed it, and it is unpacked."""
+    """What a vector is when `common.scheme.pack_sparse` has packed it, and it is unpacked."""
     count = math.ceil(len(vector) / chunk_size)
     size = math.ceil(len(vector) / count)
     chunks = np.append(vector, np.zeros(count * size - len(vector))).reshape(count, size)

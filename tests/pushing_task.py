@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from common import TaskSpec, tf
-from common.center import GlobalParameters
 from common.cluster import ending
 from common.cluster.session import monitored_session
-from common.local import LocalParameters
-from common.steps import Step, build_rounds
+from common.scheme.center import GlobalParameters
+from common.scheme.local import LocalParameters
+from common.scheme.steps import Step, build_rounds
 
 SIZE, CALLS, ROUNDS = 5, 40, 5
 

@@ -14,11 +14,11 @@ import pytest
 from runs import SECONDS
 
 from common import tf
-from common.center import GlobalParameters
 from common.cluster import session
 from common.core import checkpoints, clock
 from common.core.checkpoints import Keeper, checkpoints_in
 from common.core.flags import TrainingFailed
+from common.scheme.center import GlobalParameters
 
 SIZE = 7
 

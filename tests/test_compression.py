@@ -14,16 +14,16 @@ from oracle import RATE, Problem, sparse_again
 from skips import skip_for
 
 from common import isolation, notebook, tf
-from common.center import GlobalParameters
 from common.cluster.cluster import TaskSpecDef
-from common.compression import BIASED, Compression, _uniform, pack, pack_sparse
 from common.core.flags import COMPRESSIONS
 from common.core.plots import read_metrics
-from common.local import LocalParameters
 from common.replay import Replay
-from common.schedules import hyperparameters
+from common.scheme.center import GlobalParameters
+from common.scheme.compression import BIASED, Compression, _uniform, pack, pack_sparse
+from common.scheme.local import LocalParameters
+from common.scheme.schedules import hyperparameters
+from common.scheme.steps import build_rounds, repeat_rounds
 from common.simulation import messages_of, shards_of
-from common.steps import build_rounds, repeat_rounds
 
 KINDS = COMPRESSIONS[1:]
 NOT_FINITE = np.nan, np.inf, -np.inf
@@ -623,7 +623,7 @@ def test_what_x_keeps_has_to_come_from_it(replay, user_error):
 
 def test_a_push_of_nobody_is_refused(graph, model, user_error):
     center = GlobalParameters(model.initial_parameters, compression=Compression("int8"))
-    with user_error("--compress=int8 needs to know the worker that sends: build the steps with `common.steps.build_steps`"):
+    with user_error("--compress=int8 needs to know the worker that sends: build the steps with `common.scheme.build_steps`"):
         center.push(tf.train.GradientDescentOptimizer(0.1), tf.zeros([4]))
 
 

@@ -16,15 +16,15 @@ import pytest
 from runs import ROOT, SECONDS, finish, metrics_of, processes, read_until, result_of, start
 
 from common import models, tf
-from common.center import GlobalParameters
 from common.cluster import cluster
 from common.cluster.hooks import EarlyStoppingHook
 from common.core import words
 from common.core.checkpoints import Keeper
 from common.data import data
 from common.data.batches import Batches
-from common.local import LocalParameters
-from common.steps import build_rounds
+from common.scheme.center import GlobalParameters
+from common.scheme.local import LocalParameters
+from common.scheme.steps import build_rounds
 
 SCRIPT = ROOT / "Continuous-Evaluation" / "continuous_evaluation.py"
 

@@ -9,13 +9,13 @@ import pytest
 from runs import ROOT, metrics_of, result_of, run
 
 from common import models, tf, training
-from common.center import GlobalParameters
 from common.core.flags import Settings
 from common.data import data
 from common.data.batches import Batches
-from common.local import LocalParameters
 from common.metrics import MetricsHook
-from common.schedules import Schedule
+from common.scheme.center import GlobalParameters
+from common.scheme.local import LocalParameters
+from common.scheme.schedules import Schedule
 from common.simulation import Engine, shards_of
 
 BATCH, EPOCHS = 4, 10

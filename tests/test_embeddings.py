@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from runs import SECONDS
 
-from common import models, tables
+from common import models
 from common.data import data
 from common.data.batches import Batches
 from common.replay import Replay
+from common.scheme import tables
 
 FOLDER = Path(__file__).parent.parent / "Embeddings"
 sys.path.append(str(FOLDER))

@@ -10,11 +10,11 @@ import pytest
 from test_steps import Ones, sgd
 
 from common import models, tf
-from common.center import GlobalParameters
-from common.compression import Compression
 from common.data import data
+from common.scheme.center import GlobalParameters
+from common.scheme.compression import Compression
+from common.scheme.steps import build_rounds, build_steps
 from common.simulation import messages_of, shards_of
-from common.steps import build_rounds, build_steps
 from common.virtual_time import Action, Costs, VirtualTime, Waiting
 
 SIZE, PS = 12, 2

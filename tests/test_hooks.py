@@ -14,7 +14,7 @@ from common import metrics, tf
 from common.cluster.hooks import Gate, SemiSyncRunHook, StartHook
 from common.core.flags import TrainingFailed
 from common.metrics import EvaluationHook, MetricsHook, MetricsLog, seconds_between
-from common.steps import Rounds
+from common.scheme.steps import Rounds
 
 
 @pytest.fixture

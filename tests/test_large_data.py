@@ -11,12 +11,12 @@ import pytest
 from runs import ENDLESS, finish, is_training, processes, read_until, start
 
 from common import fit, models, tf
-from common.center import GlobalParameters
 from common.core import words
 from common.data import data
 from common.data.batches import Batches, Position, fed
 from common.data.rows import Rows
-from common.local import LocalParameters
+from common.scheme.center import GlobalParameters
+from common.scheme.local import LocalParameters
 from common.training import fed_test_set
 
 # --- Mapped files -------------------------------------------------------------------------------------------------------

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from common import models, tf, training
-from common.center import GlobalParameters
 from common.core import flags as flag_defaults
 from common.data import data
 from common.data.batches import Batches
-from common.local import LocalParameters
-from common.steps import build_rounds
+from common.scheme.center import GlobalParameters
+from common.scheme.local import LocalParameters
+from common.scheme.steps import build_rounds
 
 
 def layers_of_all_kinds():

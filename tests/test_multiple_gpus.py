@@ -13,10 +13,10 @@ import pytest
 from runs import ROOT, SECONDS, accuracy_of_saved_model, finish, is_training, processes, read_until, result_of
 
 from common import models, tf
-from common.center import GlobalParameters
 from common.core import devices
 from common.data import data
-from common.steps import build_rounds, build_steps
+from common.scheme.center import GlobalParameters
+from common.scheme.steps import build_rounds, build_steps
 
 pytestmark = pytest.mark.slow
 
@@ -181,8 +181,8 @@ from common.data import data
 from common import models, tf
 from common.core import devices
 from common.data.batches import Batches
-from common.center import GlobalParameters
-from common.steps import build_rounds
+from common.scheme.center import GlobalParameters
+from common.scheme.steps import build_rounds
 
 names, _ = devices.logical_devices(2)
 dataset = data.load("digits")

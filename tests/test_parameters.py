@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from common import launch, models, tf
-from common.center import GlobalParameters
 from common.cluster.cluster import TaskSpecDef
 from common.core.finite import loss_of_failed, must_be_finite
-from common.local import LocalParameters
-from common.steps import Step, build_rounds, build_steps
+from common.scheme.center import GlobalParameters
+from common.scheme.local import LocalParameters
+from common.scheme.steps import Step, build_rounds, build_steps
 
 RATE = 0.05
 
@@ -582,7 +582,7 @@ import sys
 import numpy as np
 from common import tf
 from common.cluster.cluster import TaskSpecDef
-from common.center import GlobalParameters
+from common.scheme.center import GlobalParameters
 
 task = TaskSpecDef("worker", 0, ps_hosts=sys.argv[1], worker_hosts=sys.argv[2])
 server = task.create_server()

@@ -11,11 +11,11 @@ import pytest
 from runs import ROOT, result_of, run
 
 from common import metrics, tf, training
-from common.center import GlobalParameters
 from common.core import progress
-from common.local import LocalParameters
 from common.metrics import MetricsHook, MetricsLog, shares_of_parts
-from common.steps import PARTS, Rounds, Step, build_rounds, timed_rounds
+from common.scheme.center import GlobalParameters
+from common.scheme.local import LocalParameters
+from common.scheme.steps import PARTS, Rounds, Step, build_rounds, timed_rounds
 
 SLEEP = 0.05
 
@@ -149,7 +149,7 @@ def parts_at(monkeypatch, graph, initialized, model, known_batches, batches, ser
             stamps.append(tf.placeholder(tf.float64, []))
             return stamps[-1]
 
-        monkeypatch.setattr("common.steps._Timer._stamp", stamp)
+        monkeypatch.setattr("common.scheme.steps._Timer._stamp", stamp)
         with tf.device(task.device):
             local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)), **others)
             timed = timed_rounds(scheme, center, local, None, 1)

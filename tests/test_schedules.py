@@ -1,4 +1,4 @@
-"""common/schedules.py: the factor of the learning rate, where a rate becomes a tensor, and what is refused."""
+"""common/scheme/schedules.py: the factor of the learning rate, where a rate becomes a tensor, and what is refused."""
 
 import math
 import types
@@ -8,11 +8,11 @@ import pytest
 from oracle import SCHEMES, close, inverse, messages, written_again
 
 from common import tf
-from common.center import GlobalParameters
-from common.local import LocalParameters
 from common.replay import Replay
-from common.schedules import Rate, Schedule, check_rates, factor_is, hyperparameters
-from common.steps import build_rounds
+from common.scheme.center import GlobalParameters
+from common.scheme.local import LocalParameters
+from common.scheme.schedules import Rate, Schedule, check_rates, factor_is, hyperparameters
+from common.scheme.steps import build_rounds
 
 
 @pytest.fixture

@@ -31,11 +31,11 @@ from oracle import (
 from order import races
 
 from common import tf
-from common.center import GlobalParameters, fragments_of
 from common.cluster import ending
-from common.local import LocalParameters
-from common.schedules import hyperparameters
-from common.steps import build_rounds, build_steps, repeat_rounds, timed_rounds
+from common.scheme.center import GlobalParameters, fragments_of
+from common.scheme.local import LocalParameters
+from common.scheme.schedules import hyperparameters
+from common.scheme.steps import build_rounds, build_steps, repeat_rounds, timed_rounds
 
 # Whose calls loop and are timed, too: one of each way to pull, to push and to wait.
 LONG_RUNS = (

@@ -21,12 +21,12 @@ from runs import ROOT
 from test_schemes import LIKE_A_NEIGHBOUR
 
 from common import models, tf
-from common.compression import Compression
 from common.core.flags import TrainingFailed
 from common.data import data
 from common.data.batches import Batches
 from common.replay import Replay
-from common.schedules import Schedule
+from common.scheme.compression import Compression
+from common.scheme.schedules import Schedule
 from common.simulation import MOST_PARAMETERS, Engine, Shards, facts_of, facts_of_size, messages_of, shards_of
 from common.virtual_time import RESTART, Costs, Span, VirtualTime
 

@@ -1,4 +1,4 @@
-"""common/steps.py: a scheme that is slightly wrong works, or one line says what is wrong; it never trains silently wrong."""
+"""scheme/steps.py: a scheme that is slightly wrong works, or one line says what is wrong; it never trains silently wrong."""
 
 import math
 import types
@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from common import tf
-from common.center import GlobalParameters
 from common.cluster.cluster import TaskSpecDef
-from common.local import LocalParameters
-from common.steps import Step, _Chain, build_rounds, build_steps, repeat_rounds
+from common.scheme.center import GlobalParameters
+from common.scheme.local import LocalParameters
+from common.scheme.steps import Step, _Chain, build_rounds, build_steps, repeat_rounds
 
 SIZE = 4
 

@@ -14,12 +14,12 @@ import tensorflow
 from runs import HOGWILD, ROOT, finish, is_training, processes, read_until, result_of, run, start
 
 from common import fit, models, tf, train, training
-from common.center import GlobalParameters
 from common.core import plots
 from common.core.flags import Settings, TrainingFailed
 from common.data import records, streams
 from common.data.records import Part
-from common.local import LocalParameters
+from common.scheme.center import GlobalParameters
+from common.scheme.local import LocalParameters
 
 FLAGS = {name: None for name in ("test_data", "label", "parse", "steps", "seconds", "run_dir")}
 PARSE = """

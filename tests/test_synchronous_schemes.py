@@ -11,12 +11,12 @@ import pytest
 from oracle import RATE, TOGETHER, Problem
 
 from common import models, tf
-from common.center import GlobalParameters
 from common.data import data
-from common.local import LocalParameters
 from common.replay import Replay
-from common.schedules import hyperparameters
-from common.steps import build_rounds, build_steps, repeat_rounds
+from common.scheme.center import GlobalParameters
+from common.scheme.local import LocalParameters
+from common.scheme.schedules import hyperparameters
+from common.scheme.steps import build_rounds, build_steps, repeat_rounds
 
 
 @pytest.mark.slow

@@ -13,17 +13,18 @@ import numpy as np
 import pytest
 from runs import ROOT, SECONDS, processes, read_until, result_of, run, start, wait_until_gone
 
-from common import Embedding, models, tables, tf, train
-from common.center import GlobalParameters
+from common import Embedding, models, tf, train
 from common.core.checkpoints import write_checkpoint
 from common.core.flags import UserError
 from common.data import data
 from common.data.batches import Batches
-from common.local import LocalParameters
 from common.replay import Replay
-from common.steps import build_steps
-from common.tables import find_on_ps
-from common.vocabulary import Vocabulary
+from common.scheme import tables
+from common.scheme.center import GlobalParameters
+from common.scheme.local import LocalParameters
+from common.scheme.steps import build_steps
+from common.scheme.tables import find_on_ps
+from common.scheme.vocabulary import Vocabulary
 
 ROWS, WIDTH, N = 23, 4, 60
 MODEL = """

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from common import models, tf, training
-from common.center import GlobalParameters
 from common.cluster import session
 from common.cluster.cluster import TaskSpecDef
 from common.core.flags import Settings
 from common.data import data
 from common.data.batches import Batches
-from common.local import LocalParameters
+from common.scheme.center import GlobalParameters
+from common.scheme.local import LocalParameters
 
 ALL_REDUCE = "Synchronous-SGD", "all_reduce"
 

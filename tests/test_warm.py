@@ -29,7 +29,7 @@ def test_what_forks_would_have_otherwise_changes_the_signature(monkeypatch):
     assert warm.signature(environ) != before
 
 
-@pytest.mark.parametrize("changed", ["common/steps.py", "requirements.txt", "pyproject.toml"])
+@pytest.mark.parametrize("changed", ["common/scheme/steps.py", "requirements.txt", "pyproject.toml"])
 def test_changed_code_changes_the_signature(tmp_path, monkeypatch, changed):
     shutil.copytree(CHECKOUT / "common", tmp_path / "common")
     for name in "requirements.txt", "pyproject.toml":

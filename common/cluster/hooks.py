@@ -132,7 +132,7 @@ class MeetingHook(tf.train.SessionRunHook):
     """Takes part in what workers wait for each other for.
 
     Args:
-      meeting: a `common.together.Pace`, `Together` or `Ring`.
+      meeting: a `common.scheme.Pace`, `Together` or `Ring`.
       who_left: where workers come and go, function that returns which of them have left for good.
       come: function of a session, called before this worker enters in it.
     """

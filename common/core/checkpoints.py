@@ -305,7 +305,7 @@ class Keeper(tf.train.SessionRunHook):
     many there were, and of how many samples, which are not among `samples`.
 
     Args:
-      center: the `common.center.GlobalParameters`.
+      center: the `common.scheme.GlobalParameters`.
       folder: of the checkpoints.
       every_secs: seconds that may be lost.
       index: of this worker; 0 is the chief, or a process on its own.

@@ -16,11 +16,11 @@ FLOAT32, LEAST_FLOAT32 = (2 - 2**-23) * 2.0**127, 2.0**-149  # the graph's numbe
 ABSL_READS = {"flagfile", "undefok"}  # flags that absl reads before all others, whether they are defined or not
 SECONDS = threading.TIMEOUT_MAX  # the longest wait that 64 bits of nanoseconds can count, 292 years
 ROOM = 1_000_000  # rows of a table without an end
-TABLE_OPTIMIZERS = ("scheme", "sgd", "adagrad", "rowwise_adagrad")  # see common.schedules.hyperparameters
+TABLE_OPTIMIZERS = ("scheme", "sgd", "adagrad", "rowwise_adagrad")  # see common.scheme.hyperparameters
 LOCAL_OPTIMIZERS = ("sgd", "momentum", "adagrad", "adam")  # see LocalParameters.optimizer
 
 SCHEDULES = ("cosine", "linear")
-COMPRESSIONS = ("none", "bf16", "int8", "int4", "sign", "topk")  # see common.compression.pack
+COMPRESSIONS = ("none", "bf16", "int8", "int4", "sign", "topk")  # see common.scheme.pack
 PULL_COMPRESSIONS = ("none", "bf16", "int8")
 TRANSFORMER = {"layers": 1, "width": 64, "heads": 4}  # of --model=transformer, unless flags say otherwise
 
@@ -222,7 +222,7 @@ def define_isolation(flag_values=flags.FLAGS):
 
 
 def define_overlap(flag_values=flags.FLAGS):
-    """Defines the flag --overlap of schemes that can pull ahead, see `common.local.LocalParameters.pull_ahead`."""
+    """Defines the flag --overlap of schemes that can pull ahead, see `common.scheme.LocalParameters.pull_ahead`."""
     text = "pull the parameters of the next round during this one: less waiting on slow links, but one round staler"
     flags.DEFINE_bool("overlap", False, text, flag_values)
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from common import tf
 from common.core.flags import UserError
 
-TABLES = "tables/"  # how the names of tables begin, and of what lies beside them, see `common.tables`
+TABLES = "tables/"  # how the names of tables begin, and of what lies beside them, see `common.scheme.tables`
 PART_BYTES = 2**22  # of a table, as it is read and written: with larger ones saving takes more time and memory from training
 
 

@@ -7,9 +7,9 @@ from typing import Any
 from common import tf
 from common.core import UserError
 from common.data import local_variable
-from common.messages import AtUpdate, arrived, gradient_of, tensors_of
-from common.schedules import factor_is
-from common.steps import Step, before_read, check_pieces
+from common.scheme.messages import AtUpdate, arrived, gradient_of, tensors_of
+from common.scheme.schedules import factor_is
+from common.scheme.steps import Step, before_read, check_pieces
 
 
 class Exact:
@@ -18,8 +18,8 @@ class Exact:
     The ps tasks remember the worker's last pull, in variables of its session.
 
     Args:
-      center: the `common.center.GlobalParameters`.
-      local: this worker's `common.local.LocalParameters`.
+      center: the `common.scheme.GlobalParameters`.
+      local: this worker's `common.scheme.LocalParameters`.
       remember: "step", the number of updates in it, or "value", x̃ itself.
       threshold: with "step", a push of this staleness or more is thrown away, on all ps; it is no update. Infinity is allowed.
         None throws nothing away.
@@ -88,8 +88,8 @@ class Exact:
 
         Args:
           optimizer: a `tf.train.Optimizer` that works element by element.
-          message: what is sent, see `common.messages.parts_of`; the gradient `[size]`, most simply.
-          at_ps: function of a part of the message that has arrived and a `common.messages.AtUpdate`, which works where x̃ is and
+          message: what is sent, see `common.scheme.parts_of`; the gradient `[size]`, most simply.
+          at_ps: function of a part of the message that has arrived and a `common.scheme.AtUpdate`, which works where x̃ is and
             at the moment of the update; returns the gradient that the optimizer gets, float32.
         """
         center, dynamic = self._center, getattr(self._local, "dynamic", None)
@@ -157,7 +157,7 @@ class Exact:
           read: operations that need the global step as it was.
 
         Returns:
-          Operations, `updated` and `step_before` of the `common.steps.Step`, and whether the gradients are applied.
+          Operations, `updated` and `step_before` of the `common.scheme.Step`, and whether the gradients are applied.
         """
         center = self._center
         # Slots cannot be made under a condition. This is never run, nor is the optimizer's.

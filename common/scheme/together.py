@@ -10,17 +10,17 @@ from typing import Any
 from common import tf
 from common.core import AWAY, FINISHED, UserError
 from common.data import assign_part, local_variable
-from common.messages import AtUpdate, arrived, gradient_of, parts_of, tensors_of
-from common.schedules import factor_is
-from common.steps import Step, before_all, before_early_read, before_read, spent
+from common.scheme.messages import AtUpdate, arrived, gradient_of, parts_of, tensors_of
+from common.scheme.schedules import factor_is
+from common.scheme.steps import Step, before_all, before_early_read, before_read, spent
 
 
 class Pace:
     """Stale synchronous parallel (Ho et al. 2013): a worker is at most so many ticks ahead of the slowest.
 
     Args:
-      center: the `common.center.GlobalParameters`.
-      local: this worker's `common.local.LocalParameters`.
+      center: the `common.scheme.GlobalParameters`.
+      local: this worker's `common.scheme.LocalParameters`.
       staleness: number of ticks; infinity is allowed.
 
     Attributes:
@@ -80,8 +80,8 @@ class Together:
     The N-th makes the update.
 
     Args:
-      center: the `common.center.GlobalParameters`.
-      local: this worker's `common.local.LocalParameters`.
+      center: the `common.scheme.GlobalParameters`.
+      local: this worker's `common.scheme.LocalParameters`.
       backup_workers: the number of workers for which an update does not wait.
       mean: if not, an update is made of the sum of the gradients.
 
@@ -120,8 +120,8 @@ class Together:
 
         Args:
           optimizer: a `tf.train.Optimizer` that works element by element.
-          message: what is sent to the ps tasks, see `common.messages.parts_of`; a gradient `[size]`, most simply.
-          at_ps: function of a part of the message that has arrived and a `common.messages.AtUpdate`; returns this piece of this
+          message: what is sent to the ps tasks, see `common.scheme.parts_of`; a gradient `[size]`, most simply.
+          at_ps: function of a part of the message that has arrived and a `common.scheme.AtUpdate`; returns this piece of this
             worker's gradient, float32. It runs before the lock is taken, for gradients that come too late, too: slots are for
             `of_all`.
           of_all: function of a piece of the mean (or sum) and an `AtUpdate`; returns what the optimizer gets instead.
@@ -291,8 +291,8 @@ class Ring:
     """The workers average a vector among themselves, without a ps; x̃ gets what all have, from the chief.
 
     Args:
-      center: the `common.center.GlobalParameters`.
-      local: this worker's `common.local.LocalParameters`.
+      center: the `common.scheme.GlobalParameters`.
+      local: this worker's `common.scheme.LocalParameters`.
 
     Attributes:
       gradients_per_update: the number of workers.

@@ -13,7 +13,7 @@ import numpy as np
 from common import tf
 from common.core import ROOM, TABLES, Part, UserError, limits, rows_in
 from common.data import arrays_in, local_variable, make_local, mapped
-from common.steps import before_local, before_read
+from common.scheme.steps import before_local, before_read
 
 ROW_BY_ROW = "GradientDescentOptimizer", "AdagradOptimizer"  # change no row that has no gradient
 ROW_BY_ROW_ON_PS = *ROW_BY_ROW, "RowwiseAdagrad"
@@ -79,7 +79,7 @@ class Spec(NamedTuple):
 
     name: str  # of its variable
     layer: str  # the name of the layer
-    rows: Any  # how many; None for a table without an end, see `common.vocabulary`
+    rows: Any  # how many; None for a table without an end, see `common.scheme.vocabulary`
     width: int  # numbers in a row
     initial: Any  # function of uniform numbers between 0 and 1, float32, that returns the values with which rows begin
     seed: int = 0  # of these numbers
@@ -755,7 +755,7 @@ class Window:
         Args:
           optimizer: of this worker.
           accumulate: whether gradients are added to what there is, instead of to zero.
-          optimizers: the `common.steps.Optimizers` of this worker.
+          optimizers: the `common.scheme.Optimizers` of this worker.
         """
         used = optimizers.use(optimizer)
         return [op for own in self.own for op in [*own.load(used), *([] if accumulate else [own.clear()])]]

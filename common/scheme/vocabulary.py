@@ -4,8 +4,8 @@ import numpy as np
 
 from common import tf
 from common.core import TABLES, Lock, check_shape, pieces_of, rows_in, spec_of, tell
-from common.messages import arrived
-from common.tables import IDS, Table, first_rows, place_of
+from common.scheme.messages import arrived
+from common.scheme.tables import IDS, Table, first_rows, place_of
 
 NEVER = 2**63 - 1  # later than any use
 AT_ONCE = 16  # when there is no room, this part of the rows is dropped, so that not each new row looks for an old one
@@ -18,8 +18,8 @@ class Vocabulary(Table):
     room for further rows, those are dropped that nobody pulled or pushed for longest; used again, they begin anew.
 
     Args:
-      spec: a `common.tables.Spec`.
-      num_ps, device_fn: as of `common.tables.Table`.
+      spec: a `common.scheme.Spec`.
+      num_ps, device_fn: as of `common.scheme.Table`.
       max_rows: for how many rows there is room on all ps together.
     """
 

@@ -1,8 +1,8 @@
 """A scheme's messages, cut into parts for the ps: a vector of any dtype, `tf.IndexedSlices`, a scalar, or a tuple of these."""
 
 from common import tf
-from common.compression import Packed, PackedPieces
 from common.core import UserError
+from common.scheme.compression import Packed, PackedPieces
 
 
 def parts_of(message, sizes, pack=None):
@@ -74,7 +74,7 @@ class AtUpdate:
     """Values on a ps at the moment of the update, for one piece of x̃: a function that runs there gets them.
 
     Args:
-      center: the `common.center.GlobalParameters`.
+      center: the `common.scheme.GlobalParameters`.
       i: number of the piece.
       pulled, staleness, step: see below; the global step before the update.
 

@@ -7,16 +7,16 @@ import contextlib
 from typing import Any
 
 from common import tf
-from common.compression import Packed, PackedPieces, Packing, pack_sparse, read_packed
 from common.core import ROOM, Clocks, Lock, UserError
-from common.dynamic import Dynamic
-from common.exact import Exact
-from common.messages import AtUpdate, arrived, gradient_of, parts_of, tensors_of
-from common.schedules import factor_is
-from common.steps import Optimizers, Step, before_read, before_write, check_pieces, made_with, number_of_packed, worker
-from common.tables import ROW_BY_ROW_ON_PS, SCHEMES, Table, WithRows, find_on_ps
-from common.together import Pace, Ring, Together
-from common.vocabulary import Vocabulary
+from common.scheme.compression import Packed, PackedPieces, Packing, pack_sparse, read_packed
+from common.scheme.dynamic import Dynamic
+from common.scheme.exact import Exact
+from common.scheme.messages import AtUpdate, arrived, gradient_of, parts_of, tensors_of
+from common.scheme.schedules import factor_is
+from common.scheme.steps import Optimizers, Step, before_read, before_write, check_pieces, made_with, number_of_packed, worker
+from common.scheme.tables import ROW_BY_ROW_ON_PS, SCHEMES, Table, WithRows, find_on_ps
+from common.scheme.together import Pace, Ring, Together
+from common.scheme.vocabulary import Vocabulary
 
 
 class GlobalParameters:
@@ -27,22 +27,22 @@ class GlobalParameters:
         graph it would travel with every graph, and break at 2 GB.
       num_ps: pieces to cut the vector into.
       device_fn: puts piece i on ps task i; None puts all on this process.
-      schedule: a `common.schedules.Schedule`, or another function of the global step, of the learning rate; None for none.
-      compression: a `common.compression.Compression` of what workers send and get; None for none.
+      schedule: a `common.scheme.Schedule`, or another function of the global step, of the learning rate; None for none.
+      compression: a `common.scheme.Compression` of what workers send and get; None for none.
       fragments: parts of the vector that are exchanged each on its own, see `fragments_of`; each lies on all ps tasks.
-      tables: the `common.tables.Spec`s of tables beside the vector, of which workers pull and push rows.
-      max_rows: of each table without an end, see `common.vocabulary`.
+      tables: the `common.scheme.Spec`s of tables beside the vector, of which workers pull and push rows.
+      max_rows: of each table without an end, see `common.scheme.vocabulary`.
 
     Attributes:
       size: of the vector.
       pieces, sizes: the variables that it is made of, one on each ps, or as many as there are fragments, and their sizes.
-      tables: the `common.tables.Table`s.
+      tables: the `common.scheme.Table`s.
       targets: `pieces`, and behind them those of all tables: to what an update adds, one after the other.
-      find: looks rows up on the ps, see `common.tables.find_on_ps`; None without tables.
+      find: looks rows up on the ps, see `common.scheme.find_on_ps`; None without tables.
       fragments: as above.
       step: the global step, a variable: the number of updates.
       lock: for actions that must be indivisible over all ps tasks.
-      optimizers: the `common.steps.Optimizers` that change x̃.
+      optimizers: the `common.scheme.Optimizers` that change x̃.
       decay: η λ of weight decay, see `apply`; None for none.
       has_decayed: whether there is an update with it.
       present: where workers come and go, which take part now, a `common.cluster.Present`; None elsewhere.
@@ -84,7 +84,7 @@ class GlobalParameters:
             raise UserError("--compress: rows of tables (common.Embedding) are sent uncompressed: leave it out")
         kinds = [(spec, (Table, ()) if spec.rows else (Vocabulary, (max_rows,))) for spec in tables]
         self.tables = [kind(spec, num_ps, device_fn, *more) for spec, (kind, more) in kinds]
-        self.optimizer_of_rows = None  # else one in place of the scheme's, for all tables; `common.schedules` sets it
+        self.optimizer_of_rows = None  # else one in place of the scheme's, for all tables; `common.scheme.schedules` sets it
         self.targets = self.pieces + [piece for table in self.tables for piece in table.pieces]
         self.find = find_on_ps(self.tables) if tables else None
         with tf.device(device_fn):
@@ -179,16 +179,16 @@ class GlobalParameters:
         return found
 
     def parts(self, message, gives=False, fragment=None):
-        """Cuts a message, see `common.messages.parts_of`; packs it as `--compress` says.
+        """Cuts a message, see `common.scheme.parts_of`; packs it as `--compress` says.
 
         Args:
           message: see there.
-          gives: whether x changes by what is sent, too, see `common.compression.Packing`.
+          gives: whether x changes by what is sent, too, see `common.scheme.Packing`.
           fragment: the number of the one that the message is for; None for all of x̃.
 
         Returns:
           The parts, and a function that returns the operations of the worker which keep what is not sent, see
-          `common.compression.Packing.keep`.
+          `common.scheme.Packing.keep`.
 
         Raises:
           UserError: if nothing in it can be packed.
@@ -205,7 +205,7 @@ class GlobalParameters:
             return parts_of(message, sizes), _keep_nothing
         flag = f"--compress={self.compression.push}"
         if (sender := worker()) is None:
-            raise UserError(f"{flag} needs to know the worker that sends: build the steps with `common.steps.build_steps`")
+            raise UserError(f"{flag} needs to know the worker that sends: build the steps with `common.scheme.build_steps`")
         packing = Packing(self.compression, sizes, sender, number_of_packed, gives)
         with tf.control_dependencies(made_with(sender, "take") if gives else []):
             parts = parts_of(message, sizes, packing)
@@ -220,7 +220,7 @@ class GlobalParameters:
 
         Args:
           vector: float32.
-          chunk_size, top, value_bits: see `common.compression.pack_sparse`.
+          chunk_size, top, value_bits: see `common.scheme.pack_sparse`.
         """
         pieces = tf.split(vector, self.sizes) if len(self.sizes) > 1 else [vector]
         return PackedPieces([pack_sparse(piece, chunk_size, top, value_bits) for piece in pieces])
@@ -233,8 +233,8 @@ class GlobalParameters:
 
         Args:
           optimizer: a `tf.train.Optimizer` that works element by element.
-          message: what is sent, see `common.messages.parts_of`; the gradient `[size]`, most simply.
-          at_ps: function of a part of the message that has arrived and a `common.messages.AtUpdate`; returns this piece of the
+          message: what is sent, see `common.scheme.parts_of`; the gradient `[size]`, most simply.
+          at_ps: function of a part of the message that has arrived and a `common.scheme.AtUpdate`; returns this piece of the
             gradient, float32. No lock keeps others out meanwhile.
         """
         optimizer = self.optimizers.use(optimizer)
@@ -348,17 +348,17 @@ class GlobalParameters:
             return count.op, count + 1
 
     def exact(self, local, remember, threshold=None):
-        """Returns the `common.exact.Exact` of this worker: pull and push as indivisible actions over all ps tasks.
+        """Returns the `common.scheme.Exact` of this worker: pull and push as indivisible actions over all ps tasks.
 
         Args:
-          local: this worker's `common.local.LocalParameters`.
+          local: this worker's `common.scheme.LocalParameters`.
           remember: what the ps tasks remember of a pull until the push, "step" or "value".
           threshold: with "step", a push of this staleness or more is thrown away. None throws nothing away.
         """
         return self._only("exact", Exact, local, remember, *([] if threshold is None else [threshold]))
 
     def dynamic(self, local, most):
-        """Returns the `common.dynamic.Dynamic` of this worker: it makes `most` local steps, or fewer if others are faster."""
+        """Returns the `common.scheme.Dynamic` of this worker: it makes `most` local steps, or fewer if others are faster."""
         return self._only("dynamic", Dynamic, local, most)
 
     def count_local_steps(self):
@@ -380,15 +380,15 @@ class GlobalParameters:
         return self.dropped.assign_add(tf.stack([number, tf.zeros_like(number)]), read_value=False)
 
     def pace(self, local, staleness):
-        """Returns the `common.together.Pace` of this worker: it waits when it is more than `staleness` ticks ahead."""
+        """Returns the `common.scheme.Pace` of this worker: it waits when it is more than `staleness` ticks ahead."""
         return self._only("waits", Pace, local, staleness)
 
     def together(self, local, backup_workers=0, mean=True):
-        """Returns the `common.together.Together` of this worker: an update is made of the gradients of all but some workers."""
+        """Returns the `common.scheme.Together` of this worker: an update is made of the gradients of all but some workers."""
         return self._only("waits", Together, local, backup_workers, mean)
 
     def ring(self, local):
-        """Returns the `common.together.Ring` of this worker: all workers average what they have among themselves.
+        """Returns the `common.scheme.Ring` of this worker: all workers average what they have among themselves.
 
         Raises:
           UserError: with `--compress` or `--compress_pull`, since values are added up on their way.

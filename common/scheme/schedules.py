@@ -176,8 +176,8 @@ def hyperparameters(hp, center, local):
 
     Args:
       hp: all flags as a namespace.
-      center: the `common.center.GlobalParameters`.
-      local: this worker's `common.local.LocalParameters`.
+      center: the `common.scheme.GlobalParameters`.
+      local: this worker's `common.scheme.LocalParameters`.
     """
     values = dict(vars(hp))
     local.overlap, local.window = bool(values.get("overlap")), values.get("window", 1)
@@ -193,7 +193,7 @@ def hyperparameters(hp, center, local):
         if own:
             values["learning_rates"] = [Rate(number, local.factor) for number in own]
     if center.tables and values.get("table_optimizer", "scheme") != "scheme":
-        from common.rowwise_adagrad import RowwiseAdagrad
+        from common.scheme.rowwise_adagrad import RowwiseAdagrad
 
         rate = values.get("table_learning_rate") or values["learning_rate"]
         if center.schedule is not None and not isinstance(rate, Rate):
@@ -232,7 +232,7 @@ def check_rates(center, last):
     """Raises a `UserError` if a scheme is built otherwise than its learning rates and its weight decay need.
 
     Args:
-      center: the `common.center.GlobalParameters`.
+      center: the `common.scheme.GlobalParameters`.
       last: the global step to stop at.
     """
     if center.schedule is not None and center.schedule.total != last:  # it has asked too early

@@ -8,8 +8,8 @@ from typing import Any
 from common import tf
 from common.core import UserError, must_be_finite
 from common.data import assign_part, local_variable, make_local
-from common.schedules import factor_is
-from common.steps import (
+from common.scheme.schedules import factor_is
+from common.scheme.steps import (
     Optimizers,
     ReadAhead,
     Step,
@@ -22,7 +22,7 @@ from common.steps import (
     read_ahead,
     spent,
 )
-from common.tables import ROW_BY_ROW, SCHEMES, Window, found_by
+from common.scheme.tables import ROW_BY_ROW, SCHEMES, Window, found_by
 
 STATE_SAMPLES = 2000  # with so many the moving means of a model are estimated anew, where it is evaluated
 
@@ -33,7 +33,7 @@ class LocalParameters:
     It begins as a copy of x̃, so the global variables have to be initialized before the local ones.
 
     Args:
-      center: the `common.center.GlobalParameters`.
+      center: the `common.scheme.GlobalParameters`.
       model: a `common.models.Model`.
       batches: gives the next samples, see `common.data.Batches`.
       name: variable scope; different for each worker, since the ps know what they remember of it by this name.
@@ -49,13 +49,13 @@ class LocalParameters:
     Attributes:
       value: x, a variable `[size]`.
       state: variables of the model that are not trained.
-      optimizers: the `common.steps.Optimizers` that change x.
+      optimizers: the `common.scheme.Optimizers` that change x.
       windows: how many calls of `train` there were.
       decay: η λ of weight decay in each local step, see `train`; None for none.
       overlap: whether `pull` is `pull_ahead`, as `--overlap` says.
       copies: the names of the vectors that begin as x does, see `copy`.
-      dynamic: the `common.dynamic.Dynamic` of this worker, if it has one.
-      window: local steps between two pulls, if there are tables; `common.schedules.hyperparameters` sets it.
+      dynamic: the `common.scheme.Dynamic` of this worker, if it has one.
+      window: local steps between two pulls, if there are tables; `common.scheme.hyperparameters` sets it.
       local_steps: how many the calls of `train` have had together; of `dynamic`, the most.
       steps_per_update: how many of these each update of this worker is made of, a `Fraction`; None before a round is built.
       present: where workers come and go, how many there were when `compare` read x̃, a float32 variable; None elsewhere.
@@ -111,7 +111,7 @@ class LocalParameters:
         self._left = 0  # local steps for which there are rows
 
     def window_of_tables(self, steps=None):
-        """Returns the `common.tables.Window` for the next pull; None if there are no tables. `steps` as of `pull`."""
+        """Returns the `common.scheme.Window` for the next pull; None if there are no tables. `steps` as of `pull`."""
         if not self.tables:
             return None
         steps = self.window if steps is None else steps
@@ -127,7 +127,7 @@ class LocalParameters:
         return self._window
 
     def told_of_tables(self):
-        """Returns tensors from which `common.tables.what_travelled` tells what this worker pulled."""
+        """Returns tensors from which `common.scheme.what_travelled` tells what this worker pulled."""
         return self._window.told() if self._window else ()
 
     def _only_vector(self, word):
@@ -204,7 +204,7 @@ class LocalParameters:
 
     @property
     def gradient(self):
-        """The sum of the gradients of the last local training, a variable `[size]`; with tables a `common.tables.WithRows`."""
+        """The sum of the gradients of the last local training, a variable `[size]`; with tables a `common.scheme.WithRows`."""
         return self._window.gradient(self._gradient) if self._window else self._gradient
 
     @property
@@ -239,7 +239,7 @@ class LocalParameters:
         With tables it draws the samples of the local steps until the next pull, and gets the rows that they need.
 
         Args:
-          center: the `common.center.GlobalParameters`.
+          center: the `common.scheme.GlobalParameters`.
           steps: local steps until the next pull; `--window` by default.
         """
         if self.overlap:

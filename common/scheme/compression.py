@@ -281,7 +281,7 @@ class Packing:
     Args:
       compression: a `Compression`.
       sizes: of the pieces of x̃.
-      worker: the `common.local.LocalParameters`.
+      worker: the `common.scheme.LocalParameters`.
       next_number: function that counts the vectors that are sent in a round.
       gives: whether x gives what x̃ gets.
 

@@ -1,9 +1,9 @@
 """The steps of a scheme, and how they become calls of a session: one at a time, several rounds, a loop.
 
-A scheme is a generator function `scheme(center, local, hp)`. It gets the global parameters x̃ (`common.center`), this worker's
-local ones x (`common.local`) and the hyperparameters, and yields the `Step`s of one round in their order: a step begins when
-the one before has ended. Values that a later step needs stay in local variables, so the steps can run as one call
-(`build_rounds`) or, in a notebook or a test, one at a time and in any interleaving (`build_steps`).
+A scheme is a generator function `scheme(center, local, hp)`. It gets the global parameters x̃ (center.py), this worker's local
+ones x (local.py) and the hyperparameters, and yields the `Step`s of one round in their order: a step begins when the one
+before has ended. Values that a later step needs stay in local variables, so the steps can run as one call (`build_rounds`) or,
+in a notebook or a test, one at a time and in any interleaving (`build_steps`).
 """
 
 import contextlib
@@ -118,7 +118,7 @@ class _Round:
 
     def __init__(self, here, there, blocking, local=None):
         self.local = local  # whose round it is
-        self.num_packed = 0  # vectors that it has packed, see `common.compression`
+        self.num_packed = 0  # vectors that it has packed, see `common.scheme.compression`
         self.reads: list[Any] = []  # of variables of the worker's, see `goes_with_step`
         self.operations = here + there
         self.here = here
@@ -215,7 +215,7 @@ def outside_of_rounds():
 
 
 def worker():
-    """Returns the `common.local.LocalParameters` of the worker whose round is being built; None outside of rounds."""
+    """Returns the `common.scheme.LocalParameters` of the worker whose round is being built; None outside of rounds."""
     round = _round.get()
     return round.local if round else None
 

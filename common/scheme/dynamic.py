@@ -5,7 +5,7 @@ import time
 from common import tf
 from common.core import UserError
 from common.data import local_variable
-from common.steps import Step
+from common.scheme.steps import Step
 
 FADE = 0.9  # of what is known of a worker's speed, with each of its trainings
 ODD = 1000.0  # times as long as trainings before took one only by a clock that was set
@@ -19,8 +19,8 @@ class Dynamic:
     counts the local steps, since the number of updates no longer says how many there were.
 
     Args:
-      center: the `common.center.GlobalParameters`.
-      local: this worker's `common.local.LocalParameters`.
+      center: the `common.scheme.GlobalParameters`.
+      local: this worker's `common.scheme.LocalParameters`.
       most: H.
 
     Attributes:

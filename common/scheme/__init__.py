@@ -1,0 +1,30 @@
+"""What a scheme is written with: the global parameters, a worker's local ones, and the steps of a round.
+
+Begin with `center` and `local`, the two arguments of each scheme, and `steps`, which makes a round of what a scheme yields.
+"""
+
+from typing import TYPE_CHECKING
+
+from common.front_door import front_door
+
+if TYPE_CHECKING:  # the front door: what others may import
+    from common.scheme import tables
+    from common.scheme.center import GlobalParameters, fragments_of
+    from common.scheme.compression import BIASED, Compression, compression_of, pack_sparse
+    from common.scheme.local import LocalParameters
+    from common.scheme.schedules import Rate, check_rates, hyperparameters, schedule_of
+    from common.scheme.steps import (
+        PARTS,
+        Rounds,
+        Step,
+        build_rounds,
+        build_steps,
+        is_on_ps,
+        repeat_rounds,
+        steps_apart,
+        timed_rounds,
+    )
+    from common.scheme.tables import found_by
+    from common.scheme.together import Pace, Ring, Together
+
+__getattr__, __dir__ = front_door(__name__)
