@@ -250,7 +250,7 @@ class Trial:
         return simulation.shards_of(self._dataset, self._num_workers, BATCH, seed, condition.non_iid)
 
     def _beginning(self, seed):
-        from common import models
+        from common.models import models
 
         if seed not in self._beginnings:
             built = models.build(self._settings.model, self._dataset, seed, self._settings.loss)

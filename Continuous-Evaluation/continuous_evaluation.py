@@ -18,9 +18,10 @@ import re
 import sys
 from pathlib import Path
 
-from common import models, tf
+from common import tf
 from common.core import BUILDING, LOADING, UserError, doing, meanwhile, sizes
 from common.main import main
+from common.models import models
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "HogWild"))
 from hogwild import hogwild  # noqa: E402

@@ -8,8 +8,8 @@ project; a model of your own is what `build` returns, and data of your own are a
 import keras
 import numpy as np
 
-from common import transformer
 from common.data import data
+from common.models import transformer
 
 LENGTH = 64  # characters in a window
 

@@ -181,8 +181,9 @@ class Run:
     """
 
     def __init__(self, folder, settings):
-        from common import models, training
+        from common import training
         from common.data import data, streams
+        from common.models import models
         from common.scheme import tables
 
         self.settings, self.lines, self.final, self._folder, self._training = settings, [], None, folder, training

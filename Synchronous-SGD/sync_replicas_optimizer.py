@@ -25,10 +25,11 @@ from typing import Any
 
 import numpy as np
 
-from common import models, tf
+from common import tf
 from common.core import UserError, define_integer, write_json
 from common.data import data
 from common.main import main
+from common.models import models
 from common.scheme import Rounds
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))

@@ -131,8 +131,8 @@ def ranges(report):
 def print_costs():
     """Prints the shortest of 15 calls of 30 rounds each, in turn, and their median, in microseconds of a round."""
     os.environ |= {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1"}
-    from common import models
     from common.data import data
+    from common.models import models
 
     dataset = data.load("digits")
     model = models.build("mlp", dataset)

@@ -10,8 +10,9 @@ import types
 
 import numpy as np
 
-from common import DistributedSession, TaskSpec, models, tf
+from common import DistributedSession, TaskSpec, tf
 from common.data import Batches, data
+from common.models import models
 from common.scheme import GlobalParameters, LocalParameters, build_rounds
 
 UPDATES = 20_000  # of all workers together

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from common import models, tf
+from common import tf
 from common.core import UserError
 from common.data import data
 from common.main import main
+from common.models import models
 from common.scheme import Rounds
 
 SIZES = (64, 128, 128, 10)  # --model=mlp on --data=digits

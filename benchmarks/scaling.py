@@ -27,9 +27,10 @@ from pathlib import Path
 import compare
 import numpy as np
 
-from common import isolation, launch, models
+from common import isolation, launch
 from common.cluster import TaskSpecDef, serve
 from common.data import Batches, data
+from common.models import models
 
 HERE = Path(__file__).resolve().parent
 FLAGS = ["--data=digits", "--model=mlp", "--batch_size=32", "--epochs=1000000", "--seconds=4"]

@@ -79,8 +79,9 @@ def valley():
 
 def engines(name, workers):
     """Yields of each window and learning rate their numbers, the window, and the `common.simulation.Engine`."""
-    from common import models, simulation
+    from common import simulation
     from common.data import data
+    from common.models import models
 
     windows, rates, rate_flag, flags = SCHEMES[name]
     dataset, model = data.checked(points(), "points"), None

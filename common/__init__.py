@@ -189,7 +189,7 @@ _MODULES = {
     "LoadCheckpoint": "cluster.hooks",
     "EarlyStoppingHook": "cluster.hooks",
     "SemiSyncRunHook": "cluster.hooks",
-    "Embedding": "embedding",
+    "Embedding": "models.embedding",
     "rows_of": "scheme.tables",
 }
 

@@ -124,8 +124,8 @@ class Run:
         Raises:
           UserError: if they were not saved.
         """
-        from common import models
         from common.core import checkpoints_in
+        from common.models import models
         from common.scheme import tables
 
         flags = {**self._flags, "num_workers": self.result["num_workers"], "run_dir": self.path}

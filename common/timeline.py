@@ -10,8 +10,8 @@ are drawn in a lane of their own, under the bar of the worker.
 import heapq
 from typing import NamedTuple
 
-from common import models
 from common.data import Batches, data
+from common.models import models
 from common.replay import Replay
 
 COLORS = {

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common import models, tf
+from common import tf
 from common.callbacks import Callback, Patience
 from common.cluster import (
     EarlyStoppingHook,
@@ -63,6 +63,7 @@ from common.data import (
     streams,
 )
 from common.metrics import EvaluationHook, MetricsHook, MetricsLog, measured, shares_of_parts
+from common.models import models
 from common.scheme import (
     BIASED,
     PARTS,

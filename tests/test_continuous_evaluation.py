@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 from runs import ROOT, SECONDS, finish, metrics_of, processes, read_until, result_of, start
 
-from common import models, tf
+from common import tf
 from common.cluster import cluster
 from common.cluster.hooks import EarlyStoppingHook
 from common.core import words
 from common.core.checkpoints import Keeper
 from common.data import data
 from common.data.batches import Batches
+from common.models import models
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters
 from common.scheme.steps import build_rounds

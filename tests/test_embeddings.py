@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from runs import SECONDS
 
-from common import models
 from common.data import data
 from common.data.batches import Batches
+from common.models import models
 from common.replay import Replay
 from common.scheme import tables
 

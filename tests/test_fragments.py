@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from test_steps import Ones, sgd
 
-from common import models, tf
+from common import tf
 from common.data import data
+from common.models import models
 from common.scheme.center import GlobalParameters
 from common.scheme.compression import Compression
 from common.scheme.steps import build_rounds, build_steps

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from runs import SECONDS
 
-from common import models, tf
+from common import tf
 from common.data import data
+from common.models import models
 
 FOLDER = Path(__file__).parent.parent / "Language-Model"
 sys.path.append(str(FOLDER))

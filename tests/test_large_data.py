@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from runs import ENDLESS, finish, is_training, processes, read_until, start
 
-from common import fit, models, tf
+from common import fit, tf
 from common.core import words
 from common.data import data
 from common.data.batches import Batches, Position, fed
 from common.data.rows import Rows
+from common.models import models
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters
 from common.training import fed_test_set

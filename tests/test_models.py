@@ -1,4 +1,4 @@
-"""common/models.py: a Keras model as a function of one flat vector gives what Keras itself gives."""
+"""common/models/models.py: a Keras model as a function of one flat vector gives what Keras itself gives."""
 
 import inspect
 import tempfile
@@ -7,10 +7,11 @@ import keras
 import numpy as np
 import pytest
 
-from common import models, tf, training
+from common import tf, training
 from common.core import flags as flag_defaults
 from common.data import data
 from common.data.batches import Batches
+from common.models import models
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters
 from common.scheme.steps import build_rounds

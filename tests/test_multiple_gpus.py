@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from runs import ROOT, SECONDS, accuracy_of_saved_model, finish, is_training, processes, read_until, result_of
 
-from common import models, tf
+from common import tf
 from common.core import devices
 from common.data import data
+from common.models import models
 from common.scheme.center import GlobalParameters
 from common.scheme.steps import build_rounds, build_steps
 
@@ -178,7 +179,8 @@ import mirrored_strategy
 import multiple_gpus
 
 from common.data import data
-from common import models, tf
+from common.models import models
+from common import tf
 from common.core import devices
 from common.data.batches import Batches
 from common.scheme.center import GlobalParameters

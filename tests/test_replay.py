@@ -5,9 +5,10 @@ import types
 import numpy as np
 import pytest
 
-from common import models, tf
+from common import tf
 from common.data import data
 from common.data.batches import Batches
+from common.models import models
 from common.replay import Replay
 
 

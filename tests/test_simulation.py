@@ -20,10 +20,11 @@ from order import races
 from runs import ROOT
 from test_schemes import LIKE_A_NEIGHBOUR
 
-from common import models, tf
+from common import tf
 from common.core.flags import TrainingFailed
 from common.data import data
 from common.data.batches import Batches
+from common.models import models
 from common.replay import Replay
 from common.scheme.compression import Compression
 from common.scheme.schedules import Schedule

@@ -13,11 +13,12 @@ import pytest
 import tensorflow
 from runs import HOGWILD, ROOT, finish, is_training, processes, read_until, result_of, run, start
 
-from common import fit, models, tf, train, training
+from common import fit, tf, train, training
 from common.core import plots
 from common.core.flags import Settings, TrainingFailed
 from common.data import records, streams
 from common.data.records import Part
+from common.models import models
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters
 

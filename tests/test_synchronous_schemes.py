@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from oracle import RATE, TOGETHER, Problem
 
-from common import models, tf
+from common import tf
 from common.data import data
+from common.models import models
 from common.replay import Replay
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters

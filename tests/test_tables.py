@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from runs import ROOT, SECONDS, processes, read_until, result_of, run, start, wait_until_gone
 
-from common import Embedding, models, tf, train
+from common import Embedding, tf, train
 from common.core.checkpoints import write_checkpoint
 from common.core.flags import UserError
 from common.data import data
 from common.data.batches import Batches
+from common.models import models
 from common.replay import Replay
 from common.scheme import tables
 from common.scheme.center import GlobalParameters

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from common import models, tf, training
+from common import tf, training
 from common.cluster import session
 from common.cluster.cluster import TaskSpecDef
 from common.core.flags import Settings
 from common.data import data
 from common.data.batches import Batches
+from common.models import models
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters
 

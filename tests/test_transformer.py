@@ -10,10 +10,11 @@ import pytest
 import tensorflow
 from runs import result_of, run
 
-from common import models, tf, training
+from common import tf, training
 from common.core import flags
 from common.data import data
 from common.fit import Run
+from common.models import models
 
 SIZES = {"layers": 2, "width": 8, "heads": 2}
 

@@ -56,7 +56,7 @@ def build(spec, data, seed=0, loss=None, tables_on_ps=False, tables_seed=0, **si
 
 def by_labels(keras_model, is_classification):
     """Returns the `Model` of a Keras model that is built and not compiled, by whether its labels are classes or numbers."""
-    from common import objectives
+    from common.models import objectives
 
     objectives.by_labels(keras_model, is_classification)
     outputs = np.zeros([2, *keras_model.output_shape[1:]], np.float32)
@@ -169,7 +169,7 @@ def _of_sequences(spec, data, sizes):
     """Returns the Keras model `spec` that gives the logits of each place; the linear one a table of them, a row each number."""
     import keras
 
-    from common import transformer
+    from common.models import transformer
 
     parts = data.x_train, data.x_test
     least, most = min(int(x.min()) for x in parts), max(int(x.max()) for x in parts)
@@ -230,7 +230,7 @@ def checked(keras_model, data, loss=None, last_operation=None):
     Raises:
       UserError: if it cannot be trained with these samples.
     """
-    from common import objectives
+    from common.models import objectives
 
     _refuse_layers(keras_model)  # before they are called: Keras's own complaints about them say something else
     _refuse_strings(keras_model)
@@ -376,7 +376,7 @@ def _last_operation(keras_model, x, outputs):
     """
     import tensorflow
 
-    from common import objectives
+    from common.models import objectives
 
     with _as_user_error("the model cannot be a part of a graph"), _scope(keras_model):
         call = tensorflow.function(lambda x: keras_model(x, **_training(keras_model, False)), autograph=False)  # as in a run
@@ -512,7 +512,7 @@ class Model:
     """
 
     def __init__(self, keras_model, measures, own_optimizer=None, places=1):
-        from common import objectives
+        from common.models import objectives
 
         _make_constant(keras_model)
         self._measures, self._saving, self.places = measures, threading.Lock(), places
