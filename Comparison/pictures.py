@@ -25,14 +25,14 @@ def draw_all(report, folder):
 
 
 def spans_of(of_row, num_workers, until):
-    """Returns the `common.virtual_time.Span`s of three unlike workers of a row, which was measured with `num_workers`.
+    """Returns the `common.simulation.Span`s of three unlike workers of a row, which was measured with `num_workers`.
 
     Args:
       of_row: of the report.
       num_workers: for how many its waiting is; as many as there did need not be waited for.
       until: when to end, in seconds.
     """
-    from common.virtual_time import Action, Costs, VirtualTime, Waiting
+    from common.simulation import Action, Costs, VirtualTime, Waiting
 
     quorum = of_row["waiting"]["quorum"]
     waiting = Waiting(**{**of_row["waiting"], "quorum": quorum and quorum - num_workers + len(SLOWNESS)})
@@ -45,7 +45,7 @@ def spans_of(of_row, num_workers, until):
 
 def timelines(figure, report):
     """Draws what three workers of each scheme do for as long as the fastest could make twenty steps."""
-    from common.timeline import COLORS
+    from common.simulation import COLORS
 
     until, rows = SHOWN_STEPS * STEP, report["rows"]
     lanes = {

@@ -235,8 +235,8 @@ class Trial:
         return self._measure() if np.all(np.isfinite(losses[self._samples[part.steps] > 0])) else math.nan
 
     def clock(self, condition, seed=0, spans_until=0.0):
-        """Returns the `common.virtual_time.VirtualTime` of a condition."""
-        from common.virtual_time import VirtualTime
+        """Returns the `common.simulation.VirtualTime` of a condition."""
+        from common.simulation import VirtualTime
 
         costs = self._costs_of(self._settings.but(**as_lists(condition.flags)))
         step = np.full(self._num_workers, costs.step)
@@ -245,7 +245,7 @@ class Trial:
         return VirtualTime(self.engine.actions, self._num_workers, costs, self.engine.waiting, seed, spans_until)
 
     def _shards(self, condition, seed):
-        from common import simulation
+        from common.simulation import simulation
 
         return simulation.shards_of(self._dataset, self._num_workers, BATCH, seed, condition.non_iid)
 

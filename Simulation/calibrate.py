@@ -44,7 +44,7 @@ class Measured(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """What was found, as `common.virtual_time.Costs` has it: seconds, bytes per second each way; None if it was not fitted."""
+    """What was found, as `common.simulation.Costs` has it: seconds, bytes per second each way; None if it was not fitted."""
 
     step: float
     step_cv: float
@@ -52,7 +52,7 @@ class Fit(NamedTuple):
     bandwidth: float | None = None
 
     def costs(self, costs):
-        """Returns the `common.virtual_time.Costs` with what was found in them."""
+        """Returns the `common.simulation.Costs` with what was found in them."""
         found = {"step": self.step, "step_cv": self.step_cv}
         if self.latency is not None:
             found["latency"] = self.latency
@@ -167,8 +167,8 @@ class Clock(NamedTuple):
 
     Attributes:
       run: the `Measured`.
-      actions: of a round, with the flags that its scheme had, `common.virtual_time.Action`s.
-      begin: a function of a `Fit` that returns the `common.virtual_time.VirtualTime` of its workers.
+      actions: of a round, with the flags that its scheme had, `common.simulation.Action`s.
+      begin: a function of a `Fit` that returns the `common.simulation.VirtualTime` of its workers.
     """
 
     run: Measured

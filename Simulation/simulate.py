@@ -2,8 +2,8 @@
 
     bash Simulation/run.sh DOWNPOUR --num_workers=1000 --window=20 --latency_ms=20 --mbit=100
 
-The scheme's own function runs, with the flags that its folder's script has. First `common.virtual_time` says when each worker
-does what, then `common.simulation` does it in that order.
+The scheme's own function runs, with the flags that its folder's script has. First `common.simulation.virtual_time` says when
+each worker does what, then `common.simulation` does it in that order.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from absl import flags as absl_flags
 from common import fit, notebook
 from common.core import TrainingFailed, UserError, define_number, define_numbers, flags, plots, progress, run_dir
 from common.folders import flags_of_one_run, folder_of
-from common.virtual_time import Costs, VirtualTime
+from common.simulation import Costs, VirtualTime
 
 # Flags for processes, checkpoints and files, which a simulation does not have.
 WITHOUT = (
@@ -111,7 +111,7 @@ def parse(arguments):
 
 
 def costs_of(settings):
-    """Returns the `common.virtual_time.Costs` that the flags name."""
+    """Returns the `common.simulation.Costs` that the flags name."""
     n = settings.num_workers
 
     def per_worker(numbers, scale, rest=0.0):
@@ -142,7 +142,7 @@ def costs_of(settings):
 
 
 def _all_away(settings, starts):
-    """Returns the absences of --away, as `common.virtual_time.Costs` has it."""
+    """Returns the absences of --away, as `common.simulation.Costs` has it."""
     found = sorted(_away(text, settings.num_workers) for text in settings.away)
     for worker, since, _ in found:
         if since < starts[worker]:
@@ -168,9 +168,9 @@ class Run:
 
     Attributes:
       settings: all flags.
-      actions, costs, waiting: see `common.virtual_time`.
-      clock: the `common.virtual_time.VirtualTime`, at its end.
-      schedule: the `common.virtual_time.Schedule` of all that happened.
+      actions, costs, waiting: see `common.simulation.virtual_time`.
+      clock: the `common.simulation.VirtualTime`, at its end.
+      schedule: the `common.simulation.Schedule` of all that happened.
       last: the global step to stop at.
       calibration: with --calibrate, what was found, as `calibrate.Fit` has it (None for a bandwidth without a limit), and how
         well it fits; else None.
@@ -212,8 +212,8 @@ class Run:
 
     def _engine(self, settings):
         """Returns the `common.simulation.Engine` of so many workers."""
-        from common import simulation
         from common.scheme import compression_of, schedule_of
+        from common.simulation import simulation
 
         n, scheme, compression = settings.num_workers, self._folder.scheme, compression_of(settings)
         shards = simulation.shards_of(self._shown, n, settings.batch_size, settings.seed, settings.non_iid)
@@ -230,8 +230,9 @@ class Run:
 
     def _facts(self, settings):
         """Returns the `common.simulation.Facts` of so many workers: all that the clock has to know of an engine."""
-        from common import simulation, tf
+        from common import tf
         from common.scheme import compression_of, schedule_of
+        from common.simulation import simulation
 
         n, dataset, scheme, compression = settings.num_workers, self._shown, self._folder.scheme, compression_of(settings)
         if settings.parameters:
@@ -657,7 +658,7 @@ def draw_timeline(run, path, most=12):
 
 def timeline(axes, run, most=12):
     """Draws the same into axes of Matplotlib."""
-    from common.timeline import COLORS
+    from common.simulation import COLORS
 
     count = min(most, run.settings.num_workers)
     heights = {"train": (-0.35, 0.4), "wait": (-0.35, 0.4), "push": (0.07, 0.14), "pull": (0.22, 0.14)}

@@ -2,9 +2,10 @@
 
     python book/traces.py book/_build/static/traces
 
-For each choice that the player offers, `common.virtual_time` says who does what when, and `common.simulation` runs the scheme's
-operations in that order. A trace has the spans of all workers, and where x̃ and the worker's own x are after each push. The
-files are scripts, which a page that was opened from a disk may load, with JSON between their first line and their last.
+For each choice that the player offers, `common.simulation.virtual_time` says who does what when, and `common.simulation` runs
+the scheme's operations in that order. A trace has the spans of all workers, and where x̃ and the worker's own x are after each
+push. The files are scripts, which a page that was opened from a disk may load, with JSON between their first line and their
+last.
 """
 
 import functools
@@ -22,7 +23,7 @@ import simulate  # noqa: E402
 
 from common import notebook  # noqa: E402
 from common.core import counted  # noqa: E402
-from common.virtual_time import Costs, VirtualTime  # noqa: E402
+from common.simulation import Costs, VirtualTime  # noqa: E402
 
 WORKERS = [2, 4, 8]
 SLOWNESS = [1, 2, 4]  # of the last worker: so many times the others' time for a local step
@@ -79,9 +80,9 @@ def valley():
 
 def engines(name, workers):
     """Yields of each window and learning rate their numbers, the window, and the `common.simulation.Engine`."""
-    from common import simulation
     from common.data import data
     from common.models import models
+    from common.simulation import simulation
 
     windows, rates, rate_flag, flags = SCHEMES[name]
     dataset, model = data.checked(points(), "points"), None

@@ -3,8 +3,8 @@
     python -m common.advise --parameters=25e6 --workers=8 --mbit=1000 --latency_ms=5 --step_ms=80
 
 `common.recommend` picks the scheme, by rules that were made from measured runs. The cost model is the simulator's: a
-round is read off the scheme's own graph (`common.simulation`), and `common.virtual_time` says when each step of it happens.
-Nothing is trained here.
+round is read off the scheme's own graph (`common.simulation`), and `common.simulation.virtual_time` says when each step of it
+happens. Nothing is trained here.
 """
 
 import functools
@@ -20,7 +20,7 @@ from common import notebook
 from common.core import UserError, flags
 from common.folders import flags_of_one_run, folder_of
 from common.recommend import recommend, rules
-from common.virtual_time import Costs, VirtualTime
+from common.simulation import Costs, VirtualTime
 
 PROGRAM = "common.advise"
 MOST_WORKERS, MOST_WINDOW = 1000, 100_000
@@ -79,7 +79,7 @@ def estimate(name, window, actions, waiting, num_workers, costs, seed=0):
     Args:
       name, window: of the scheme, see `Estimate`.
       actions, waiting: see `common.simulation.Facts`.
-      num_workers, costs, seed: see `common.virtual_time.VirtualTime`.
+      num_workers, costs, seed: see `common.simulation.VirtualTime`.
     """
     few = min(40, max(8, 4000 // num_workers))  # rounds of each worker, on average
     first = max(2, few // 8)
@@ -115,7 +115,7 @@ def estimate(name, window, actions, waiting, num_workers, costs, seed=0):
 
 
 def costs_of(settings):
-    """Returns the `common.virtual_time.Costs` that the flags name."""
+    """Returns the `common.simulation.Costs` that the flags name."""
     step = np.full(settings.workers, settings.step_ms / 1000)
     step[-1] *= settings.slow
     link, of_ps = (mbit * MBIT if mbit else math.inf for mbit in (settings.mbit, settings.ps_mbit or settings.mbit))

@@ -23,7 +23,7 @@ from common.cluster import cluster  # noqa: E402
 from common.core import flags, signals  # noqa: E402
 from common.data import data  # noqa: E402
 from common.models import models  # noqa: E402
-from common.replay import Replay  # noqa: E402
+from common.simulation.replay import Replay  # noqa: E402
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.virtual_time import Action, Schedule
+from common.simulation.virtual_time import Action, Schedule
 
 ROOT = Path(__file__).parents[1]
 

@@ -17,13 +17,13 @@ from common import isolation, notebook, tf
 from common.cluster.cluster import TaskSpecDef
 from common.core.flags import COMPRESSIONS
 from common.core.plots import read_metrics
-from common.replay import Replay
 from common.scheme.center import GlobalParameters
 from common.scheme.compression import BIASED, Compression, _uniform, pack, pack_sparse
 from common.scheme.local import LocalParameters
 from common.scheme.schedules import hyperparameters
 from common.scheme.steps import build_rounds, repeat_rounds
-from common.simulation import messages_of, shards_of
+from common.simulation.replay import Replay
+from common.simulation.simulation import messages_of, shards_of
 
 KINDS = COMPRESSIONS[1:]
 NOT_FINITE = np.nan, np.inf, -np.inf

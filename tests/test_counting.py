@@ -17,7 +17,7 @@ from common.models import models
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters
 from common.scheme.schedules import Schedule
-from common.simulation import Engine, shards_of
+from common.simulation.simulation import Engine, shards_of
 
 BATCH, EPOCHS = 4, 10
 

@@ -9,10 +9,10 @@ from oracle import RATE, Adam, Problem
 from runs import ROOT, result_of, run
 
 from common import tf
-from common.replay import Replay
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters
 from common.scheme.steps import build_rounds, build_steps, repeat_rounds, timed_rounds
+from common.simulation.replay import Replay
 
 SCRIPT = ROOT / "Asynchronous-DiLoCo" / "asynchronous_diloco.py"
 HP = types.SimpleNamespace(

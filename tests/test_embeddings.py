@@ -15,8 +15,8 @@ from runs import SECONDS
 from common.data import data
 from common.data.batches import Batches
 from common.models import models
-from common.replay import Replay
 from common.scheme import tables
+from common.simulation.replay import Replay
 
 FOLDER = Path(__file__).parent.parent / "Embeddings"
 sys.path.append(str(FOLDER))

@@ -15,8 +15,8 @@ from common.models import models
 from common.scheme.center import GlobalParameters
 from common.scheme.compression import Compression
 from common.scheme.steps import build_rounds, build_steps
-from common.simulation import messages_of, shards_of
-from common.virtual_time import Action, Costs, VirtualTime, Waiting
+from common.simulation.simulation import messages_of, shards_of
+from common.simulation.virtual_time import Action, Costs, VirtualTime, Waiting
 
 SIZE, PS = 12, 2
 

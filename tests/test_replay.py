@@ -1,4 +1,4 @@
-"""common/replay.py: workers of a scheme in one process, each at its own pace."""
+"""common/simulation/replay.py: workers of a scheme in one process, each at its own pace."""
 
 import types
 
@@ -9,7 +9,7 @@ from common import tf
 from common.data import data
 from common.data.batches import Batches
 from common.models import models
-from common.replay import Replay
+from common.simulation.replay import Replay
 
 
 def hogwild_like(center, local, hp):

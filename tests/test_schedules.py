@@ -8,11 +8,11 @@ import pytest
 from oracle import SCHEMES, close, inverse, messages, written_again
 
 from common import tf
-from common.replay import Replay
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters
 from common.scheme.schedules import Rate, Schedule, check_rates, factor_is, hyperparameters
 from common.scheme.steps import build_rounds
+from common.simulation.replay import Replay
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""common/simulation.py, a graph of one worker: many steps a call against one step a call, against NumPy, and as a program."""
+"""simulation.py, a graph of one worker: many steps a call against one step a call, against NumPy, and as a program."""
 
 import functools
 import heapq
@@ -25,11 +25,11 @@ from common.core.flags import TrainingFailed
 from common.data import data
 from common.data.batches import Batches
 from common.models import models
-from common.replay import Replay
 from common.scheme.compression import Compression
 from common.scheme.schedules import Schedule
-from common.simulation import MOST_PARAMETERS, Engine, Shards, facts_of, facts_of_size, messages_of, shards_of
-from common.virtual_time import RESTART, Costs, Span, VirtualTime
+from common.simulation.replay import Replay
+from common.simulation.simulation import MOST_PARAMETERS, Engine, Shards, facts_of, facts_of_size, messages_of, shards_of
+from common.simulation.virtual_time import RESTART, Costs, Span, VirtualTime
 
 pytestmark = pytest.mark.slow
 

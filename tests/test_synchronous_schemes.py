@@ -13,11 +13,11 @@ from oracle import RATE, TOGETHER, Problem
 from common import tf
 from common.data import data
 from common.models import models
-from common.replay import Replay
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters
 from common.scheme.schedules import hyperparameters
 from common.scheme.steps import build_rounds, build_steps, repeat_rounds
+from common.simulation.replay import Replay
 
 
 @pytest.mark.slow

@@ -19,13 +19,13 @@ from common.core.flags import UserError
 from common.data import data
 from common.data.batches import Batches
 from common.models import models
-from common.replay import Replay
 from common.scheme import tables
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters
 from common.scheme.steps import build_steps
 from common.scheme.tables import find_on_ps
 from common.scheme.vocabulary import Vocabulary
+from common.simulation.replay import Replay
 
 ROWS, WIDTH, N = 23, 4, 60
 MODEL = """

@@ -1,11 +1,12 @@
-"""common/timeline.py: what each worker of a scheme does when."""
+"""common/simulation/timeline.py: what each worker of a scheme does when."""
 
 import types
 
 import matplotlib.pyplot as plt
 import pytest
 
-from common import tf, timeline
+from common import tf
+from common.simulation import timeline
 
 
 def asynchronous(center, local, hp):

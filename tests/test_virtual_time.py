@@ -1,4 +1,4 @@
-"""common/virtual_time.py: laws that are known, and what a run can do to its workers."""
+"""common/simulation/virtual_time.py: laws that are known, and what a run can do to its workers."""
 
 import dataclasses
 import math
@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from common.virtual_time import RESTART, Action, Costs, VirtualTime, Waiting
+from common.simulation.virtual_time import RESTART, Action, Costs, VirtualTime, Waiting
 
 SIZE = 100_000  # bytes of a model
 PULL, TRAIN, PUSH = Action(reads=True, down=SIZE), Action(local_steps=1), Action(writes=True, up=SIZE)

@@ -1,6 +1,6 @@
 """What each worker of a scheme does when: a picture for the top of a notebook, drawn from the scheme itself.
 
-The workers are those of `common.replay.Replay`, on a problem of two parameters. Their clock is made up: a local step and a
+The workers are those of `common.simulation.Replay`, on a problem of two parameters. Their clock is made up: a local step and a
 message take as long as the caller says. So the picture shows the order of things, not the speed of a machine.
 
 A worker does one thing at a time. Only the messages of `send` and `receive` travel while their worker goes on (`BESIDE`): they
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from common.data import Batches, data
 from common.models import models
-from common.replay import Replay
+from common.simulation.replay import Replay
 
 COLORS = {
     "pull": "tab:green",
@@ -38,7 +38,7 @@ class Span(NamedTuple):
 
 
 def part_of(action):
-    """Returns what a `common.virtual_time.Action` does, a key of COLORS; None for what takes no message and no gradient."""
+    """Returns what a `common.simulation.Action` does, a key of COLORS; None for what takes no message and no gradient."""
     if action.local_steps:
         return "train"
     if action.waits:

@@ -26,7 +26,7 @@ from common.scheme import (
     is_on_ps,
     steps_apart,
 )
-from common.virtual_time import RESTART, Action, Waiting
+from common.simulation.virtual_time import RESTART, Action, Waiting
 
 MOST_SAMPLES = 1_000_000  # whose numbers are fed to one call
 MOST_PARAMETERS = 2**30  # of a model in a graph
@@ -50,8 +50,8 @@ class Engine:
       optimize: whether TensorFlow optimizes the graph first: a second, which is won back in a thousand steps.
 
     Attributes:
-      actions: the `common.virtual_time.Action`s of a round.
-      waiting: the `common.virtual_time.Waiting` of the scheme.
+      actions: the `common.simulation.Action`s of a round.
+      waiting: the `common.simulation.Waiting` of the scheme.
       steps: the `common.scheme.Step`s of a round.
       samples_per_update: of all workers, a `Fraction`.
       graph, session: what it runs in.
@@ -584,7 +584,7 @@ def messages_of(scheme, hp, model, shards, num_ps, compression=None):
 
 
 class Facts(NamedTuple):
-    """The needs of the clock: a round's `common.virtual_time.Action`s, the scheme's `Waiting`, and two more attributes of an
+    """The needs of the clock: a round's `common.simulation.Action`s, the scheme's `Waiting`, and two more attributes of an
     `Engine`, in a fraction of the time that an engine takes.
     """
 

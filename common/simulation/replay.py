@@ -11,8 +11,8 @@ import numpy as np
 
 from common import tf
 from common.data import arrays_in, mapped
-from common.simulation import Engine
-from common.virtual_time import Turns
+from common.simulation.simulation import Engine
+from common.simulation.virtual_time import Turns
 
 
 class Update(NamedTuple):
@@ -42,7 +42,7 @@ class Replay:
       dropped: list of (worker, global step) of the gradients that came too late, and were thrown away.
       losses: list of (worker, mean loss of its window), in their order.
       time: when the last step of `run` ended, 0 at first, in the unit of its durations.
-      steps, actions: the `common.scheme.Step`s of a round, and the `common.virtual_time.Action`s.
+      steps, actions: the `common.scheme.Step`s of a round, and the `common.simulation.Action`s.
       graph, session: what it runs in, to look at other variables.
     """
 

@@ -1,0 +1,17 @@
+"""The same schemes with virtual workers: a thousand in one process, or a few that a notebook steps by hand.
+
+Begin with `replay`, for notebooks, and `virtual_time`, which says when each worker does what.
+"""
+
+from typing import TYPE_CHECKING
+
+from common.front_door import front_door
+
+if TYPE_CHECKING:  # the front door: what others may import
+    from common.simulation import simulation, timeline
+    from common.simulation.replay import Replay
+    from common.simulation.simulation import facts_of, facts_of_size, messages_of, shards_of
+    from common.simulation.timeline import COLORS
+    from common.simulation.virtual_time import Action, Costs, VirtualTime, Waiting
+
+__getattr__, __dir__ = front_door(__name__)
