@@ -52,7 +52,7 @@ class Problem(NamedTuple):
     Attributes:
       text: what has to be reached.
       flags: of the simulator.
-      metric: of the test set, as `common.metrics.measured` calls it; a loss, or a share of what is right.
+      metric: of the test set, as `common.training.measured` calls it; a loss, or a share of what is right.
       target: what it has to come to: a loss this or less, a share this or more.
       samples: of all workers together, after which a run ends without the target.
       every: samples of all workers between two evaluations; if a fiftieth of those until then is more, that.
@@ -258,7 +258,7 @@ class Trial:
         return self._beginnings[seed]
 
     def _measure(self):
-        from common.metrics import measured
+        from common.training import measured
 
         return self._problem.sign * measured(self.engine.evaluate(*self._dataset.test))[self._problem.metric]
 

@@ -186,8 +186,7 @@ def evaluate(task, settings):
     """
     from common.core import plots
     from common.data import streams
-    from common.metrics import MetricsLog
-    from common.training import ENDED, STOP, samples_of, split
+    from common.training import ENDED, STOP, MetricsLog, samples_of, split
 
     doing(LOADING)
     training, validation = split(dataset := streams.load(settings), settings)

@@ -31,8 +31,7 @@ def train(task, settings):
     """
     check(task, settings)
     # Imported only now: the launcher reads this file too, and does not need tensorflow.
-    from common.metrics import EvaluationHook, MetricsLog
-    from common.training import Interruption, build_model, last_step, updates_before, write_result
+    from common.training import EvaluationHook, Interruption, MetricsLog, build_model, last_step, updates_before, write_result
 
     interruption = Interruption()
     server = task.create_server()  # from here on this process and the ps can talk

@@ -53,8 +53,8 @@ def train(task, settings):
     # Imported only now, with tensorflow, which costs seconds: a bad flag is told at once.
     from common.cluster import Saver, monitored_session
     from common.core import Keeper
-    from common.metrics import EvaluationHook
     from common.training import (
+        EvaluationHook,
         Interruption,
         build_model,
         fed_test_set,
@@ -148,8 +148,7 @@ class Worker:
     """
 
     def __init__(self, index, model, dataset, center, settings):
-        from common.metrics import MetricsHook, MetricsLog
-        from common.training import build_calls, samples_per_gradient
+        from common.training import MetricsHook, MetricsLog, build_calls, samples_per_gradient
 
         self._index, self._center = index, center
         x, y, *weights = data.shard(dataset, index, settings.num_threads)

@@ -70,8 +70,7 @@ def train(task, settings):
     """
     import tensorflow
 
-    from common.metrics import MetricsLog
-    from common.training import Interruption, build_model, last_step
+    from common.training import Interruption, MetricsLog, build_model, last_step
 
     interruption = Interruption()
     names, dataset, whole = begin(settings, is_keras=True)

@@ -46,7 +46,7 @@ class Recorder:
     Args:
       model: a compiled Keras model.
       dataset: a `common.data.Data`.
-      log: a `common.metrics.MetricsLog`.
+      log: a `common.training.MetricsLog`.
       checkpoint: what `checkpoint_of` gives, restored.
       settings: all flags as a namespace.
       is_interrupted: function that says whether to stop now.
@@ -175,8 +175,7 @@ def train(task, settings):
     # Imported only now: tensorflow takes seconds, and an error about a wrong flag should come at once.
     import tensorflow
 
-    from common.metrics import MetricsLog
-    from common.training import Interruption, build_model, last_step
+    from common.training import Interruption, MetricsLog, build_model, last_step
 
     interruption = Interruption()
     dataset = data.plain(data.load(settings.data, settings.seed), settings.scheme)

@@ -181,10 +181,10 @@ class Run:
     """
 
     def __init__(self, folder, settings):
-        from common import training
         from common.data import data, streams
         from common.models import models
         from common.scheme import tables
+        from common.training import training
 
         self.settings, self.lines, self.final, self._folder, self._training = settings, [], None, folder, training
         # Samples that a real run reads while it trains are read at once here, and dealt out as arrays are.
@@ -337,7 +337,7 @@ class Run:
         Raises:
           TrainingFailed: if the loss is no longer finite.
         """
-        from common.metrics import measured
+        from common.training import measured
 
         steps, workers, *_ = self.schedule
         if self.engine:

@@ -46,7 +46,7 @@ def train(task, settings):
     if (settings.rounds_per_call or 1) > 1:
         raise UserError("--rounds_per_call must be 1 here: it needs a feed_dict for every step")
     settings = settings.but(scheme="SyncReplicasOptimizer")
-    from common import training
+    from common.training import training
 
     interruption = training.Interruption()
     server = task.create_server() if task else None

@@ -63,7 +63,7 @@ def train(task, settings):
         raise UserError("--rounds_per_call must be 1 here: plain TensorFlow needs a feed_dict for every step")
     settings = settings.but(scheme="plain TensorFlow")
     # Imported only now: the launcher reads this file too, and does not need tensorflow.
-    from common import training
+    from common.training import training
 
     interruption = training.Interruption()
     server = task.create_server() if task else None

@@ -227,7 +227,7 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
         workers = settings.num_workers if launches else 1
         some = dataset.first if isinstance(dataset, streams.Stream) else dataset
         data.check_batch(some.x_train, some.y_train, settings.batch_size, settings.window, workers)
-        from common import training
+        from common.training import training
 
         words.doing(words.BUILDING)
         training.check(settings, dataset, scheme)
@@ -264,8 +264,8 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
         return evaluate(task, settings)
 
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.heeded())  # see training.Interruption
-    from common import training  # and with it tensorflow
     from common.core import checkpoints  # and with it tensorflow
+    from common.training import training  # and with it tensorflow
 
     if train and index == 0:
         checkpoints.list_anew(Path(settings.run_dir, "checkpoints"))

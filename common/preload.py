@@ -60,7 +60,7 @@ def _load():
     import setproctitle
 
     setproctitle.setproctitle(f"warm process of {os.getppid()}")
-    from common import training  # and with it tensorflow and keras
+    from common.training import training  # and with it tensorflow and keras
 
     os.register_at_fork(after_in_child=training.np.random.seed)  # or all tasks would draw the same
     _freeze()

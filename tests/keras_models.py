@@ -22,9 +22,10 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import numpy as np
 from absl.testing import flagsaver
 
-from common import main, training
+from common import main
 from common.core import flags
 from common.data import data
+from common.training import training
 
 ROOT = Path(__file__).resolve().parents[1]
 README = Path(__file__).with_name("README.md")

@@ -1,11 +1,11 @@
-"""common/callbacks.py: early stopping, and functions of the user's own that hear what is measured."""
+"""common/training/callbacks.py: early stopping, and functions of the user's own that hear what is measured."""
 
 import threading
 
 import pytest
 
-from common import callbacks
-from common.callbacks import Callback, Patience
+from common.training import callbacks
+from common.training.callbacks import Callback, Patience
 
 
 @pytest.fixture

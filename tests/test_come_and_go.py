@@ -22,7 +22,7 @@ from runs import (
     wait_until,
 )
 
-from common import launch, places, supervisor, tf, training
+from common import launch, places, supervisor, tf
 from common.cluster import ending
 from common.cluster.cluster import TaskSpecDef
 from common.core import run_dir as folders
@@ -30,6 +30,7 @@ from common.core import signals, words
 from common.core.checkpoints import checkpoints_in
 from common.core.flags import TrainingFailed
 from common.forkserver import EARLY, LEFT
+from common.training import training
 
 DYNAMIC = ROOT / "Asynchronous-DiLoCo" / "asynchronous_diloco.py"
 

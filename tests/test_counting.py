@@ -8,16 +8,17 @@ from typing import Any
 import pytest
 from runs import ROOT, metrics_of, result_of, run
 
-from common import tf, training
+from common import tf
 from common.core.flags import Settings
 from common.data import data
 from common.data.batches import Batches
-from common.metrics import MetricsHook
 from common.models import models
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters
 from common.scheme.schedules import Schedule
 from common.simulation.simulation import Engine, shards_of
+from common.training import training
+from common.training.metrics import MetricsHook
 
 BATCH, EPOCHS = 4, 10
 

@@ -6,8 +6,9 @@ import json
 import re
 from pathlib import Path
 
-from common import metrics, tf
+from common import tf
 from common.cluster import hooks
+from common.training import metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "Basics-Tutorial"

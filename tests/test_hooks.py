@@ -1,4 +1,4 @@
-"""common/metrics.py and hooks.py: what a run says of itself, and evaluation while training goes on."""
+"""common/training/metrics.py and hooks.py: what a run says of itself, and evaluation while training goes on."""
 
 import json
 import shutil
@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from runs import SECONDS
 
-from common import metrics, tf
+from common import tf
 from common.cluster.hooks import Gate, SemiSyncRunHook, StartHook
 from common.core.flags import TrainingFailed
-from common.metrics import EvaluationHook, MetricsHook, MetricsLog, seconds_between
 from common.scheme.steps import Rounds
+from common.training import metrics
+from common.training.metrics import EvaluationHook, MetricsHook, MetricsLog, seconds_between
 
 
 @pytest.fixture

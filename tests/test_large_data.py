@@ -18,7 +18,7 @@ from common.data.rows import Rows
 from common.models import models
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters
-from common.training import fed_test_set
+from common.training.training import fed_test_set
 
 # --- Mapped files -------------------------------------------------------------------------------------------------------
 

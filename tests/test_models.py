@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 
-from common import tf, training
+from common import tf
 from common.core import flags as flag_defaults
 from common.data import data
 from common.data.batches import Batches
@@ -15,6 +15,7 @@ from common.models import models
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters
 from common.scheme.steps import build_rounds
+from common.training import training
 
 
 def layers_of_all_kinds():

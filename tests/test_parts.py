@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from runs import ROOT, result_of, run
 
-from common import metrics, tf, training
+from common import tf
 from common.core import progress
-from common.metrics import MetricsHook, MetricsLog, shares_of_parts
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters
 from common.scheme.steps import PARTS, Rounds, Step, build_rounds, timed_rounds
+from common.training import metrics, training
+from common.training.metrics import MetricsHook, MetricsLog, shares_of_parts
 
 SLEEP = 0.05
 

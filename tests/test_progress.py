@@ -1,4 +1,4 @@
-"""common/core/progress.py, and what common/training.py says in result.json: figures of each worker, of all, and at the end."""
+"""core/progress.py, and what training/training.py says in result.json: figures of each worker, of all, and at the end."""
 
 import contextlib
 import io
@@ -15,9 +15,9 @@ import runs
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from common import training
 from common.core import plots, progress, words
 from common.core.progress import Progress
+from common.training import training
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 import tensorflow
 from runs import HOGWILD, ROOT, finish, is_training, processes, read_until, result_of, run, start
 
-from common import fit, tf, train, training
+from common import fit, tf, train
 from common.core import plots
 from common.core.flags import Settings, TrainingFailed
 from common.data import records, streams
@@ -21,6 +21,7 @@ from common.data.records import Part
 from common.models import models
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters
+from common.training import training
 
 FLAGS = {name: None for name in ("test_data", "label", "parse", "steps", "seconds", "run_dir")}
 PARSE = """

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from common import tf, training
+from common import tf
 from common.cluster import session
 from common.cluster.cluster import TaskSpecDef
 from common.core.flags import Settings
@@ -15,6 +15,7 @@ from common.data.batches import Batches
 from common.models import models
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters
+from common.training import training
 
 ALL_REDUCE = "Synchronous-SGD", "all_reduce"
 

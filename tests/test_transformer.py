@@ -10,11 +10,12 @@ import pytest
 import tensorflow
 from runs import result_of, run
 
-from common import tf, training
+from common import tf
 from common.core import flags
 from common.data import data
 from common.fit import Run
 from common.models import models
+from common.training import training
 
 SIZES = {"layers": 2, "width": 8, "heads": 2}
 

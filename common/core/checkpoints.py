@@ -323,7 +323,7 @@ class Keeper(tf.train.SessionRunHook):
       samples_before: a tensor, int64: those of them that are not steps (or local steps) × samples_per_update, since other flags
         held then.
       is_of_local_steps: whether samples_per_update is not of an update.
-      log: where the chief notes with which parameters a session begins, a `common.metrics.MetricsLog`, if it is set.
+      log: where the chief notes with which parameters a session begins, a `common.training.MetricsLog`, if it is set.
       export: the chief's, if it is set: a function of parameters `[size]` and state that writes them down as a model. It is
         called in the thread that saves, after each checkpoint; no round waits for it.
     """

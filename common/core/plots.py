@@ -50,7 +50,7 @@ def curve(run_dir):
 def draw(figure, run_dir):
     """Draws the same into a figure of Matplotlib; returns whether there is anything to draw.
 
-    Of a line that says no speed, see `common.metrics.MetricsHook.flush`, the training loss is left out, too: it is the mean of
+    Of a line that says no speed, see `common.training.MetricsHook.flush`, the training loss is left out, too: it is the mean of
     a few batches, where the others are means of many.
     """
     lines = _without_rest(read_metrics(run_dir))

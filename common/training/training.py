@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common import tf
-from common.callbacks import Callback, Patience
 from common.cluster import (
     EarlyStoppingHook,
     Gate,
@@ -62,7 +61,6 @@ from common.data import (
     fed,
     streams,
 )
-from common.metrics import EvaluationHook, MetricsHook, MetricsLog, measured, shares_of_parts
 from common.models import models
 from common.scheme import (
     BIASED,
@@ -84,6 +82,8 @@ from common.scheme import (
     tables,
     timed_rounds,
 )
+from common.training.callbacks import Callback, Patience
+from common.training.metrics import EvaluationHook, MetricsHook, MetricsLog, measured, shares_of_parts
 
 
 def train(scheme, task, settings):
