@@ -24,7 +24,7 @@ import threading
 import time
 from pathlib import Path
 
-from common import isolation
+from common.launch import isolation
 
 BUFFER_BYTES = 2**20
 # aes128-gcm, as processors have instructions for it; and no line about a task that is not there yet, for which the others wait

@@ -27,10 +27,9 @@ from typing import Any
 
 from doors import NOBODY, REFUSED, ROOM, Doors, host_of
 
-from common import places
 from common.cluster import TaskSpecDef
 from common.core import FITTING, MOST_PLACES, STANDS_IN, UserError, lock_folder, signals
-from common.supervisor import PS_SECONDS, STOP_SECONDS
+from common.launch import PS_SECONDS, STOP_SECONDS, places
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOM_SECONDS = 5  # for a host to remove its sockets
@@ -234,7 +233,7 @@ def _may_be_downloaded(flags):
 class _Joining:
     """Workers that wait for their rooms, and the request that is answered when all rooms are made."""
 
-    request: Any  # a `common.places.Request`; None for a worker that stands in for another
+    request: Any  # a `common.launch.Request`; None for a worker that stands in for another
     tasks: dict  # the `_Task` of each line to a room
     made: dict = field(default_factory=dict)  # what the rooms have told
 
@@ -276,7 +275,7 @@ class _Run:
             self._events.put(None)
 
     def hear(self, request):
-        """Lets workers join or leave, as a `common.places.Request` asks. Called from any thread."""
+        """Lets workers join or leave, as a `common.launch.Request` asks. Called from any thread."""
         self._events.put(request)
 
     def run(self, is_open):

@@ -5,9 +5,9 @@ import math
 import time
 from pathlib import Path
 
-from common import launch
 from common.core import run_dir
 from common.data import data
+from common.launch import launch
 
 
 def parse(**more):

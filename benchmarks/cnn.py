@@ -13,8 +13,8 @@ import sys
 import tempfile
 import time
 
-from common import launch
 from common.core import UserError
+from common.launch import launch
 
 WORKERS, WINDOW, BATCH_SIZE = 2, 10, 32
 

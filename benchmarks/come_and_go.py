@@ -21,8 +21,8 @@ import compare
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from common import places  # noqa: E402
 from common.core import read_metrics  # noqa: E402
+from common.launch import places  # noqa: E402
 
 MOST, DELAY_MS = 8, 20
 FLAGS = [

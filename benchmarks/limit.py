@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from common import isolation, launch
+from common.launch import isolation, launch
 
 ROOT = Path(__file__).resolve().parents[1]
 

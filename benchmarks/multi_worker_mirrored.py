@@ -23,7 +23,7 @@ import time
 import alternatives
 import numpy as np
 
-from common import isolation, launch
+from common.launch import isolation, launch
 from common.models import models
 
 STEPS_PER_VOTE = 50  # how often, at most, the workers ask worker 0 whether the time is over

@@ -18,7 +18,7 @@ import time
 import alternatives
 import numpy as np
 
-from common import isolation, launch
+from common.launch import isolation, launch
 
 SIZES = (64, 128, 128, 10)  # of --model=mlp
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import alternatives
 
-from common.isolation import die_with_parent
+from common.launch import die_with_parent
 
 try:
     import torch

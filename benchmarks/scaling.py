@@ -27,9 +27,9 @@ from pathlib import Path
 import compare
 import numpy as np
 
-from common import isolation, launch
 from common.cluster import TaskSpecDef, serve
 from common.data import Batches, data
+from common.launch import isolation, launch
 from common.models import models
 
 HERE = Path(__file__).resolve().parent

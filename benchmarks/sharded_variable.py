@@ -22,8 +22,8 @@ import clicks
 import memory
 import parameter_server_strategy
 
-from common import launch
 from common.core import run_dir
+from common.launch import launch
 
 AT_ONCE = 200  # steps that are scheduled before somebody looks at the time
 

@@ -20,8 +20,8 @@ import compare
 import memory
 import numpy as np
 
-from common import isolation
 from common.core import counted, read_metrics
+from common.launch import isolation
 
 HERE = Path(__file__).resolve().parent
 FLAGS = "--data=text --model=transformer --batch_size=8 --epochs=6 --learning_rate_schedule=cosine --evaluation_secs=0.5"

@@ -32,9 +32,9 @@ from typing import Any
 
 import numpy as np
 
-from common import warm
 from common.core import Settings, TrainingFailed, UserError, plots, progress, sizes
 from common.data import Rows, data, streams
+from common.launch import warm
 
 ROOT = Path(__file__).resolve().parent.parent  # of the folders of the schemes
 FUNCTIONS = {"callback", "learning_rate_schedule"}  # flags that may be functions, called with arguments

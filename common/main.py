@@ -18,9 +18,9 @@ from pathlib import Path
 
 from absl import flags as absl_flags
 
-from common import isolation, launch, places, supervisor
 from common.cluster import cluster, ending, slurm
 from common.core import TrainingFailed, UserError, devices, flags, limits, progress, run_dir, signals, why_unwritable, words
+from common.launch import isolation, launch, places, supervisor
 
 
 def main(scheme=None, train=None, pace="own", without=(), check=None, evaluate=None, optimizer_on="ps", **defaults):

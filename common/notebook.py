@@ -13,8 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import isolation, launch, tf
+from common import tf
 from common.cluster import cluster
+from common.launch import isolation, launch
 
 _open: set[object] = set()  # keeps clusters alive to which no variable refers
 

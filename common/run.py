@@ -13,8 +13,8 @@ from pathlib import Path
 
 from absl import flags as absl_flags
 
-from common import launch, supervisor
 from common.core import TrainingFailed, UserError, devices, flags, limits, progress, run_dir, signals
+from common.launch import launch, supervisor
 
 PROGRAM = "common.run"
 

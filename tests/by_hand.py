@@ -150,7 +150,8 @@ if __name__ == "__main__":
     import setproctitle
 
     setproctitle.setproctitle(f"tasks by hand of {os.getppid()}")  # it finds its place before variables change
-    from common import isolation, main  # noqa: F401
+    from common import main  # noqa: F401
+    from common.launch import isolation  # noqa: F401
     from common.training import training  # noqa: F401
 
     os.register_at_fork(after_in_child=training.np.random.seed)  # or all tasks would draw the same
@@ -162,4 +163,4 @@ if __name__ == "__main__":
         os._exit(0)
     _run(task)
 else:
-    from common import warm
+    from common.launch import warm

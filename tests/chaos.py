@@ -33,8 +33,8 @@ from pathlib import Path
 
 from runs import processes, wait_until_gone
 
-from common import places
 from common.core.flags import UserError
+from common.launch import places
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 ROOT = Path(__file__).resolve().parents[1]

@@ -18,10 +18,11 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # before the first import of tensorflo
 
 from absl.testing import flagsaver  # noqa: E402
 
-from common import launch, tf, warm  # noqa: E402
+from common import tf  # noqa: E402
 from common.cluster import cluster  # noqa: E402
 from common.core import flags, signals  # noqa: E402
 from common.data import data  # noqa: E402
+from common.launch import launch, warm  # noqa: E402
 from common.models import models  # noqa: E402
 from common.simulation.replay import Replay  # noqa: E402
 

@@ -18,8 +18,8 @@ import pytest
 from absl.testing import flagsaver
 
 import common.main  # noqa: F401, for `in_process`
-from common import warm
 from common.core import flags, limits, signals
+from common.launch import warm
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 SECTION = (CHECKOUT / "tests" / "README.md").read_text().split("\n## Bad input\n")[1].split("\n## ")[0]

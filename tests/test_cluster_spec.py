@@ -10,9 +10,10 @@ from unittest import mock
 import pytest
 from runs import SECONDS
 
-from common import TaskSpec, TaskSpecDef, launch, tf
+from common import TaskSpec, TaskSpecDef, tf
 from common.cluster.cluster import task_from
 from common.cluster.ending import say_done, serve
+from common.launch import launch
 
 NO_FLAGS = dict(job_name=None, task_index=None, ps_hosts=None, worker_hosts=None)
 FLAGS = dict(job_name="worker", task_index=1, ps_hosts=["a:1"], worker_hosts=["b:2", "c:3"])

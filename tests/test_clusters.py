@@ -39,9 +39,10 @@ from runs import (
     wait_until_gone,
 )
 
-from common import launch, tf
+from common import tf
 from common.core.checkpoints import checkpoints_in
 from common.data import data
+from common.launch import launch
 
 pytestmark = pytest.mark.cluster
 

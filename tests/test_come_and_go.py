@@ -22,14 +22,15 @@ from runs import (
     wait_until,
 )
 
-from common import launch, places, supervisor, tf
+from common import tf
 from common.cluster import ending
 from common.cluster.cluster import TaskSpecDef
 from common.core import run_dir as folders
 from common.core import signals, words
 from common.core.checkpoints import checkpoints_in
 from common.core.flags import TrainingFailed
-from common.forkserver import EARLY, LEFT
+from common.launch import launch, places, supervisor
+from common.launch.forkserver import EARLY, LEFT
 from common.training import training
 
 DYNAMIC = ROOT / "Asynchronous-DiLoCo" / "asynchronous_diloco.py"

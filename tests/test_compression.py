@@ -13,10 +13,11 @@ import runs
 from oracle import RATE, Problem, sparse_again
 from skips import skip_for
 
-from common import isolation, notebook, tf
+from common import notebook, tf
 from common.cluster.cluster import TaskSpecDef
 from common.core.flags import COMPRESSIONS
 from common.core.plots import read_metrics
+from common.launch import isolation
 from common.scheme.center import GlobalParameters
 from common.scheme.compression import BIASED, Compression, _uniform, pack, pack_sparse
 from common.scheme.local import LocalParameters

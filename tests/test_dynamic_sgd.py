@@ -10,8 +10,8 @@ import pytest
 from conftest import CHECKOUT
 from runs import SECONDS
 
-from common import launch
-from common.forkserver import EARLY, ForkServer
+from common.launch import launch
+from common.launch.forkserver import EARLY, ForkServer
 
 NUM_WORKERS = 4
 

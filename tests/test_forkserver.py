@@ -1,4 +1,4 @@
-"""common/forkserver.py and common/supervisor.py, with small programs as tasks, which import no tensorflow."""
+"""common/launch/forkserver.py and common/launch/supervisor.py, with small programs as tasks, which import no tensorflow."""
 
 import itertools
 import os
@@ -15,10 +15,10 @@ import pytest
 from conftest import CHECKOUT
 from runs import SECONDS, processes, wait_until_gone
 
-from common import supervisor
 from common.core import deaths, words
 from common.core.flags import TrainingFailed, UserError
-from common.forkserver import ForkServer
+from common.launch import supervisor
+from common.launch.forkserver import ForkServer
 
 pytestmark = pytest.mark.cluster
 
@@ -265,7 +265,7 @@ def test_log_whose_folder_was_deleted(listening, command, folder):
 
 DELETED = """
 import os, shutil, sys
-from common import forkserver
+from common.launch import forkserver
 
 log = sys.argv[1]
 os.environ.update(LAUNCHER_KEY="ps 3", LAUNCHER_WORDS=sys.argv[2])

@@ -9,15 +9,15 @@ import by_hand
 import pytest
 from runs import ENDLESS, ROOT, finish, processes, read_until, result_of, send, wait_until
 
-from common import launch
 from common.core.checkpoints import newest_good_checkpoint
+from common.launch import launch
 
 pytestmark = pytest.mark.cluster
 LINEAR = "--data=linear", "--model=linear", "--rounds_per_call=2"  # whose graph is soon prepared
 # A ps that waits two seconds for its workers when it was asked to end.
 IMPATIENT = """import runpy, sys
 sys.path[0] = {root!r}
-from common import supervisor
+from common.launch import supervisor
 supervisor.STOP_SECONDS = 2
 sys.argv[0] = {script!r}
 runpy.run_path(sys.argv[0], run_name="__main__")

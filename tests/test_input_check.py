@@ -1,4 +1,4 @@
-"""common/input_check.py: a task looks at data and model before any other starts, and its end is told in one line."""
+"""common/launch/input_check.py: a task looks at data and model before any other starts, and its end is told in one line."""
 
 import os
 import signal
@@ -8,9 +8,9 @@ import sys
 import pytest
 from runs import HOGWILD, SECONDS, processes, wait_until_gone
 
-from common import input_check, supervisor, warm
 from common.core.deaths import RAN_OUT
 from common.core.flags import Settings, UserError
+from common.launch import input_check, supervisor, warm
 
 pytestmark = pytest.mark.cluster
 

@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 from runs import HOGWILD, SECONDS, finish, is_training, listening_ports, processes, read_until, start
 
-from common import isolation
-from common.forkserver import ForkServer
+from common.launch import isolation
+from common.launch.forkserver import ForkServer
 
 pytestmark = pytest.mark.slow
 
@@ -90,7 +90,7 @@ os.execl("/bin/sh", "sh", "-c", "grep -E '^(Cap|NoNewPrivs)' /proc/self/status |
 
 START_POWER = """
 import os, sys, threading
-from common.forkserver import ForkServer
+from common.launch.forkserver import ForkServer
 folder, is_isolated = sys.argv[1], sys.argv[2] == "True"
 with ForkServer({}, folder + "/server.log", is_isolated, preloads=False) as server:
     ended = threading.Event()
@@ -120,7 +120,7 @@ def test_tasks_have_no_power_beyond_the_user(of_all):
 
 AS_NOBODY = """
 import os, sys
-from common import isolation
+from common.launch import isolation
 os.setgroups([]), os.setresgid(65534, 65534, 65534), os.setresuid(65534, 65534, 65534)
 isolation.prctl(4, 1)  # PR_SET_DUMPABLE: a program that a user starts has its own files in /proc
 isolation.enter_own_network()
@@ -182,7 +182,7 @@ def test_caches_are_private_where_the_home_is_not_writable(of_all):
 
 AS_ORDINARY_USER = """
 import os, sys
-from common import isolation
+from common.launch import isolation
 os.environ.pop("KERAS_HOME", None)
 isolation.enter_own_network()
 isolation.give_up_power()  # or root could write anywhere

@@ -28,7 +28,7 @@ from conftest import CHECKOUT
 from kubeflow.training import ApiClient
 from runs import ENDLESS, HOGWILD, SECONDS, finish, is_training, read_until, result_of, updates_of, wait_until
 
-from common import launch, supervisor
+from common.launch import launch, supervisor
 
 pytestmark = pytest.mark.slow
 

@@ -1,4 +1,4 @@
-"""common/launch.py without a cluster: ports, a task's process and log."""
+"""common/launch/launch.py without a cluster: ports, a task's process and log."""
 
 import contextlib
 import math
@@ -11,12 +11,13 @@ import types
 import pytest
 from runs import SECONDS
 
-from common import launch, supervisor, tf
+from common import tf
 from common.cluster.cluster import TaskSpecDef
 from common.core import deaths, devices
 from common.core.flags import Settings, TrainingFailed
 from common.core.words import PROGRESS
-from common.forkserver import EARLY, ForkServer
+from common.launch import launch, supervisor
+from common.launch.forkserver import EARLY, ForkServer
 
 SERVING = PROGRESS + '[1, "serving", true, null]'
 

@@ -26,8 +26,8 @@ from runs import (
     wait_until_gone,
 )
 
-from common import places
 from common.core.flags import UserError
+from common.launch import places
 
 pytestmark = pytest.mark.cluster
 START = ROOT / "Multiple-Machines" / "start.py"

@@ -10,8 +10,9 @@ import by_hand
 import pytest
 from runs import ENDLESS, ROOT, delete, finish, is_training, metrics_of, read_until, result_of, send, start, wait_until
 
-from common import launch, supervisor, tf
+from common import tf
 from common.core.checkpoints import checkpoints_in
+from common.launch import launch, supervisor
 
 pytestmark = pytest.mark.cluster
 

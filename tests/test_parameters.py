@@ -10,9 +10,10 @@ import keras
 import numpy as np
 import pytest
 
-from common import launch, tf
+from common import tf
 from common.cluster.cluster import TaskSpecDef
 from common.core.finite import loss_of_failed, must_be_finite
+from common.launch import launch
 from common.models import models
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters

@@ -30,7 +30,8 @@ from runs import (
 )
 from runs import run as run_to_the_end
 
-from common import launch, places, supervisor, tf
+from common import tf
+from common.launch import launch, places, supervisor
 
 # --- Who asks, and who answers ----------------------------------------------------------------------------------------------
 

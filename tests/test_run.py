@@ -27,7 +27,7 @@ elif sys.argv[1:] == ["fail"] and index == 1:
 def script(tmp_path, monkeypatch):
     """A script in an otherwise empty folder, which is the working one. It trains nothing."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("common.supervisor.PS_SECONDS", 0)  # this ps does not end by itself
+    monkeypatch.setattr("common.launch.supervisor.PS_SECONDS", 0)  # this ps does not end by itself
     path = tmp_path / "mine.py"
     path.write_text(TASK)
     yield path

@@ -19,12 +19,12 @@ import pytest
 from runs import ENDLESS, HOGWILD, delete, finish, is_training, processes, read_until, result_of, run, start
 
 import common.run
-from common import places
 from common.cluster.cluster import TaskSpecDef
 from common.core import run_dir as of_runs
 from common.core.flags import TrainingFailed
 from common.core.run_dir import open_own, prepare_run_dir, write_json
-from common.forkserver import reserved_port
+from common.launch import places
+from common.launch.forkserver import reserved_port
 from common.training import training
 
 CHIEF, OTHER, PS, EVALUATOR = (

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from conftest import CHECKOUT
 
-from common import launch
+from common.launch import launch
 
 PAGE = (CHECKOUT / "SECURITY.md").read_text()
 

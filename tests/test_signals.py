@@ -13,8 +13,9 @@ import pytest
 import runs
 from runs import HOGWILD, ROOT, SECONDS, on_a_terminal, processes, wait_until_gone
 
-from common import launch, tf
+from common import tf
 from common.core import signals
+from common.launch import launch
 from common.training import training
 
 IGNORABLE = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]

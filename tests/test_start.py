@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from runs import ROOT
 
-from common import places
+from common.launch import places
 
 FOLDER = ROOT / "Multiple-Machines"
 

@@ -1,4 +1,4 @@
-"""common/supervisor.py without processes: tasks that are silent or make no progress are killed; and the words of tasks."""
+"""launch/supervisor.py without processes: tasks that are silent or make no progress are killed; and the words of tasks."""
 
 import contextlib
 import json
@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from common import supervisor
 from common.core import words
 from common.core.flags import TrainingFailed
+from common.launch import supervisor
 
 
 @pytest.fixture

@@ -4,11 +4,12 @@ import types
 
 import pytest
 
-from common import launch, tf
+from common import tf
 from common.cluster import ending
 from common.cluster.hooks import Gate, MeetingHook, StartHook
 from common.core import words
 from common.core.coordination import Clocks, Lock
+from common.launch import launch
 
 HOSTS = {"ps": ["127.0.0.1:1"], "worker": ["host:1", "host:2"]}
 

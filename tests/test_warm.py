@@ -1,4 +1,4 @@
-"""common/warm.py and common/preload.py: a process that has imported tensorflow serves many runs, and only its own user."""
+"""launch/warm.py and launch/preload.py: a process that has imported tensorflow serves many runs, and only its own user."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import pytest
 from conftest import CHECKOUT
 from runs import SECONDS, wait_until_gone
 
-from common import preload, warm
+from common.launch import preload, warm
 
 
 def test_what_forks_would_have_otherwise_changes_the_signature(monkeypatch):
@@ -110,7 +110,8 @@ def test_only_processes_of_the_same_user_and_namespace_are_served(who):
 PROGRAM = """
 import json, os, pathlib, signal, sys, threading
 import numpy as np
-from common import train, warm
+from common import train
+from common.launch import warm
 
 here = pathlib.Path(sys.argv[1])
 x, y = np.arange(24, dtype=np.float32).reshape(8, 3), np.arange(8) % 2
@@ -189,7 +190,8 @@ def test_a_warm_process_that_is_killed_ends_no_run(tmp_path):
     """The run goes on that it has begun, to its end; nothing is left of it."""
     program = """
 import os, signal, sys, threading
-from common import train, warm
+from common import train
+from common.launch import warm
 
 def kill():
     with open(sys.argv[1] + "/pipe") as pipe:

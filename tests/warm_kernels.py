@@ -90,7 +90,7 @@ if __name__ == "__main__":
     import tensorflow  # noqa: F401
     from ipykernel import kernelapp
 
-    from common import isolation
+    from common.launch import isolation
 
     gc.collect()
     gc.freeze()  # a garbage collection in a kernel need not look through these

@@ -42,7 +42,7 @@ is_fork = False  # of the process that starts the tasks, which tells the launche
 
 
 def doing(what, waits=False, whom=None):
-    """Notes what this task does from now on; the launcher kills one that does the same for too long (`common.supervisor.Run`).
+    """Notes what this task does from now on; the launcher kills one that does the same for too long (`common.launch.Run`).
 
     Costs less than a microsecond if it is the same as before, once more: a call of the main loop, say.
 

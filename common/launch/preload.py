@@ -1,6 +1,6 @@
-"""The program of a warm process (common/warm.py): imports tensorflow, then forks a process for each run that starts its tasks.
+"""The program of a warm process (warm.py): imports tensorflow, then forks a process for each run that starts its tasks.
 
-    python common/preload.py OWNER DESCRIPTOR [--preload] [--listen]
+    python common/launch/preload.py OWNER DESCRIPTOR [--preload] [--listen]
 
 It ends with OWNER, the process that started it. DESCRIPTOR is a Unix socket: connected to a launcher, or listening.
 """
@@ -17,7 +17,7 @@ import time
 from multiprocessing.connection import Connection, wait
 
 import common
-from common import forkserver, isolation, warm
+from common.launch import forkserver, isolation, warm
 
 
 def _main(owner, descriptor, *options):

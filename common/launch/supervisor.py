@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import places
 from common.core import (
     RAN_OUT,
     TrainingFailed,
@@ -27,7 +26,8 @@ from common.core import (
     signals,
     words,
 )
-from common.forkserver import EARLY, LEFT
+from common.launch import places
+from common.launch.forkserver import EARLY, LEFT
 
 STOP_SECONDS = 60  # to save a checkpoint and leave, before a task is killed
 WRITE_SECONDS = 5  # to write a checkpoint whose values were read, when a ps has died meanwhile
@@ -273,7 +273,7 @@ class Run:
             )
 
     def hear_request(self, request):
-        """Lets workers join or leave, as a `common.places.Request` asks. Called from any thread."""
+        """Lets workers join or leave, as a `common.launch.Request` asks. Called from any thread."""
         self._events.put(request)
 
     def _answer(self, request):

@@ -11,12 +11,12 @@ import sys
 import time
 from pathlib import Path
 
-from common import isolation, places, warm
 from common.core import TrainingFailed, UserError, check_locks, devices, prepare_run_dir, progress, write_json
-from common.forkserver import ForkServer
-from common.forkserver import reserved_port as reserved_port  # for those that start tasks themselves
-from common.input_check import check_input
-from common.supervisor import STARTER, Run, StarterEnded, Task
+from common.launch import isolation, places, warm
+from common.launch.forkserver import ForkServer
+from common.launch.forkserver import reserved_port as reserved_port  # for those that start tasks themselves
+from common.launch.input_check import check_input
+from common.launch.supervisor import STARTER, Run, StarterEnded, Task
 
 
 def launch(script, arguments, settings):

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 from common.core import FITTING, KNOWN, NOTHING, UserError, last_error, of_memory, progress, words
-from common.forkserver import EARLY, ForkServer
-from common.supervisor import Run, Task
+from common.launch.forkserver import EARLY, ForkServer
+from common.launch.supervisor import Run, Task
 
 CHECK_SECONDS = 5  # after which the user is told that the input is being looked at
 

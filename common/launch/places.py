@@ -29,7 +29,7 @@ def version(*folders):
     return digest.hexdigest()
 
 
-COMMON = Path(__file__).resolve().parent
+COMMON = Path(__file__).resolve().parents[1]
 
 
 def code_of(folder):

@@ -1,6 +1,6 @@
 """The process that starts the tasks of a run: in a network of their own, as forks of itself, so tensorflow is imported once.
 
-It is itself a fork of a warm process (common/warm.py): a launcher asks for it with `ForkServer`. A launcher imports no
+It is itself a fork of a warm process (common/launch/warm.py): a launcher asks for it with `ForkServer`. A launcher imports no
 tensorflow, so that a wrong flag is told at once.
 
 A task that is started again, after it was killed, is another fork: it is back in a moment. The tasks are this process's
@@ -22,8 +22,8 @@ import time
 import traceback
 from multiprocessing.connection import Connection, Pipe, wait
 
-from common import isolation, warm
 from common.core import TrainingFailed, UserError, open_own, words
+from common.launch import isolation, warm
 
 BEAT_SECONDS = 0.5  # from one sign of life, of a task or of the process that starts them, to the next
 START_SECONDS = 120  # for an answer of that process

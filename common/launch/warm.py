@@ -1,4 +1,4 @@
-"""The warm process: it has imported tensorflow, and forks the processes that start the tasks of runs (common/forkserver.py).
+"""The warm process: it has imported tensorflow, and forks the processes that start the tasks of runs (forkserver.py).
 
 The import takes seconds of processor time. A launcher starts a warm process for its run, unless the variable `VARIABLE` names
 the socket of one: a program that calls `train` keeps one for all its runs (`kept`), and so do the tests.
@@ -34,7 +34,7 @@ IMPORT_SECONDS = 600  # for the import, on a busy machine with a slow disk
 STOP_SECONDS = 10  # for a process to end that was told to
 
 PROGRAM = Path(__file__).with_name("preload.py")
-ROOT = PROGRAM.parent.parent
+ROOT = PROGRAM.parents[2]
 
 # glibc reads these when a process begins.
 _MALLOC = {
@@ -133,7 +133,7 @@ class WarmProcess:
             self._errors.close()
 
     def serve(self, request, descriptors):
-        """Forks a process that starts tasks, see `common.forkserver.serve`; returns its number.
+        """Forks a process that starts tasks, see `common.launch.serve`; returns its number.
 
         Args:
           request: arguments of that function.
