@@ -1,7 +1,7 @@
 """AEAMSGD: elastic averaging with Nesterov's momentum (Zhang, Choromanska, LeCun 2015, https://arxiv.org/abs/1412.6651)."""
 
+from common.cli import main
 from common.core import UserError, define_number
-from common.main import main
 
 
 def aeamsgd(center, local, hp):

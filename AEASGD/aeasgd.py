@@ -1,7 +1,7 @@
 """AEASGD: asynchronous elastic averaging SGD (Zhang, Choromanska, LeCun 2015, https://arxiv.org/abs/1412.6651)."""
 
+from common.cli import main
 from common.core import UserError, define_number
-from common.main import main
 
 
 def aeasgd(center, local, hp):

@@ -1,7 +1,7 @@
 """AGN: accumulated gradient normalization (Hermans, Spanakis, Möckel 2017, https://arxiv.org/abs/1710.02368)."""
 
 from common import tf
-from common.main import main
+from common.cli import main
 
 
 def agn(center, local, hp):

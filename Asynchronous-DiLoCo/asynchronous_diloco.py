@@ -4,8 +4,8 @@ https://arxiv.org/abs/2401.09135)."""
 from absl import flags
 
 from common import tf
+from common.cli import main
 from common.core import UserError, define_integer, define_number
-from common.main import main
 
 
 def asynchronous_diloco(center, local, hp):

@@ -11,7 +11,7 @@ import figures
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 from workers import chosen  # noqa: E402
 
-from common.recommend import steps_per_message  # noqa: E402
+from common.cli import steps_per_message  # noqa: E402
 
 MANY = (1000, 100)  # workers, at which the benchmark of many workers decides
 # From how many on: the geometric mean of a number of workers that was measured and the next smaller one
@@ -60,7 +60,7 @@ class Leaf(NamedTuple):
     Attributes:
       question: yes leads to this leaf, after no to those of the leaves before it.
       says: the same as a statement, in a few words.
-      fact: of `common.recommend`, and the least value of it that is a yes; None for the last leaf.
+      fact: of `common.cli.recommend`, and the least value of it that is a yes; None for the last leaf.
       least: see `fact`.
       row: of the table, whose scheme is the answer.
       folder: of the scheme.
@@ -139,7 +139,7 @@ def answer(report, workers):
 
 
 def facts_in(report, condition):
-    """Returns the facts of `common.recommend` that the runs under a condition had, {name: number}."""
+    """Returns the facts of `common.cli.recommend` that the runs under a condition had, {name: number}."""
     of_condition = report["conditions"][condition]
     cluster = {"mbit": 0, **report["cluster"], **of_condition["flags"]}
     facts = {"parameters": next(iter(report["rows"].values()))["parameters"], "workers": report["workers"]}
@@ -224,7 +224,7 @@ def pick(measured):
 
 
 def as_rules(report, workers):
-    """Returns the answers as `common.recommend` reads them, for JSON."""
+    """Returns the answers as `common.cli.recommend` reads them, for JSON."""
     leaves = [leaf._asdict() for leaf in answer(report, workers)]
     rules = [OF_TABLES, *({"scheme": leaf.pop("row"), **leaf} for leaf in leaves)]
     problem, facts = report["problem"], facts_in(report, "all equal")

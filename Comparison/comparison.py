@@ -86,7 +86,7 @@ def empty(quick):
 def measure(job) -> tuple[str, dict[str, Any]]:
     """Returns the name of a row, and what was measured of it."""
     name, report = job
-    from common import notebook
+    from common.cli import notebook
 
     notebook.quiet()
     return name, trials.of_row(name, report["conditions"], report["seeds"], report["others"], report["search"])

@@ -171,7 +171,7 @@ class Trial:
     def __init__(self, row, problem, num_workers, rate):
         import simulate
 
-        from common import fit
+        from common.cli import fit
         from common.data import data
 
         self._problem, self._num_workers = problem, num_workers

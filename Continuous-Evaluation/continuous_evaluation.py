@@ -19,8 +19,8 @@ import sys
 from pathlib import Path
 
 from common import tf
+from common.cli import main
 from common.core import BUILDING, LOADING, UserError, doing, meanwhile, sizes
-from common.main import main
 from common.models import models
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "HogWild"))

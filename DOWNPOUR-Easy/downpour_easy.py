@@ -1,7 +1,7 @@
 """DOWNPOUR SGD, plain SGD on the worker and Adagrad on the ps (Dean et al. 2012, NIPS, appendix 7.1)."""
 
 from common import tf
-from common.main import main
+from common.cli import main
 
 
 def downpour_easy(center, local, hp):

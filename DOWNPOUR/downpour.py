@@ -3,8 +3,8 @@
 import math
 
 from common import tf
+from common.cli import main
 from common.core import UserError, define_alias, define_integer, define_overlap
-from common.main import main
 
 
 def downpour(center, local, hp):

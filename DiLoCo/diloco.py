@@ -1,8 +1,8 @@
 """DiLoCo: many local steps of AdamW, then one of Nesterov for all (Douillard et al. 2023, https://arxiv.org/abs/2311.08105)."""
 
 from common import tf
+from common.cli import main
 from common.core import define_number
-from common.main import main
 
 
 def diloco(center, local, hp):

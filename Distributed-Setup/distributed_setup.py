@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common import tf
+from common.cli import main
 from common.cluster import ending
 from common.core import UserError, doing
 from common.data import Batches, data
-from common.main import main
 from common.scheme import Rounds
 
 # Flags of the schemes that mean nothing here: this trains one step a call, and evaluates each second.

@@ -12,10 +12,10 @@ import numpy as np
 from distributed_setup import OF_SCHEMES, build, check
 
 from common import tf
+from common.cli import main
 from common.cluster import ending
 from common.core import doing
 from common.data import data
-from common.main import main
 
 
 def train(task, settings):

@@ -2,7 +2,7 @@
 divisor τ + 1 is that of dist-keras's "DynSGD")."""
 
 from common import tf
-from common.main import main
+from common.cli import main
 
 
 def dynamic_sgd(center, local, hp):

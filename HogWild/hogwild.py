@@ -5,8 +5,8 @@ hogwild_threads.py.
 """
 
 from common import tf
+from common.cli import main
 from common.core import define_overlap
-from common.main import main
 
 
 def hogwild(center, local, hp):

@@ -27,9 +27,9 @@ from absl import flags
 from hogwild import hogwild
 
 from common import tf
+from common.cli import main
 from common.core import UserError, define_integer, limits
 from common.data import Batches, data
-from common.main import main
 from common.scheme import GlobalParameters, LocalParameters
 
 define_integer("num_threads", 2, "workers, each a thread of this process", least=1)

@@ -3,7 +3,7 @@
 import argparse
 import time
 
-from common import notebook
+from common.cli import notebook
 from common.data import data
 
 notebook.quiet()

@@ -2,7 +2,7 @@
 
 import argparse
 
-from common import notebook
+from common.cli import notebook
 
 notebook.quiet()
 import keras  # noqa: E402

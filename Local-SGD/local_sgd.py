@@ -7,8 +7,8 @@ SlowMo (Wang et al. 2019, https://arxiv.org/abs/1910.00643).
 from absl import flags
 
 from common import tf
+from common.cli import main
 from common.core import define_number
-from common.main import main
 
 
 def local_sgd(center, local, hp):

@@ -13,7 +13,7 @@ import numpy as np
 from multiple_gpus import begin, define_flags, end
 
 from common import tf
-from common.main import main
+from common.cli import main
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "Non-Distributed-Setup"))
 from non_distributed_setup import OF_CLUSTERS, Recorder, checkpoint_of, compiled, fit

@@ -11,9 +11,9 @@ import json
 from pathlib import Path
 
 from common import tf
+from common.cli import main
 from common.core import UserError, define_integer, devices, write_json
 from common.data import Batches, data
-from common.main import main
 from common.scheme import GlobalParameters, LocalParameters, Step
 
 # Flags of the schemes that mean nothing here.

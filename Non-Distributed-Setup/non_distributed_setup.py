@@ -5,8 +5,8 @@ import time
 from pathlib import Path
 
 from common import tf
+from common.cli import main
 from common.data import data
-from common.main import main
 
 # Flags of the schemes that mean nothing here.
 OF_CLUSTERS = (

@@ -1,8 +1,8 @@
 """Ringmaster ASGD: stale gradients are thrown away (Maranjyan, Tyurin, Richtárik 2025, https://arxiv.org/abs/2501.16168)."""
 
 from common import tf
+from common.cli import main
 from common.core import define_number
-from common.main import main
 
 
 def ringmaster_asgd(center, local, hp):

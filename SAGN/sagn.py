@@ -1,7 +1,7 @@
 """SAGN: synchronous accumulated gradient normalization, after the Distributed TensorFlow Guide."""
 
 from common import tf
-from common.main import main
+from common.cli import main
 
 
 def sagn(center, local, hp):

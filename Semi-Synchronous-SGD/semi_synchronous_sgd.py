@@ -3,8 +3,8 @@
 from absl import flags
 
 from common import tf
+from common.cli import main
 from common.core import define_number
-from common.main import main
 
 
 def semi_synchronous_sgd(center, local, hp):

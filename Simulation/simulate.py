@@ -21,9 +21,8 @@ import calibrate
 import numpy as np
 from absl import flags as absl_flags
 
-from common import fit, notebook
+from common.cli import fit, flags_of_one_run, folder_of, notebook
 from common.core import TrainingFailed, UserError, define_number, define_numbers, flags, plots, progress, run_dir
-from common.folders import flags_of_one_run, folder_of
 from common.simulation import Costs, VirtualTime
 
 # Flags for processes, checkpoints and files, which a simulation does not have.

@@ -1,8 +1,8 @@
 """SparseLoCo: DiLoCo that sends the largest of what has piled up, in 2 bits (Sarfi et al. 2025, https://arxiv.org/abs/2508.15706)."""
 
 from common import tf
+from common.cli import main
 from common.core import UserError, define_integer, define_number
-from common.main import main
 
 
 def sparseloco(center, local, hp):

@@ -1,8 +1,8 @@
 """Streaming DiLoCo: a fragment at a time, while training goes on (Douillard et al. 2025, https://arxiv.org/abs/2501.18512)."""
 
 from common import tf
+from common.cli import main
 from common.core import UserError, define_integer, define_number
-from common.main import main
 
 
 def streaming_diloco(center, local, hp):

@@ -1,8 +1,8 @@
 """Synchronous SGD with a learning rate for each worker, after the Distributed TensorFlow Guide."""
 
 from common import tf
+from common.cli import main
 from common.core import UserError, define_numbers
-from common.main import main
 
 
 def synchronous_sgd_different_learning_rates(center, local, hp):

@@ -1,7 +1,7 @@
 """Synchronous SGD by all-reduce: the workers average their gradients among themselves, without a ps between them."""
 
 from common import tf
-from common.main import main
+from common.cli import main
 
 
 def all_reduce(center, local, hp):

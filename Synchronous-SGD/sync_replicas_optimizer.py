@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 
 from common import tf
+from common.cli import main
 from common.core import UserError, define_integer, write_json
 from common.data import data
-from common.main import main
 from common.models import models
 from common.scheme import Rounds
 

@@ -1,8 +1,8 @@
 """Synchronous SGD through the ps, with backup workers (Chen et al. 2016, https://arxiv.org/abs/1604.00981)."""
 
 from common import tf
+from common.cli import main
 from common.core import UserError, define_integer
-from common.main import main
 
 
 def synchronous_sgd(center, local, hp):

@@ -1,8 +1,8 @@
 """SlowMo: local SGD with slow momentum (Wang, Tantia, Ballas, Rabbat 2020, https://arxiv.org/abs/1910.00643)."""
 
 from common import tf
+from common.cli import main
 from common.core import define_number
-from common.main import main
 
 
 def slowmo(center, local, hp):

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from common import tf
+from common.cli import main
 from common.core import UserError
 from common.data import data
-from common.main import main
 from common.models import models
 from common.scheme import Rounds
 

@@ -28,7 +28,7 @@ import numpy as np  # noqa: E402
 import simulate  # noqa: E402
 import time_to_accuracy  # noqa: E402
 
-from common import fit  # noqa: E402
+from common.cli import fit  # noqa: E402
 from common.core import counted, read_metrics  # noqa: E402
 
 DELAY = 0.02  # seconds of each packet

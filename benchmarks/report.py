@@ -38,7 +38,7 @@ RULES = COMPARISON / "rules.json"
 
 
 def rules():
-    """Returns the rules of `common.recommend`, made from Comparison/ and the benchmark of many workers."""
+    """Returns the rules of `common.cli.recommend`, made from Comparison/ and the benchmark of many workers."""
     of_files = (json.loads(path.read_text()) for path in (COMPARISON / "comparison.json", HERE / "workers.json"))
     return json.dumps(answer.as_rules(*of_files), indent=1, ensure_ascii=False) + "\n"
 

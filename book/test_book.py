@@ -203,8 +203,8 @@ def test_numbers_of_the_first_page_are_those_of_the_tables():
 
 @pytest.fixture(scope="module")
 def recommend():
-    """The module common/recommend.py, without the packages that the rest of `common` needs."""
-    return types.SimpleNamespace(**runpy.run_path(str(ROOT / "common" / "recommend.py")))
+    """The module common/cli/recommend.py, without the packages that the rest of `common` needs."""
+    return types.SimpleNamespace(**runpy.run_path(str(ROOT / "common" / "cli" / "recommend.py")))
 
 
 def test_the_form_answers_twenty_questions_as_the_tables_do(wide, recommend):

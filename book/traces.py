@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "Simulation"))
 import numpy as np  # noqa: E402
 import simulate  # noqa: E402
 
-from common import notebook  # noqa: E402
+from common.cli import notebook  # noqa: E402
 from common.core import counted  # noqa: E402
 from common.simulation import Costs, VirtualTime  # noqa: E402
 

@@ -50,7 +50,7 @@ def private_caches(is_writable=None):
         os.environ["KERAS_HOME"] = tempfile.mkdtemp(prefix="keras-")
         os.environ.setdefault("MPLCONFIGDIR", os.environ["KERAS_HOME"])
         os.environ["KERAS_HOME_IS_OF"] = str(os.getpid())
-    if os.environ.get("KERAS_HOME_IS_OF") == str(os.getpid()):  # also one that has begun again, see `common.main`
+    if os.environ.get("KERAS_HOME_IS_OF") == str(os.getpid()):  # also one that has begun again, see `common.cli.program`
         import atexit
 
         atexit.register(remove_private_caches)
@@ -181,7 +181,7 @@ tf: Any = _TensorFlow()
 
 
 _MODULES = {
-    "train": "fit",
+    "train": "cli.fit",
     "TaskSpecDef": "cluster.cluster",
     "TaskSpec": "cluster.cluster",
     "DistributedSession": "cluster.session",

@@ -1,83 +1,8 @@
-"""Runs any script that asks `TaskSpec()` as a cluster on this machine:
+"""The program `python -m common.run`, which runs any script as a cluster on this machine: see common/cli/run.py."""
 
-    python -m common.run --num_ps=1 --num_workers=2 my_script.py --its=flags
-
-Each task finds its place in `TF_CONFIG`. Worker 0 writes to the terminal, the others to logs. The run ends with its workers.
-"""
-
-import datetime
-import json
-import os
 import sys
-from pathlib import Path
 
-from absl import flags as absl_flags
-
-from common.core import TrainingFailed, UserError, devices, flags, limits, progress, run_dir, signals
-from common.launch import launch, supervisor
-
-PROGRAM = "common.run"
-
-
-def main(arguments):
-    """Runs it and exits: 0 all workers have ended well, 1 one has failed, 2 bad flags or input, 130 stopped by Ctrl-C."""
-    signals.prepare_for_a_closed_terminal()
-    try:
-        sys.exit(_run(arguments))
-    except UserError as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
-        sys.exit(2)
-    except TrainingFailed as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
-        sys.exit(1)
-
-
-def _run(arguments):
-    values = absl_flags.FlagValues()
-    flags.define_integer("num_ps", 1, "ps tasks to start", least=1, flag_values=values)
-    flags.define_integer("num_workers", 2, "workers to start, the master among them", least=1, flag_values=values)
-    flags.define_integer("max_restarts", 0, "maximum number of restarts of each task", least=0, flag_values=values)
-    flags.define_gpus(values)
-    flags.define_isolation(values)
-    absl_flags.DEFINE_string("log_dir", None, "folder for the tasks' logs (default: runs/SCRIPT/TIME)", flag_values=values)
-    absl_flags.DEFINE_bool("help", False, "show this help", flag_values=values)
-    own = next((i for i, argument in enumerate(arguments) if not argument.startswith("-")), len(arguments))
-    settings = flags.parse(values, arguments[:own], PROGRAM)
-    if own == len(arguments):
-        raise UserError("a script is missing: python -m common.run [--num_ps=1 --num_workers=2] SCRIPT.py [its arguments]")
-    script = Path(arguments[own])
-    if not script.is_file():
-        raise UserError(f"there is no script {script}")
-    if settings.gpus is not None:
-        settings = devices.with_gpus(settings, flags.present(values, "num_workers"))
-    limits.check_tasks(settings.num_ps, settings.num_workers)
-    settings = settings.but(pace="own", ends_with_chief=False, num_evaluators=0, hang_secs=None, check_secs={})
-    launch.check_isolation(settings)
-    log_dir = Path(settings.log_dir or f"runs/{script.stem}/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S.%f}")
-    with (
-        run_dir.lock_folder(log_dir, "--log_dir", ["logs"]),
-        launch.fork_server(settings, log_dir, preloads=False) as server,
-    ):
-        hosts = launch.reserved_hosts(server, settings.num_ps, settings.num_workers)
-
-        def task(job, index):
-            config = {"cluster": hosts, "task": {"type": job, "index": index}}
-            environ = {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "3"), "TF_CONFIG": json.dumps(config)}
-            is_shown = (job, index) == ("worker", 0)
-            command = [sys.executable, str(script), *arguments[own + 1 :]]
-            return supervisor.Task(
-                job, index, command, str(log_dir), environ | devices.devices_of(job, index, settings.gpus), is_shown
-            )
-
-        progress.say(f"{script}: --num_ps={settings.num_ps} --num_workers={settings.num_workers}, logs in {log_dir / 'logs'}")
-        if settings.gpus is not None:
-            progress.say(devices.say_gpus(settings))
-        if server.problem:
-            progress.say(f"the ports of this run can be reached from outside: {server.problem}")
-        return supervisor.Run(
-            [task(job, index) for job in hosts for index in range(len(hosts[job]))], server, settings, progress.say
-        ).run()
-
+from common.cli.run import main
 
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -76,7 +76,7 @@ def _started():
 def start(script, *arguments, environ=os.environ):
     """Starts a task, as `python SCRIPT ARGUMENTS` would with these variables; returns a `Task`."""
     _, sock, connection = _started()
-    # With one of these missing, a task begins again, see `common.main`: as a new program.
+    # With one of these missing, a task begins again, see `common.cli.program`: as a new program.
     environ = warm.environment({"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1", **environ})
     (said, saying), (told, telling) = os.pipe(), os.pipe()
     connection.send(([str(script), *arguments], environ, os.getcwd()))
@@ -150,7 +150,7 @@ if __name__ == "__main__":
     import setproctitle
 
     setproctitle.setproctitle(f"tasks by hand of {os.getppid()}")  # it finds its place before variables change
-    from common import main  # noqa: F401
+    from common.cli import program  # noqa: F401
     from common.launch import isolation  # noqa: F401
     from common.training import training  # noqa: F401
 

@@ -1,7 +1,7 @@
 """A scheme that counts: for tests of workers that come and go. x̃ is the number of workers that the last update found."""
 
 from common import tf
-from common.main import main
+from common.cli.program import main
 
 
 def counting(center, local, hp):

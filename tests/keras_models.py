@@ -22,7 +22,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import numpy as np
 from absl.testing import flagsaver
 
-from common import main
+from common.cli import program
 from common.core import flags
 from common.data import data
 from common.training import training
@@ -793,13 +793,13 @@ def needs_python():
 
 
 def _scheme(path):
-    """Returns what the script of a scheme gives to `common.main.main`; the flags that it defines are defined then."""
+    """Returns what the script of a scheme gives to `common.cli.main`; the flags that it defines are defined then."""
     called: dict[str, Any] = {}
-    original, main.main = main.main, lambda scheme, **settings: called.update(scheme=scheme, settings=settings)
+    original, program.main = program.main, lambda scheme, **settings: called.update(scheme=scheme, settings=settings)
     try:
         runpy.run_path(str(ROOT / f"{path}.py"), run_name="__main__")
     finally:
-        main.main = original
+        program.main = original
     return called["scheme"], called["settings"]
 
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common import notebook, tf
+from common import tf
+from common.cli import notebook
 from common.scheme.steps import is_on_ps
 
 RATE = 0.05  # step size of SGD, on worker and ps

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from runs import ROOT
 
-from common import advise, recommend
+from common.cli import advise, recommend
 from common.core.flags import Settings
 from common.simulation.virtual_time import Action, Costs, Waiting
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 from absl.testing import flagsaver
 
-import common.main  # noqa: F401, for `in_process`
+import common.cli.program  # noqa: F401, for `in_process`
 from common.core import flags, limits, signals
 from common.launch import warm
 
@@ -215,7 +215,7 @@ def in_process(folder, monkeypatch, capfd):
     monkeypatch.setattr(warm.WarmProcess, "serve", serve_nobody)
     monkeypatch.setattr(subprocess, "Popen", lambda command, **_: pytest.fail(f"it starts {command}"))
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("it forks"))
-    monkeypatch.setattr(sys.modules["common.main"], "_log_to", lambda path: pytest.fail("it trains"))
+    monkeypatch.setattr(sys.modules["common.cli.program"], "_log_to", lambda path: pytest.fail("it trains"))
     handlers = {number: signal.getsignal(number) for number in signals.INTERRUPTING_SIGNALS}
     capfd.readouterr()
     yield in_process

@@ -97,7 +97,7 @@ import numpy  # whose threads are older than tensorflow's
 sys.path.append({str(HOGWILD.parent)!r})
 from hogwild import hogwild
 
-from common.main import main
+from common.cli.program import main
 
 main(hogwild, epochs=60, batch_size=32, learning_rate=0.1)
 """,

@@ -13,7 +13,8 @@ import runs
 from oracle import RATE, Problem, sparse_again
 from skips import skip_for
 
-from common import notebook, tf
+from common import tf
+from common.cli import notebook
 from common.cluster.cluster import TaskSpecDef
 from common.core.flags import COMPRESSIONS
 from common.core.plots import read_metrics
@@ -655,7 +656,7 @@ def test_a_scheme_of_ones_own_is_refused_before_any_task_starts(tmp_path):
 
 OWN_SCHEME = """
 from common import tf
-from common.main import main
+from common.cli.program import main
 
 
 def own(center, local, hp):

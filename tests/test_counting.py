@@ -182,7 +182,7 @@ def test_the_simulator_counts_the_same(problem, scheme, local_steps, gradients):
 
 OWN = """
 from common import tf
-from common.main import main
+from common.cli.program import main
 
 
 def own(center, local, hp):

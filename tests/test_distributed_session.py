@@ -18,8 +18,8 @@ import runs
 
 import common.cluster.session
 from common import DistributedSession, LoadCheckpoint, StopAtTimeHook, TaskSpecDef, tf
+from common.cli.notebook import LocalCluster
 from common.cluster import hooks
-from common.notebook import LocalCluster
 
 SCRIPT = runs.ROOT / "Distributed-Session" / "distributed_session.py"
 WHO_AM_I = ("TF_CONFIG", "JOB_NAME", "TASK_INDEX", "PS_HOSTS", "WORKER_HOSTS", "MASTER_HOST")

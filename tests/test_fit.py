@@ -1,4 +1,4 @@
-"""common/fit.py: `train` from Python sends model, data and scheme to the tasks, shows what they say, and ends them."""
+"""common/cli/fit.py: `train` from Python sends model, data and scheme to the tasks, shows what they say, and ends them."""
 
 import contextlib
 import errno
@@ -20,7 +20,8 @@ from IPython.core.interactiveshell import InteractiveShell
 from runs import SECONDS, is_training, processes, read_until, wait_until_gone
 from traitlets.config import Config
 
-from common import fit, train
+from common import train
+from common.cli import fit
 from common.core.flags import TrainingFailed, UserError
 
 X, Y = np.arange(24, dtype=np.float32).reshape(8, 3), np.arange(8) % 2
@@ -422,7 +423,7 @@ def test_a_notebook_shows_one_line(capsys, kind):
 
 
 CELLS = """
-from common.fit import Run
+from common.cli.fit import Run
 run = Run(RUN, None, None, {})
 run.plot()
 ---

@@ -349,7 +349,7 @@ def test_forbidden_and_not_wanted(script):
 
 
 def test_allowed(script, capfd):
-    from common import run
+    from common.cli import run
 
     with pytest.raises(SystemExit) as info:
         run.main(["--require_isolation", "--num_workers=1", script])

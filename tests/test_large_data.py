@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from runs import ENDLESS, finish, is_training, processes, read_until, start
 
-from common import fit, tf
+from common import tf
+from common.cli import fit
 from common.core import words
 from common.data import data
 from common.data.batches import Batches, Position, fed

@@ -14,12 +14,12 @@ import psutil
 import pytest
 import runs
 
-from common.notebook import LocalCluster
+from common.cli.notebook import LocalCluster
 
 MULTIPLE_WORKERS = runs.ROOT / "Basics-Tutorial" / "Multiple-Workers"
 KERNEL = """
 import sys
-from common.notebook import LocalCluster, shared_cluster
+from common.cli.notebook import LocalCluster, shared_cluster
 
 {code}
 print({printed}, flush=True)

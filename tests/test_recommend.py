@@ -1,4 +1,4 @@
-"""common/recommend.py: README.md, Comparison/README.md and `common.advise` answer twenty questions alike.
+"""common/cli/recommend.py: README.md, Comparison/README.md and `common.advise` answer twenty questions alike.
 book/test_book.py asks the form of the book the same."""
 
 import json
@@ -6,7 +6,7 @@ import json
 import pytest
 from runs import ROOT
 
-from common import advise, recommend
+from common.cli import advise, recommend
 
 QUESTIONS = json.loads((ROOT / "book" / "questions.json").read_text())
 ROWS = {file: (ROOT / file).read_text().splitlines() for file in ("README.md", "Comparison/README.md")}

@@ -8,7 +8,7 @@ import sys
 import pytest
 from runs import SECONDS, processes, read_until
 
-from common import run
+from common.cli import run
 
 TASK = """
 import json, os, signal, sys

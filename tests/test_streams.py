@@ -13,7 +13,8 @@ import pytest
 import tensorflow
 from runs import HOGWILD, ROOT, finish, is_training, processes, read_until, result_of, run, start
 
-from common import fit, tf, train
+from common import tf, train
+from common.cli import fit
 from common.core import plots
 from common.core.flags import Settings, TrainingFailed
 from common.data import records, streams

@@ -11,9 +11,9 @@ import tensorflow
 from runs import result_of, run
 
 from common import tf
+from common.cli.fit import Run
 from common.core import flags
 from common.data import data
-from common.fit import Run
 from common.models import models
 from common.training import training
 

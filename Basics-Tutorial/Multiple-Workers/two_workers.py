@@ -7,7 +7,8 @@ same thing for all of them.
 import types
 from pathlib import Path
 
-from common import notebook, tf
+from common import tf
+from common.cli import notebook
 from common.cluster import ending
 from common.data import data
 

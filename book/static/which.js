@@ -1,4 +1,4 @@
-// The form "Which scheme?": asks what common/recommend.py asks, and decides by the same rules (RULES, of Comparison/rules.json).
+// The form "Which scheme?": asks what common/cli/recommend.py asks, and decides by the same rules (RULES, of Comparison/rules.json).
 "use strict";
 
 const FAR = 3; // times what was measured, from which on a line says so

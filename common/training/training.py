@@ -957,7 +957,7 @@ class Interruption(tf.train.SessionRunHook):
     """Ctrl-C, SIGTERM, a closed terminal: while there is something to save, a request to stop after the present call; otherwise
     the end.
 
-    To be made in the main thread; `common.main` blocks the signals before tensorflow starts threads: `signals.hear_signals`.
+    To be made in the main thread; `common.cli` blocks the signals before tensorflow starts threads: `signals.hear_signals`.
 
     As the first hook of a session it knows when there is one. Another worker may train long before the chief has called all
     of its hooks, of which one writes the first checkpoint.

@@ -1,6 +1,6 @@
 """Clusters for notebooks: tasks as processes on this machine, which end with the notebook's kernel at the latest.
 
-As a program it is one of these tasks: `python common/notebook.py '{"ps": ["localhost:2222"], ...}' ps 0`.
+As a program it is one of these tasks: `python common/cli/notebook.py '{"ps": ["localhost:2222"], ...}' ps 0`.
 """
 
 import contextlib

@@ -36,23 +36,23 @@ from common.core import Settings, TrainingFailed, UserError, plots, progress, si
 from common.data import Rows, data, streams
 from common.launch import warm
 
-ROOT = Path(__file__).resolve().parent.parent  # of the folders of the schemes
+ROOT = Path(__file__).resolve().parents[2]  # of the folders of the schemes
 FUNCTIONS = {"callback", "learning_rate_schedule"}  # flags that may be functions, called with arguments
 DEFAULTS: dict[str, Any] = {"epochs": 1, "batch_size": 32, "learning_rate": 0.01}  # of a scheme that is a function
 
 # What a scheme's script finds in the folder: the first for flags that name a function, the second for a scheme that is one.
-_PROBLEM = '''"""Data and model of a notebook, or a program; see common/fit.py."""
+_PROBLEM = '''"""Data and model of a notebook, or a program; see common/cli/fit.py."""
 
-from common.fit import receive
+from common.cli.fit import receive
 
 
 def __getattr__(name):
     return receive(__file__, name)
 '''
-_SCHEME = '''"""A scheme of a notebook, or a program; see common/fit.py."""
+_SCHEME = '''"""A scheme of a notebook, or a program; see common/cli/fit.py."""
 
-from common.fit import receive
-from common.main import main
+from common.cli.fit import receive
+from common.cli.program import main
 
 scheme, settings = receive(__file__, "scheme")
 if __name__ == "__main__":
@@ -75,7 +75,7 @@ def train(scheme, model, data, *, run_dir=None, pace="own", verbose=True, **flag
         function that returns that, or a pair of `tf.data.Dataset`s; files, as "DIR/*.csv"; or "digits", "linear", "mnist",
         "mnist1d", "quadratic", "text". See book/guide/data-and-models.md.
       run_dir: folder for all that the run writes; runs/SCHEME/TIME by default.
-      pace: of a scheme that is a function, see `common.main.main`.
+      pace: of a scheme that is a function, see `common.cli.main`.
       verbose: whether to show the progress meanwhile.
       **flags: the flags of the folder's run.sh, as num_workers=4; `bash DOWNPOUR/run.sh --help` lists them. `callback` and
         `learning_rate_schedule` may be functions. A callback is called in a process of its own, not in this one: what it

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-RULES = Path(__file__).resolve().parents[1] / "Comparison" / "rules.json"
+RULES = Path(__file__).resolve().parents[2] / "Comparison" / "rules.json"
 FAR = 3  # times what was measured, from which on a line says so
 
 

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from absl import flags as absl_flags
 
-from common import fit, main
+from common.cli import fit, program
 from common.core import UserError, flags
 
 
 class Folder(NamedTuple):
-    """What a scheme's script says in its call of `common.main.main`."""
+    """What a scheme's script says in its call of `common.cli.main`."""
 
     name: str
     scheme: Any
@@ -37,18 +37,18 @@ def folder_of(name):
     def capture(scheme=None, train=None, pace="own", without=(), check=None, evaluate=None, optimizer_on="ps", **defaults):
         if scheme is None:
             raise UserError(f"{script.name} has a main loop of its own, so virtual workers cannot run it")
-        if pace != "own":  # as in `common.main`: workers that wait for each other begin together
+        if pace != "own":  # as in `common.cli.program`: workers that wait for each other begin together
             without = (*without, "warm_start_steps")
         found.append(Folder(script.resolve().parent.name, scheme, check, without, optimizer_on, defaults))
 
-    original, main.main = main.main, capture
+    original, program.main = program.main, capture
     try:
         with _importable_from(script.parent):
             runpy.run_path(str(script), run_name="__main__")
     finally:
-        main.main = original
+        program.main = original
     if not found:
-        raise UserError(f"{script} does not call common.main.main(scheme, ...), as a scheme's script does")
+        raise UserError(f"{script} does not call common.cli.main(scheme, ...), as a scheme's script does")
     return found[0]
 
 

@@ -1,0 +1,16 @@
+"""The programs: a scheme's script, `python -m common.run`, `python -m common.advise`, and `train` for notebooks.
+
+Begin with `main`, which each scheme's script calls.
+"""
+
+from typing import TYPE_CHECKING
+
+from common.front_door import front_door
+
+if TYPE_CHECKING:  # the front door: what others may import
+    from common.cli import fit, notebook
+    from common.cli.folders import flags_of_one_run, folder_of
+    from common.cli.program import main
+    from common.cli.recommend import steps_per_message
+
+__getattr__, __dir__ = front_door(__name__)

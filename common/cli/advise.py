@@ -1,0 +1,315 @@
+"""Says what each scheme would cost on your machines and links, and which one to begin with:
+
+    python -m common.advise --parameters=25e6 --workers=8 --mbit=1000 --latency_ms=5 --step_ms=80
+
+`common.cli.recommend` picks the scheme, by rules that were made from measured runs. The cost model is the simulator's: a
+round is read off the scheme's own graph (`common.simulation`), and `common.simulation.virtual_time` says when each step of it
+happens. Nothing is trained here.
+"""
+
+import functools
+import math
+import re
+from typing import NamedTuple
+
+import numpy as np
+from absl import flags as absl_flags
+
+from common.cli import notebook
+from common.cli.folders import flags_of_one_run, folder_of
+from common.cli.recommend import recommend, rules
+from common.core import UserError, flags
+from common.simulation import Costs, VirtualTime
+
+PROGRAM = "common.advise"
+MOST_WORKERS, MOST_WINDOW = 1000, 100_000
+MBIT = 1e6 / 8  # bytes per second
+YES = {  # facts of `common.cli.recommend` that are true or not
+    "tables": "whether the model has tables that are larger than a worker's memory",
+    "exact": "whether each update must equal that of one machine with a larger batch, reproducibly",
+    "come_and_go": "whether workers come and go, or die",
+    "non_iid": "whether the data is non-IID across workers",
+}
+# In the order of README.md
+SCHEMES = (
+    *("HogWild", "Dynamic-SGD", "Ringmaster-ASGD", "DC-ASGD", "Semi-Synchronous-SGD", "Synchronous-SGD"),
+    *("Synchronous-SGD-different-learning-rates", "DOWNPOUR-Easy", "DOWNPOUR", "AGN", "AEASGD", "AEAMSGD", "SAGN", "Local-SGD"),
+    *("DiLoCo", "Streaming-DiLoCo", "SparseLoCo", "Asynchronous-DiLoCo", "Write-Your-Own-Scheme"),
+)
+# Further ways to run one of them, each a script of its own, of which the simulator says why it knows none
+SCRIPTS = {
+    "Synchronous-SGD --by=all_reduce": "all_reduce.py",
+    "Synchronous-SGD --by=sync_replicas_optimizer": "sync_replicas_optimizer.py",
+}
+# Tried where messages are slow; 500 is H in DiLoCo's paper
+WINDOWS = (20, 50, 100, 200, 500)
+ENOUGH = 0.8  # share of their time that workers compute, from which on a scheme need not send less
+
+
+class Estimate(NamedTuple):
+    """What a scheme costs once it runs evenly.
+
+    Attributes:
+      name: of its folder.
+      window: its `--window`; 1 if it has none.
+      local_steps: of a worker in a round.
+      round_seconds: from the beginning of a round of a worker to that of its next one, the mean over the workers.
+      computing: the share of the workers' time that goes into local steps; the rest is waiting, for messages or others.
+      barrier: the share of their time in which workers have to wait for other workers.
+      bytes_per_hour: of all workers, to the ps and from them.
+      steps_per_second: local steps of all workers.
+      ps_load: the share of time for which the busier direction of the ps's links is in use; 0 if they have no limit.
+    """
+
+    name: str
+    window: int
+    local_steps: int
+    round_seconds: float
+    computing: float
+    barrier: float
+    bytes_per_hour: float
+    steps_per_second: float
+    ps_load: float
+
+
+def estimate(name, window, actions, waiting, num_workers, costs, seed=0):
+    """Returns the `Estimate` of a scheme from its rounds: the first few are left out, as all workers begin at once.
+
+    Args:
+      name, window: of the scheme, see `Estimate`.
+      actions, waiting: see `common.simulation.Facts`.
+      num_workers, costs, seed: see `common.simulation.VirtualTime`.
+    """
+    few = min(40, max(8, 4000 // num_workers))  # rounds of each worker, on average
+    first = max(2, few // 8)
+    if waiting.staleness is not None and math.isfinite(waiting.staleness):
+        first += math.ceil(4 * waiting.staleness)  # until fast workers are as far ahead as they may be
+    last = first + few
+    clock = VirtualTime(actions, num_workers, costs, waiting, seed, spans_until=math.inf)
+    local_steps = sum(action.local_steps for action in actions)
+    until, parts, made = float(np.mean(clock.step_means)) * local_steps, [], 0
+    while made < last * num_workers:
+        parts.append(clock.run(until=until))
+        made += int(np.sum(parts[-1].steps == len(actions) - 1))
+        until = 1.5 * until
+    steps, times, seconds = (np.concatenate([getattr(part, key) for part in parts]) for key in ("steps", "times", "seconds"))
+    ends = times[steps == len(actions) - 1]
+    start, end = ends[first * num_workers - 1], ends[last * num_workers - 1]
+    worked = num_workers * (end - start)
+    rounds = few * num_workers / (end - start)  # a second
+    trained = seconds[(times > start) & (times <= end)].sum()
+    waited = sum(max(0.0, min(s.end, end) - max(s.start, start)) for s in clock.spans if s.part == "wait")
+    up, down = (sum(getattr(action, key) for action in actions) for key in ("up", "down"))
+    return Estimate(
+        name,
+        window,
+        local_steps,
+        float(worked / (few * num_workers)),
+        float(trained / worked),
+        float(waited / worked),
+        float(3600 * rounds * (up + down)),
+        float(rounds * local_steps),
+        float(rounds * max(up, down) / costs.ps_bandwidth / costs.num_ps),
+    )
+
+
+def costs_of(settings):
+    """Returns the `common.simulation.Costs` that the flags name."""
+    step = np.full(settings.workers, settings.step_ms / 1000)
+    step[-1] *= settings.slow
+    link, of_ps = (mbit * MBIT if mbit else math.inf for mbit in (settings.mbit, settings.ps_mbit or settings.mbit))
+    return Costs(
+        step=step,
+        step_cv=settings.step_cv,
+        latency=settings.latency_ms / 1000,
+        bandwidth_up=link,
+        bandwidth_down=link,
+        ps_bandwidth=of_ps,
+        num_ps=settings.num_ps,
+    )
+
+
+@flags_of_one_run()
+def of_scheme(settings, script, name, window=None):
+    """Returns the `Estimate` of a scheme, with the flags of its script at their defaults.
+
+    Args:
+      settings: those of this program.
+      script: the scheme's folder, or the path of its script.
+      name: what the `Estimate` calls it.
+      window: local steps of a round, for schemes that make several; None for `--window`, or else its own default.
+
+    Raises:
+      UserError: if the simulator does not know it, or it takes no such flags.
+    """
+    from common.scheme import compression_of
+    from common.simulation import facts_of_size
+
+    folder = folder_of(script)
+    given = [f"--num_workers={settings.workers}", f"--num_ps={settings.num_ps}", f"--batch_size={settings.batch_size}"]
+    given += [f"--compress={settings.compress}", f"--compress_pull={settings.compress_pull}"]
+    given += [f"--topk={settings.topk}"] if settings.topk else []
+    if folder.defaults.get("window", 1) > 1 and (window or settings.window):
+        given.append(f"--window={window or settings.window}")
+    if "learning_rates" in absl_flags.FLAGS:
+        given.append("--learning_rates=" + ",".join(["0.1"] * settings.workers))
+    hp = flags.parse(flags.define(folder.defaults), given, name)
+    if folder.check:
+        folder.check(hp)
+    compression = compression_of(hp)
+    facts = facts_of_size(folder.scheme, hp, settings.parameters, settings.workers, settings.num_ps, compression)
+    return estimate(name, hp.window, facts.actions, facts.waiting, settings.workers, costs_of(settings))
+
+
+def all_schemes(settings):
+    """Returns the `Estimate`s of all schemes, a list, and for each of the others why there is none: {name: text}."""
+    from common.cli.fit import script_of
+
+    found, without = [], {}
+    folder = script_of("Synchronous-SGD").parent
+    for name, script in {**{name: name for name in SCHEMES}, **{k: str(folder / v) for k, v in SCRIPTS.items()}}.items():
+        try:
+            found.append(of_scheme(settings, script, name))
+        except UserError as error:
+            without[name] = str(error)
+    return found, without
+
+
+def with_window(found, at_window):
+    """Returns the `Estimate` of a scheme with the shortest window at which its workers compute for `ENOUGH` of their time.
+
+    If none of `WINDOWS` does, that with the longest one.
+
+    Args:
+      found: its `Estimate` with the default window.
+      at_window: function of a window that returns an `Estimate`.
+    """
+    windows = [window for window in WINDOWS if window > found.window]
+    while found.computing < ENOUGH and windows:
+        found = at_window(windows.pop(0))
+    return found
+
+
+def main(arguments):
+    """What the command does; returns its exit status."""
+    settings = parse(define(), arguments)
+    notebook.quiet()  # only now, as it takes seconds to import tensorflow
+    estimates, without = all_schemes(settings)
+    print("\n".join([assumed(settings), "", *table(estimates, settings)]))
+    for name, why in without.items():
+        print(f"not in the table: {name}: {why}")
+    print("", *advice(estimates, without, settings), sep="\n")
+    return 0
+
+
+def define():
+    """Defines the flags of this program; returns the `absl.flags.FlagValues` that hold them."""
+    values = absl_flags.FlagValues()
+    number = functools.partial(flags.define_number, flag_values=values)
+    integer = functools.partial(flags.define_integer, flag_values=values)
+    number("parameters", None, "number of parameters of the model, such as 25e6", least=1)
+    integer("workers", None, "number of workers, equal except for --slow and --step_cv", least=2, most=MOST_WORKERS)
+    number("step_ms", None, "milliseconds of a local step of a worker", above=0)
+    number("mbit", None, "Mbit/s of a worker's link each way (default: no limit)", above=0)
+    number("ps_mbit", None, "the same of each ps (default: --mbit)", above=0)
+    number("latency_ms", 0, "one-way latency of an empty message in milliseconds", least=0)
+    integer("num_ps", 1, "number of ps, which share the bytes of a message", least=1, most=10_000)
+    text = "local steps of a round in schemes with several (default: the scheme's own)"
+    integer("window", None, text, least=1, most=MOST_WINDOW)
+    integer("batch_size", 32, "samples of a local step", least=1)
+    number("slow", 1, "step time of the straggler, relative to the other workers", least=1)
+    number("step_cv", 0, "coefficient of variation of step times (standard deviation / mean)", least=0, most=10.0)
+    text = "compression of the vectors that a worker sends to the ps"
+    absl_flags.DEFINE_enum("compress", "none", flags.COMPRESSIONS, text, flag_values=values)
+    text = "share of the values that --compress=topk sends (default: 0.01)"
+    number("topk", None, text, above=0, most=1.0)
+    text = "compression of the parameters that the ps send to a worker"
+    absl_flags.DEFINE_enum("compress_pull", "none", flags.PULL_COMPRESSIONS, text, flag_values=values)
+    for name, text in YES.items():
+        absl_flags.DEFINE_bool(name, False, text, flag_values=values)
+    absl_flags.DEFINE_bool("help", False, "show this help", flag_values=values)
+    return values
+
+
+def parse(values, arguments):
+    """Returns the settings that a command line asks for.
+
+    Raises:
+      UserError: if it is not understood.
+    """
+    settings = flags.parse(values, arguments, PROGRAM)
+    for name, example in ("parameters", "25e6"), ("workers", "8"), ("step_ms", "80"):
+        if getattr(settings, name) is None:
+            raise UserError(f"--{name} is missing: give it, as --{name}={example} (--help lists all)")
+    if settings.num_ps > settings.parameters:
+        raise UserError(f"--num_ps={settings.num_ps} is more than the {settings.parameters:g} parameters: give fewer")
+    return settings
+
+
+def assumed(settings):
+    """Returns a line that says for which machines and links the figures are."""
+    link, of_ps = (f"{mbit:,g} Mbit/s" if mbit else "any speed" for mbit in (settings.mbit, settings.ps_mbit or settings.mbit))
+    slow = f", {settings.slow:g} times as long on one of them" if settings.slow > 1 else ""
+    return (
+        f"{settings.parameters:,.0f} parameters on {settings.num_ps} ps with a link of {of_ps}, which all workers share; "
+        f"{settings.workers:,} workers with links of {link}, {settings.latency_ms:g} ms a message, {settings.step_ms:g} ms "
+        f"a step{slow}"
+    )
+
+
+def table(estimates, settings):
+    """Returns the lines of a table of all schemes."""
+    titles = ("scheme", "local steps", "s a round", "waiting", "for others", "GB an hour", "samples/s")
+    rows = [titles]
+    for each in estimates:
+        shares = (f"{share:.0%}" for share in (1 - each.computing, each.barrier))
+        traffic, speed = each.bytes_per_hour / 1e9, each.steps_per_second * settings.batch_size
+        rows.append((each.name, str(each.local_steps), three(each.round_seconds), *shares, three(traffic), three(speed)))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+
+
+def three(value):
+    """Returns a positive number as text, with three digits that count."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value >= 1e-4 else f"{value:.1e}"
+
+
+def facts_of(settings):
+    """Returns the facts that `common.cli.recommend` takes."""
+    names = ("parameters", "workers", "step_ms", "latency_ms", "slow", "step_cv", *YES)
+    return {name: float(getattr(settings, name)) for name in names} | {"mbit": settings.mbit or 0.0}
+
+
+def advice(estimates, without, settings):
+    """Returns the lines that say which scheme to begin with, why, and what was not measured.
+
+    Args:
+      estimates, without: what `all_schemes` has returned.
+    """
+    known = rules()
+    rule, notes = recommend(facts_of(settings), known)
+    name, support = rule["scheme"], re.sub(r"\[.*?\]\((.*?)\)", r"\1", rule["support"].format(prefix=""))
+    lines = [f"Begin with {name} ({rule.get('note') or rule['flags']}): {rule['says']}."]
+    lines.append(f"Measured: {support}; {rule['why']}." + (f" In {known['target']}." if support.endswith(" s") else ""))
+    lines += notes
+    folder, _, variant = name.partition(", ")
+    found = next((each for each in estimates if each.name == folder and not variant), None)
+    if found is None:
+        return lines + ([f"It does not work with these flags: {without[folder]}."] if folder in without else [])
+    if rule["fact"] == "messages" and not settings.window:
+        found = with_window(found, lambda window: of_scheme(settings, name, name, window))
+    window = f", with a window of {found.window}" if found.window > 1 else ""
+    lines.append(f"Its workers compute for {found.computing:.0%} of their time{window}.")
+    if found.computing < ENOUGH:
+        lines.append(f"That is less than {ENOUGH:.0%}: send fewer bytes, as with --compress=int8 or SparseLoCo, or add ps.")
+    if found.ps_load > 0.5:
+        more = f"add ps to share the load, as with --num_ps={2 * settings.num_ps}"
+        lines.append(f"The links of the ps are in use for {found.ps_load:.0%} of the time: {more}.")
+    words = {"num_ps": settings.num_ps, "num_workers": settings.workers}
+    words |= {"window": found.window} if found.window > 1 else {}
+    defaults = {"batch_size": 32, "compress": "none", "compress_pull": "none", "topk": None}
+    words |= {name: value for name, none in defaults.items() if (value := getattr(settings, name)) != none}
+    given = [f"--{key}={value}" for key, value in words.items()]
+    lines.append(" ".join([f"    bash {rule['folder']}/run.sh", *given, rule["flags"]]))
+    lines.append("The learning rate is a starting point. Longer windows need more samples (Slow-Links/README.md).")
+    return lines
