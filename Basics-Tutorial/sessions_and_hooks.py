@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common import tf
-from common.data import data
+from common.data import datasets
 
-points = data.load("linear")
+points = datasets.load("linear")
 
 
 class Model(NamedTuple):

@@ -171,8 +171,8 @@ class Trial:
     def __init__(self, row, problem, num_workers, rate):
         import simulate
 
-        from common.cli import fit
-        from common.data import data
+        from common.cli import api
+        from common.data import datasets
 
         self._problem, self._num_workers = problem, num_workers
         flags = {**problem.flags, **CLUSTER, **row.flags, "num_workers": num_workers, "batch_size": BATCH}
@@ -181,10 +181,10 @@ class Trial:
             flags["learning_rates"] = (rate * shares / shares.sum()).tolist()
         else:
             flags[row.rate] = rate
-        words = [word for name, value in flags.items() for word in fit.as_arguments(name, value)]
+        words = [word for name, value in flags.items() for word in api.as_arguments(name, value)]
         folder, self._settings = simulate.parse([row.folder, *words])
         self._costs_of = simulate.costs_of
-        self._dataset = data.load(self._settings.data, 0)
+        self._dataset = datasets.load(self._settings.data, 0)
         run = simulate.Run(folder, self._settings)
         self.engine, self.size = run.engine, run.model.size
         self._beginnings: dict[int, Any] = {}
@@ -245,15 +245,15 @@ class Trial:
         return VirtualTime(self.engine.actions, self._num_workers, costs, self.engine.waiting, seed, spans_until)
 
     def _shards(self, condition, seed):
-        from common.simulation import simulation
+        from common.simulation import engine
 
-        return simulation.shards_of(self._dataset, self._num_workers, BATCH, seed, condition.non_iid)
+        return engine.shards_of(self._dataset, self._num_workers, BATCH, seed, condition.non_iid)
 
     def _beginning(self, seed):
-        from common.models import models
+        from common.models import keras_model
 
         if seed not in self._beginnings:
-            built = models.build(self._settings.model, self._dataset, seed, self._settings.loss)
+            built = keras_model.build(self._settings.model, self._dataset, seed, self._settings.loss)
             self._beginnings[seed] = built.initial_parameters
         return self._beginnings[seed]
 

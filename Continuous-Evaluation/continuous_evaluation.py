@@ -21,7 +21,7 @@ from pathlib import Path
 from common import tf
 from common.cli import main
 from common.core import BUILDING, LOADING, UserError, doing, meanwhile, sizes
-from common.models import models
+from common.models import keras_model
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "HogWild"))
 from hogwild import hogwild  # noqa: E402
@@ -191,7 +191,7 @@ def evaluate(task, settings):
     doing(LOADING)
     training, validation = split(dataset := streams.load(settings), settings)
     doing(BUILDING)
-    model = models.build(settings.model, samples_of(training, settings), settings.seed, settings.loss, **sizes(settings))
+    model = keras_model.build(settings.model, samples_of(training, settings), settings.seed, settings.loss, **sizes(settings))
     doing("building the graph")
     run_dir = Path(settings.run_dir)
     evaluator, best = Evaluator(model, validation, dataset), Best(run_dir / "best")

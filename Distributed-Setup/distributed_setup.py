@@ -13,9 +13,9 @@ import numpy as np
 
 from common import tf
 from common.cli import main
-from common.cluster import ending
+from common.cluster import membership
 from common.core import UserError, doing
-from common.data import Batches, data
+from common.data import Batches, datasets
 from common.scheme import Rounds
 
 # Flags of the schemes that mean nothing here: this trains one step a call, and evaluates each second.
@@ -129,7 +129,7 @@ def train(task, settings):
 
     interruption = Interruption()
     server = task.create_server()  # from here on this process and the ps can talk
-    dataset = data.plain(data.load(settings.data, settings.seed), settings.scheme)
+    dataset = datasets.plain(datasets.load(settings.data, settings.seed), settings.scheme)
     model = build_model(settings, dataset)
     last = last_step(settings, dataset.num_samples)
     with tf.Graph().as_default():
@@ -178,7 +178,7 @@ def train(task, settings):
             evaluated = evaluation.evaluate(session)
             values, state = session.run([training.values, training.state])
     log.close()
-    ending.say_done(task, server)  # the ps may exit
+    membership.say_done(task, server)  # the ps may exit
     model.save(values, state, Path(settings.run_dir, "model.keras"))
     report = [0, first_time, first_step, stop_time, *metrics.totals()]  # as `common.training.REPORT` has it
     write_result(settings, task, [report], *evaluated, samples=trained.samples(evaluated[0]))

@@ -13,9 +13,9 @@ from distributed_setup import OF_SCHEMES, build, check
 
 from common import tf
 from common.cli import main
-from common.cluster import ending
+from common.cluster import membership
 from common.core import doing
-from common.data import data
+from common.data import datasets
 
 
 def train(task, settings):
@@ -35,7 +35,7 @@ def train(task, settings):
 
     interruption = Interruption()
     server = task.create_server()  # from here on this process and the ps can talk
-    dataset = data.plain(data.load(settings.data, settings.seed), settings.scheme)
+    dataset = datasets.plain(datasets.load(settings.data, settings.seed), settings.scheme)
     model = build_model(settings, dataset)
     last = last_step(settings, dataset.num_samples)
     with tf.Graph().as_default():
@@ -100,7 +100,7 @@ def train(task, settings):
             evaluated = evaluation.evaluate(session)
             values, state = session.run([training.values, training.state])
     log.close()
-    ending.say_done(task, server)  # the ps may exit
+    membership.say_done(task, server)  # the ps may exit
     model.save(values, state, Path(settings.run_dir, "model.keras"))
     updates = int(present - first_step)
     # As `common.training.REPORT` has it; an update is never stale, or dropped, as there is no other worker.

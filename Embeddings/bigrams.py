@@ -6,9 +6,9 @@
 import keras
 
 from common import Embedding
-from common.data import data
+from common.data import datasets
 
-TOKENS = len(data.ALPHABET)
+TOKENS = len(datasets.ALPHABET)
 
 
 def hashed(pairs, buckets):

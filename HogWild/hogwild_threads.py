@@ -29,7 +29,7 @@ from hogwild import hogwild
 from common import tf
 from common.cli import main
 from common.core import UserError, define_integer, limits
-from common.data import Batches, data
+from common.data import Batches, datasets
 from common.scheme import GlobalParameters, LocalParameters
 
 define_integer("num_threads", 2, "workers, each a thread of this process", least=1)
@@ -64,7 +64,7 @@ def train(task, settings):
     )
 
     interruption = Interruption()
-    dataset = data.load(settings.data, settings.seed)
+    dataset = datasets.load(settings.data, settings.seed)
     if dataset.num_samples < settings.num_threads:
         raise UserError(
             f"{dataset.num_samples} training samples are too few for {settings.num_threads} threads: choose fewer "
@@ -151,7 +151,7 @@ class Worker:
         from common.training import MetricsHook, MetricsLog, build_calls, samples_per_gradient
 
         self._index, self._center = index, center
-        x, y, *weights = data.shard(dataset, index, settings.num_threads)
+        x, y, *weights = datasets.shard(dataset, index, settings.num_threads)
         name = f"batches_{index}"
         batches = Batches(x, y, settings.batch_size, settings.seed + index, name, weights[0] if weights else None)
         names = f"worker_{index}", index, settings.num_threads

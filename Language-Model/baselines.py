@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from common.data import data
+from common.data import datasets
 
 
 def counted(counts, text):
@@ -22,7 +22,7 @@ def counted(counts, text):
 
 def baselines(text):
     """Returns {name: (loss, accuracy)} of three models that need no training, and at most count in the training set."""
-    size = len(data.ALPHABET)
+    size = len(datasets.ALPHABET)
     pairs = np.full([size, size], 0.1)  # not 0: what was never seen may come
     np.add.at(pairs, (text.x_train, text.y_train), 1)
     single = np.tile(pairs.sum(axis=0), [size, 1])
@@ -36,5 +36,5 @@ def baselines(text):
 
 if __name__ == "__main__":
     print("| model | test loss, nats per character | perplexity | test accuracy |\n|---|--:|--:|--:|")
-    for name, (loss, accuracy) in baselines(data.load("text")).items():
+    for name, (loss, accuracy) in baselines(datasets.load("text")).items():
         print(f"| {name} | {loss:.4f} | {np.exp(loss):.1f} | {accuracy:.3f} |")

@@ -4,7 +4,7 @@ import argparse
 import time
 
 from common.cli import notebook
-from common.data import data
+from common.data import datasets
 
 notebook.quiet()
 import keras  # noqa: E402
@@ -19,7 +19,7 @@ parser.add_argument("--seed", type=int, default=0)
 given = parser.parse_args()
 
 keras.utils.set_random_seed(given.seed)
-text, model = data.load("text"), build()
+text, model = datasets.load("text"), build()
 steps = given.epochs * -(-text.num_samples // given.batch_size) - given.warmup_steps
 rate = keras.optimizers.schedules.CosineDecay(0.0, steps, warmup_target=given.learning_rate, warmup_steps=given.warmup_steps)
 model.optimizer.learning_rate = rate

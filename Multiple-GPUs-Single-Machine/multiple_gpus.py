@@ -13,7 +13,7 @@ from pathlib import Path
 from common import tf
 from common.cli import main
 from common.core import UserError, define_integer, devices, write_json
-from common.data import Batches, data
+from common.data import Batches, datasets
 from common.scheme import GlobalParameters, LocalParameters, Step
 
 # Flags of the schemes that mean nothing here.
@@ -114,14 +114,14 @@ def begin(settings, is_keras=False):
             raise UserError(
                 f"the checkpoint in {settings.run_dir} was written by the other script here: continue it with bash {other}"
             )
-    dataset = data.load(settings.data, settings.seed)
-    dataset = data.plain(dataset, "MirroredStrategy here") if is_keras else dataset
+    dataset = datasets.load(settings.data, settings.seed)
+    dataset = datasets.plain(dataset, "MirroredStrategy here") if is_keras else dataset
     count = settings.num_towers or max(2, len(devices.gpus()))
     if dataset.num_samples < count:
         raise UserError(
             f"{dataset.num_samples} training samples are too few for {count} towers: choose fewer --num_towers or more data"
         )
-    data.check_batch(dataset.x_train, dataset.y_train, settings.batch_size, num_workers=count)
+    datasets.check_batch(dataset.x_train, dataset.y_train, settings.batch_size, num_workers=count)
     names, line = devices.logical_devices(count)
     print(line, flush=True)
     return names, dataset, settings.but(batch_size=count * settings.batch_size)
@@ -170,7 +170,7 @@ def train(task, settings):
         center = GlobalParameters(built[0].initial_parameters, device_fn=names[0])
 
         def batches_of(i):
-            x, y, *weights = data.shard(dataset, i, n)
+            x, y, *weights = datasets.shard(dataset, i, n)
             return lambda name: Batches(x, y, settings.batch_size, settings.seed + i, name, weights[0] if weights else None)
 
         towers = Towers(center, built, [batches_of(i) for i in range(n)], names)

@@ -24,7 +24,7 @@ import threading
 import time
 from pathlib import Path
 
-from common.launch import isolation
+from common.launch import sandbox
 
 BUFFER_BYTES = 2**20
 # aes128-gcm, as processors have instructions for it; and no line about a task that is not there yet, for which the others wait
@@ -48,7 +48,7 @@ def room(tasks, check):
     Returns:
       The exit status.
     """
-    problem = isolation.why_no_own_network() if tasks else None
+    problem = sandbox.why_no_own_network() if tasks else None
     if problem:
         print(f"{REFUSED}{problem}", flush=True)
         return 2
@@ -86,16 +86,16 @@ def run(doors, command):
     Raises:
       OSError: if there can be no such network; if a path cannot be listened at.
     """
-    isolation.enter_own_network()
+    sandbox.enter_own_network()
     relays = Relays(doors)
     parent = os.getpid()
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     task = os.fork()
     if task == 0:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-        isolation.give_up_power()
-        isolation.give_up_new_privileges()
-        isolation.die_with_parent(parent)
+        sandbox.give_up_power()
+        sandbox.give_up_new_privileges()
+        sandbox.die_with_parent(parent)
         os.execvp(command[0], command)
     threading.Thread(target=relays.accept, daemon=True).start()  # in it, and its threads, the signal stays blocked
     signal.signal(signal.SIGTERM, lambda *_: os.kill(task, signal.SIGTERM))

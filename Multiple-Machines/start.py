@@ -29,7 +29,7 @@ from doors import NOBODY, REFUSED, ROOM, Doors, host_of
 
 from common.cluster import TaskSpecDef
 from common.core import FITTING, MOST_PLACES, STANDS_IN, UserError, lock_folder, signals
-from common.launch import PS_SECONDS, STOP_SECONDS, places
+from common.launch import PS_SECONDS, STOP_SECONDS, control
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOM_SECONDS = 5  # for a host to remove its sockets
@@ -146,7 +146,7 @@ def _ask_to_join(arguments):
     cluster = _addresses(tasks)
     TaskSpecDef("worker", 0, None, cluster["ps"] or ["ps:1"], cluster["worker"])  # raises a UserError if that is no cluster
     hosts = [(worker.address, worker.folder) for worker in workers]
-    print(places.ask(arguments[1], "join", len(hosts), hosts))
+    print(control.ask(arguments[1], "join", len(hosts), hosts))
     return 0
 
 
@@ -179,7 +179,7 @@ def _run(arguments):
         run = _Run(ssh, scheme, flags, tasks, begin, has_places, stack)
         if has_places:
             stack.enter_context(lock_folder(ROOT / run_dir, "--run_dir", (), "start"))
-            stack.enter_context(places.heard(ROOT / run_dir, run.hear))
+            stack.enter_context(control.heard(ROOT / run_dir, run.hear))
         return run.run(is_open)
 
 
@@ -254,7 +254,7 @@ class _Run:
         self._ssh, self._scheme, self._flags, self._tasks, self._begin = ssh, scheme, flags, tasks, begin
         self._workers = [task for task in tasks if task.job == "worker"]
         self._has_places = has_places
-        self._code = places.code_of(ROOT / scheme)
+        self._code = control.code_of(ROOT / scheme)
         self._events: queue.SimpleQueue = queue.SimpleQueue()
         self._lines: list[_Line] = []  # to tasks
         self._rooms: list[_Line] = []
@@ -311,7 +311,7 @@ class _Run:
             event = self._events.get()
             if event is None:
                 return 130
-            if isinstance(event, places.Request):
+            if isinstance(event, control.Request):
                 event.answer("the run is beginning: ask again when its workers train", is_error=True)
                 continue
             line, text, *ended = event
@@ -361,7 +361,7 @@ class _Run:
         """Shows what the tasks say until all have ended; returns the exit status."""
         while any(task.line for task in self._tasks):
             event = self._events.get()
-            if isinstance(event, places.Request):
+            if isinstance(event, control.Request):
                 self._answer(event)
                 continue
             if event is None and self._status == 130:
@@ -451,7 +451,7 @@ class _Run:
     def _answer(self, request):
         try:
             if self._is_ending():
-                raise UserError(places.ENDING[request.what])
+                raise UserError(control.ENDING[request.what])
             line = self._join(request) if request.what == "join" else self._leave(request)
         except UserError as error:
             request.answer(str(error), is_error=True)
@@ -462,11 +462,11 @@ class _Run:
 
     def _leave(self, request):
         """Asks the last workers to leave; returns a line that names them. Raises a `UserError` if that cannot be."""
-        going = places.last(request.count, [task for task in self._workers[1:] if task.line and not task.is_leaving])
+        going = control.last(request.count, [task for task in self._workers[1:] if task.line and not task.is_leaving])
         for task in going:
             task.is_leaving = True
             task.line.stop()
-        return places.leaving(going)
+        return control.leaving(going)
 
     def _join(self, request):
         """Starts workers on hosts in free places; returns a line that names them, or None if rooms are to be made before.
@@ -476,7 +476,7 @@ class _Run:
         """
         if not request.hosts:
             raise UserError("a run on several machines needs the hosts: bash Multiple-Machines/start.sh --join=HOSTS_FILE RUN")
-        places.check_code(request, self._code)
+        control.check_code(request, self._code)
         there = {task.address: task for task in self._tasks if task.is_there}
         for address, _ in request.hosts:
             if address in there and there[address].job == "ps":
@@ -494,13 +494,13 @@ class _Run:
                         "addresses of all places"
                     )
             free = [reserved[address] for address, _ in new]
-        joining = places.first(len(new), free, len(self._workers))
+        joining = control.first(len(new), free, len(self._workers))
         for task, (address, folder) in zip(joining, new, strict=True):
             task.address, task.folder, task.is_coming, task.has_joined = address, folder, True, True
         if not self._doors:
             for task in joining:
                 self._start(task)
-            return places.joining(joining)
+            return control.joining(joining)
         rooms = {self._open_room(host_of(task.address), host_of(task.address), task.folder, [task]): task for task in joining}
         self._joining |= dict.fromkeys(rooms, _Joining(request, rooms))
         return None
@@ -508,7 +508,7 @@ class _Run:
     def _let_in(self, joining):
         """Starts the workers for whom all rooms are made."""
         if self._is_ending():
-            self._refuse(joining, places.ENDING["join"])
+            self._refuse(joining, control.ENDING["join"])
             return
         for line, task in joining.tasks.items():
             del self._joining[line]
@@ -516,7 +516,7 @@ class _Run:
             self._doors.take(self._tasks.index(task), task.address, joining.made[line])
             self._start(task)
         if joining.request:
-            said = places.joining(list(joining.tasks.values()))
+            said = control.joining(list(joining.tasks.values()))
             print(said, flush=True)
             joining.request.answer(said)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from common import tf
 from common.cli import main
-from common.data import data
+from common.data import datasets
 
 # Flags of the schemes that mean nothing here.
 OF_CLUSTERS = (
@@ -178,8 +178,8 @@ def train(task, settings):
     from common.training import Interruption, MetricsLog, build_model, last_step
 
     interruption = Interruption()
-    dataset = data.plain(data.load(settings.data, settings.seed), settings.scheme)
-    data.check_batch(dataset.x_train, dataset.y_train, settings.batch_size)
+    dataset = datasets.plain(datasets.load(settings.data, settings.seed), settings.scheme)
+    datasets.check_batch(dataset.x_train, dataset.y_train, settings.batch_size)
     model = compiled(build_model(settings, dataset), settings.learning_rate)
     checkpoint = checkpoint_of(model)
     checkpoints = tensorflow.train.CheckpointManager(checkpoint, Path(settings.run_dir, "checkpoints"), max_to_keep=1)

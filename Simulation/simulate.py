@@ -21,8 +21,8 @@ import calibrate
 import numpy as np
 from absl import flags as absl_flags
 
-from common.cli import fit, flags_of_one_run, folder_of, notebook
-from common.core import TrainingFailed, UserError, define_number, define_numbers, flags, plots, progress, run_dir
+from common.cli import api, flags_of_one_run, folder_of, notebook
+from common.core import TrainingFailed, UserError, define_number, define_numbers, flags, plots, progress, run_folder
 from common.simulation import Costs, VirtualTime
 
 # Flags for processes, checkpoints and files, which a simulation does not have.
@@ -169,7 +169,7 @@ class Run:
       settings: all flags.
       actions, costs, waiting: see `common.simulation.virtual_time`.
       clock: the `common.simulation.VirtualTime`, at its end.
-      schedule: the `common.simulation.Schedule` of all that happened.
+      schedule: the `common.simulation.Timetable` of all that happened.
       last: the global step to stop at.
       calibration: with --calibrate, what was found, as `calibrate.Fit` has it (None for a bandwidth without a limit), and how
         well it fits; else None.
@@ -180,18 +180,18 @@ class Run:
     """
 
     def __init__(self, folder, settings):
-        from common.data import data, streams
-        from common.models import models
+        from common.data import datasets, streams
+        from common.models import keras_model
         from common.scheme import tables
-        from common.training import training
+        from common.training import loop
 
-        self.settings, self.lines, self.final, self._folder, self._training = settings, [], None, folder, training
+        self.settings, self.lines, self.final, self._folder, self._training = settings, [], None, folder, loop
         # Samples that a real run reads while it trains are read at once here, and dealt out as arrays are.
         self._dataset = dataset = streams.in_memory(streams.load(settings.but(num_workers=1, run_dir=None)))
         small = settings.clock_only and settings.parameters  # only the steps count here, so any model will do
-        self._shown = data.load("linear") if small else dataset
+        self._shown = datasets.load("linear") if small else dataset
         spec, sizes = "linear" if small else settings.model, flags.sizes(settings)
-        self.model = models.build(spec, self._shown, settings.seed, settings.loss, tables_on_ps=True, **sizes)
+        self.model = keras_model.build(spec, self._shown, settings.seed, settings.loss, tables_on_ps=True, **sizes)
         tables.check_flags(settings, self.model.tables)
         if self.model.tables:
             raise UserError(
@@ -212,13 +212,13 @@ class Run:
     def _engine(self, settings):
         """Returns the `common.simulation.Engine` of so many workers."""
         from common.scheme import compression_of, schedule_of
-        from common.simulation import simulation
+        from common.simulation import engine
 
         n, scheme, compression = settings.num_workers, self._folder.scheme, compression_of(settings)
-        shards = simulation.shards_of(self._shown, n, settings.batch_size, settings.seed, settings.non_iid)
-        facts = simulation.facts_of(scheme, settings, self.model, shards, settings.num_ps, compression)
+        shards = engine.shards_of(self._shown, n, settings.batch_size, settings.seed, settings.non_iid)
+        facts = engine.facts_of(scheme, settings, self.model, shards, settings.num_ps, compression)
         self._check_overlap(facts.actions)
-        return simulation.Engine(
+        return engine.Engine(
             *(scheme, settings, self.model, shards, settings.num_ps),
             schedule=schedule_of(settings),
             last_of=self._last_of,
@@ -231,15 +231,15 @@ class Run:
         """Returns the `common.simulation.Facts` of so many workers: all that the clock has to know of an engine."""
         from common import tf
         from common.scheme import compression_of, schedule_of
-        from common.simulation import simulation
+        from common.simulation import engine
 
         n, dataset, scheme, compression = settings.num_workers, self._shown, self._folder.scheme, compression_of(settings)
         if settings.parameters:
-            facts = simulation.facts_of_size(scheme, settings, settings.parameters, n, settings.num_ps, compression)
+            facts = engine.facts_of_size(scheme, settings, settings.parameters, n, settings.num_ps, compression)
         else:  # there may be more workers than samples
             numbers = [np.arange(dataset.num_samples)] * n
-            shards = simulation.Shards(dataset.train, numbers, settings.batch_size, range(n))
-            facts = simulation.facts_of(scheme, settings, self.model, shards, settings.num_ps, compression)
+            shards = engine.Shards(dataset.train, numbers, settings.batch_size, range(n))
+            facts = engine.facts_of(scheme, settings, self.model, shards, settings.num_ps, compression)
         self._check_overlap(facts.actions)
         if schedule := schedule_of(settings):  # is refused as in a run
             schedule.ask = lambda: self._last_of(facts.samples_per_update)
@@ -466,7 +466,7 @@ def simulate(scheme, **values):
     Raises:
       UserError, TrainingFailed: as the command does.
     """
-    arguments = [fit.as_arguments(name, value) for name, value in values.items()]
+    arguments = [api.as_arguments(name, value) for name, value in values.items()]
     folder, settings = parse([scheme, *(each for group in arguments for each in group)])
     run = Run(folder, settings)
     try:
@@ -489,8 +489,8 @@ def program(arguments):
         return 0
     folder, settings = parse(arguments)
     run = Run(folder, settings)
-    path, held = run_dir.prepare_run_dir(settings.but(scheme=f"Simulation-{settings.scheme}"))
-    run_dir.watch_locks(path)
+    path, held = run_folder.prepare_run_dir(settings.but(scheme=f"Simulation-{settings.scheme}"))
+    run_folder.watch_locks(path)
     with held:
         return write(run, Path(path))
 
@@ -512,7 +512,7 @@ def write(run, where):
     if line := too_few(run):
         say(line)
     (where / "metrics").mkdir(exist_ok=True)
-    with open(run_dir.open_own(where / "metrics" / "virtual.jsonl", os.O_WRONLY | os.O_TRUNC), "w") as file:
+    with open(run_folder.open_own(where / "metrics" / "virtual.jsonl", os.O_WRONLY | os.O_TRUNC), "w") as file:
 
         def tell(line):
             finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
@@ -522,7 +522,7 @@ def write(run, where):
 
         run.train(tell)
     run.summarize()
-    run_dir.write_json(where / "result.json", run.result)
+    run_folder.write_json(where / "result.json", run.result)
     write_trace(run.clock.spans, where / "trace.json")
     if run.engine:
         run.model.save(*run.engine.final, where / "model.keras")
@@ -603,7 +603,7 @@ LANES = {"train": "train", "wait": "train", "push": "push", "pull": "pull"}  # w
 
 
 def in_rows(spans):
-    """Returns pairs of a `Span` and the row of its lane in which it is drawn: 0, or the next one that is free.
+    """Returns pairs of a `Activity` and the row of its lane in which it is drawn: 0, or the next one that is free.
 
     Several pushes of a worker may be under way at the same time. In one row they would hide each other, and Chrome's format
     wants spans of a row to nest.
@@ -642,7 +642,7 @@ def write_trace(spans, path):
         }
         for span, row in drawn
     ]
-    run_dir.write_json(path, {"traceEvents": names + events})
+    run_folder.write_json(path, {"traceEvents": names + events})
 
 
 def draw_timeline(run, path, most=12):

@@ -5,9 +5,9 @@ import math
 import time
 from pathlib import Path
 
-from common.core import run_dir
-from common.data import data
-from common.launch import launch
+from common.core import run_folder
+from common.data import datasets
+from common.launch import launcher
 
 
 def parse(**more):
@@ -36,7 +36,7 @@ def parse(**more):
         value = getattr(options, flag)
         if value is not None and not 0 < value < math.inf:
             parser.error(f"--{flag} must be greater than 0 and finite, not {value}")
-    digits = data.load(options.data)
+    digits = datasets.load(options.data)
     if options.batch_size * options.num_workers > len(digits.x_train):
         parser.error(f"--batch_size times --num_workers must be at most the {len(digits.x_train)} samples")
     options.run_dir.mkdir(parents=True, exist_ok=True)
@@ -49,7 +49,7 @@ def environment(num_workers):
 
     And servers may listen on ports that are reserved.
     """
-    found = {name: value for name, value in launch.environment(num_workers).items() if name.startswith("TF_")}
+    found = {name: value for name, value in launcher.environment(num_workers).items() if name.startswith("TF_")}
     return found | {"TF_GRPC_REUSE_PORT": "true"}
 
 
@@ -80,4 +80,4 @@ def write_result(options, scheme, parameters, steps, samples, seconds, accuracy,
         "test_loss": float(loss) if math.isfinite(loss) else None,
         "restarts": 0,
     }
-    run_dir.write_json(Path(options.run_dir, "result.json"), result)
+    run_folder.write_json(Path(options.run_dir, "result.json"), result)

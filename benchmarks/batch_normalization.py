@@ -14,7 +14,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import keras
 
 from common import train
-from common.data import data
+from common.data import datasets
 
 SCHEMES = ("HogWild", "DOWNPOUR", "AEASGD", "DiLoCo")
 EPOCHS = 20
@@ -25,7 +25,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=1, help="runs of each (default: 1)")
     count = parser.parse_args().seeds
-    dataset = data.load("digits")
+    dataset = datasets.load("digits")
     arrays = (dataset.train, dataset.test)
     print("| | test accuracy | test loss | samples |\n|---|--:|--:|--:|")
     for seed in range(count):

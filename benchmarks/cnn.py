@@ -14,7 +14,7 @@ import tempfile
 import time
 
 from common.core import UserError
-from common.launch import launch
+from common.launch import launcher
 
 WORKERS, WINDOW, BATCH_SIZE = 2, 10, 32
 
@@ -51,7 +51,7 @@ def alone(seconds):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=launch.environment(WORKERS),
+            env=launcher.environment(WORKERS),
             text=True,
             start_new_session=True,  # as tasks: Linux shares processor time among sessions (autogroup)
         )

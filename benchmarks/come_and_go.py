@@ -22,7 +22,7 @@ import compare
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from common.core import read_metrics  # noqa: E402
-from common.launch import places  # noqa: E402
+from common.launch import control  # noqa: E402
 
 MOST, DELAY_MS = 8, 20
 FLAGS = [
@@ -54,7 +54,7 @@ def main():
             for what, number in [("join", i) for i in range(1, MOST)] + [("leave", i) for i in range(MOST - 1, 0, -1)]:
                 train(process, run_dir, options.seconds)
                 moments.append((what, number, time.time()))
-                places.ask(run_dir, what, 1)
+                control.ask(run_dir, what, 1)
                 wait(process, functools.partial(is_there, run_dir, moments[-1]))
             train(process, run_dir, options.seconds)
             Path(folder, "stop").touch()

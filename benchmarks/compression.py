@@ -131,11 +131,11 @@ def ranges(report):
 def print_costs():
     """Prints the shortest of 15 calls of 30 rounds each, in turn, and their median, in microseconds of a round."""
     os.environ |= {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1"}
-    from common.data import data
-    from common.models import models
+    from common.data import datasets
+    from common.models import keras_model
 
-    dataset = data.load("digits")
-    model = models.build("mlp", dataset)
+    dataset = datasets.load("digits")
+    model = keras_model.build("mlp", dataset)
     calls = {name: _call_of(dataset, model, flags) for name, flags in WAYS.items()}
     took: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(15):

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from common.launch import isolation, launch
+from common.launch import launcher, sandbox
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -31,8 +31,8 @@ def main():
     parser.add_argument("--launch", action="store_true", help="ignored: the processes are always started")
     options, flags = parser.parse_known_args()
     script = str(ROOT / options.script)
-    environ = launch.environment(options.num_workers)
-    end_with_this = functools.partial(isolation.die_with_parent, os.getpid())
+    environ = launcher.environment(options.num_workers)
+    end_with_this = functools.partial(sandbox.die_with_parent, os.getpid())
     folders = [options.run_dir / f"process-{i}" for i in range(options.num_workers)]
     processes = [
         subprocess.Popen(

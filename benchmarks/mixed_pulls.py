@@ -11,8 +11,8 @@ import types
 import numpy as np
 
 from common import DistributedSession, TaskSpec, tf
-from common.data import Batches, data
-from common.models import models
+from common.data import Batches, datasets
+from common.models import keras_model
 from common.scheme import GlobalParameters, LocalParameters, build_rounds
 
 UPDATES = 20_000  # of all workers together
@@ -31,12 +31,12 @@ def main():
     task = TaskSpec()
     if task.is_ps():
         return task.create_server()
-    digits = data.load("digits")
-    model = models.build("mlp", digits)
+    digits = datasets.load("digits")
+    model = keras_model.build("mlp", digits)
     with tf.Graph().as_default():
         center = GlobalParameters(np.zeros(model.size, np.float32), task.num_ps, task.device_fn())
         with tf.device(task.device):
-            x, y = data.shard(digits, task.shard_index, task.num_workers)
+            x, y = datasets.shard(digits, task.shard_index, task.num_workers)
             local = LocalParameters(center, model, Batches(x, y, 32, seed=task.shard_index), f"worker_{task.shard_index}")
             rounds = build_rounds(counting, center, local, types.SimpleNamespace(learning_rate=0.1))
             ends = tf.gather(local.vector("pulled"), [0, center.size - 1])  # of the first piece, and of the last

@@ -23,8 +23,8 @@ import time
 import alternatives
 import numpy as np
 
-from common.launch import isolation, launch
-from common.models import models
+from common.launch import launcher, sandbox
+from common.models import keras_model
 
 STEPS_PER_VOTE = 50  # how often, at most, the workers ask worker 0 whether the time is over
 
@@ -34,7 +34,7 @@ def main():
     options, digits = alternatives.parse(steps_per_call=(50, "steps per call of the tf.function"))
     os.environ.update(alternatives.environment(options.num_workers))
     with contextlib.ExitStack() as stack:
-        ports = [stack.enter_context(launch.reserved_port()).getsockname()[1] for _ in range(options.num_workers)]
+        ports = [stack.enter_context(launcher.reserved_port()).getsockname()[1] for _ in range(options.num_workers)]
         hosts, context = [f"127.0.0.1:{port}" for port in ports], multiprocessing.get_context("spawn")
         arguments = options, digits, hosts, os.getpid()
         running = [context.Process(target=train, args=(i, *arguments), daemon=True) for i in range(options.num_workers)]
@@ -49,7 +49,7 @@ def main():
 
 def train(rank, options, digits, hosts, launcher):
     """Trains as worker `rank`."""
-    isolation.die_with_parent(launcher)
+    sandbox.die_with_parent(launcher)
     os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": hosts}, "task": {"type": "worker", "index": rank}})
     import keras
     import tensorflow as tf
@@ -59,7 +59,7 @@ def train(rank, options, digits, hosts, launcher):
     )
     strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=communication)
     with strategy.scope():
-        model = models.build(options.model, digits, options.seed)
+        model = keras_model.build(options.model, digits, options.seed)
         optimizer = keras.optimizers.SGD(options.learning_rate)
         optimizer.build(model.keras_model.trainable_variables)
     x, y = tf.constant(digits.x_train), tf.constant(digits.y_train)

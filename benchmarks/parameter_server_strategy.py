@@ -18,7 +18,7 @@ import time
 import alternatives
 import numpy as np
 
-from common.launch import isolation, launch
+from common.launch import launcher, sandbox
 
 SIZES = (64, 128, 128, 10)  # of --model=mlp
 
@@ -33,7 +33,7 @@ def main():
     with contextlib.ExitStack() as stack:
         cluster: dict[str, list[str]] = {"ps": [], "worker": [], "chief": []}
         for job, _ in [*jobs, ("chief", 0)]:
-            port = stack.enter_context(launch.reserved_port()).getsockname()[1]
+            port = stack.enter_context(launcher.reserved_port()).getsockname()[1]
             cluster[job].append(f"127.0.0.1:{port}")
         context = multiprocessing.get_context("spawn")
         for job, index in jobs:
@@ -43,7 +43,7 @@ def main():
 
 def serve(job, index, cluster, launcher):
     """The life of a ps or a worker, which ends with the launcher."""
-    isolation.die_with_parent(launcher)
+    sandbox.die_with_parent(launcher)
     import tensorflow as tf
 
     tf.distribute.Server(tf.train.ClusterSpec(cluster), job, index, protocol="grpc").join()

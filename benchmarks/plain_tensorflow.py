@@ -12,8 +12,8 @@ import numpy as np
 from common import tf
 from common.cli import main
 from common.core import UserError
-from common.data import data
-from common.models import models
+from common.data import datasets
+from common.models import keras_model
 from common.scheme import Rounds
 
 SIZES = (64, 128, 128, 10)  # --model=mlp on --data=digits
@@ -63,13 +63,13 @@ def train(task, settings):
         raise UserError("--rounds_per_call must be 1 here: plain TensorFlow needs a feed_dict for every step")
     settings = settings.but(scheme="plain TensorFlow")
     # Imported only now: the launcher reads this file too, and does not need tensorflow.
-    from common.training import training
+    from common.training import loop
 
-    interruption = training.Interruption()
+    interruption = loop.Interruption()
     server = task.create_server() if task else None
     index, num_workers = (task.shard_index, task.num_workers) if task else (0, 1)
-    dataset = data.load(settings.data)
-    x_train, y_train = data.shard(dataset, index, num_workers)
+    dataset = datasets.load(settings.data)
+    x_train, y_train = datasets.shard(dataset, index, num_workers)
     batches = feeds(x_train, y_train, settings.batch_size, np.random.default_rng(settings.seed + index))
 
     # Variables go to the ps tasks in turn, whatever their size: one ps may hold most of the weights.
@@ -100,16 +100,16 @@ def train(task, settings):
         hits = tf.equal(tf.argmax(logits, axis=1, output_type=tf.int32), dataset.y_test)
         accuracy = tf.reduce_mean(tf.cast(hits, tf.float32))
         evaluation = global_step, {"loss": mean_loss(logits, dataset.y_test), "accuracy": accuracy}
-        last = training.last_step(settings, len(dataset.x_train))
-        plan = training.Plan(last, global_step, next_call, evaluation, tf.trainable_variables(), tf.train.Scaffold())
+        last = loop.last_step(settings, len(dataset.x_train))
+        plan = loop.Plan(last, global_step, next_call, evaluation, tf.trainable_variables(), tf.train.Scaffold())
         # The main loop and the measurement are those of the schemes; the session is the textbooks'.
-        outcome = training.run_worker(plan, task, settings, server, interruption, textbook_session)
+        outcome = loop.run_worker(plan, task, settings, server, interruption, textbook_session)
     if outcome.evaluated:
-        model = models.build(settings.model, dataset)
+        model = keras_model.build(settings.model, dataset)
         assert [w.shape for w in outcome.final] == model.shapes, "this is not the mlp that the schemes train"
         model.save(np.concatenate([w.ravel() for w in outcome.final]), [], Path(settings.run_dir, "model.keras"))
         more = {"parameters": model.size, "optimizer": optimizer.get_name()}
-        training.write_result(settings, task, outcome.reports, *outcome.evaluated, **more)
+        loop.write_result(settings, task, outcome.reports, *outcome.evaluated, **more)
     return outcome.status
 
 

@@ -28,9 +28,9 @@ import compare
 import numpy as np
 
 from common.cluster import TaskSpecDef, serve
-from common.data import Batches, data
-from common.launch import isolation, launch
-from common.models import models
+from common.data import Batches, datasets
+from common.launch import launcher, sandbox
+from common.models import keras_model
 
 HERE = Path(__file__).resolve().parent
 FLAGS = ["--data=digits", "--model=mlp", "--batch_size=32", "--epochs=1000000", "--seconds=4"]
@@ -66,7 +66,7 @@ def main():
     sizes = []
     for size in SIZES:
         if size <= options.largest:
-            os.environ.update(launch.environment(1))  # of the processes to come
+            os.environ.update(launcher.environment(1))  # of the processes to come
             context = multiprocessing.get_context("spawn")  # each in processes of its own, with all memory to itself
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(target=measure, args=(size, sender, os.getpid()))
@@ -87,9 +87,9 @@ def main():
 
 def measure(size, sender, launcher):
     """Sends what it measures of a model of about so many parameters: seconds and bytes per second."""
-    isolation.die_with_parent(launcher)
+    sandbox.die_with_parent(launcher)
     os.environ.update(TF_CPP_MIN_LOG_LEVEL="3")  # read when tensorflow is imported
-    with launch.reserved_port() as one, launch.reserved_port() as other:
+    with launcher.reserved_port() as one, launcher.reserved_port() as other:
         hosts = [[f"127.0.0.1:{port.getsockname()[1]}"] for port in (one, other)]
         ps = multiprocessing.get_context("spawn").Process(target=run_ps, args=(*hosts, os.getpid()), daemon=True)
         ps.start()
@@ -99,7 +99,7 @@ def measure(size, sender, launcher):
 
 def run_ps(ps_hosts, worker_hosts, launcher):
     """The ps, until it is killed."""
-    isolation.die_with_parent(launcher)
+    sandbox.die_with_parent(launcher)
     task = TaskSpecDef("ps", 0, None, ps_hosts, worker_hosts)
     serve(task, task.start_server())
 
@@ -115,10 +115,10 @@ def measure_as_worker(size, ps_hosts, worker_hosts):
     from common.scheme import GlobalParameters, LocalParameters, build_rounds
 
     task = TaskSpecDef("worker", 0, None, ps_hosts, worker_hosts)
-    server, digits = task.create_server(), data.load("digits")
+    server, digits = task.create_server(), datasets.load("digits")
     width = round((math.sqrt(76**2 + 4 * size) - 76) / 2)  # width² + 76 width parameters, and 10
     layers = [keras.layers.Flatten(), *(keras.layers.Dense(width, activation="relu") for _ in range(2)), keras.layers.Dense(10)]
-    model = models.by_labels(keras.Sequential([keras.Input((8, 8, 1)), *layers]), True)
+    model = keras_model.by_labels(keras.Sequential([keras.Input((8, 8, 1)), *layers]), True)
     with tf.Graph().as_default():
         center = GlobalParameters(model.initial_parameters, 1, task.device_fn())
         with tf.device(task.device):
@@ -189,7 +189,7 @@ class tcp_connection:
 
 def receive(port, launcher):
     """The other side: receives into memory that it has, and answers."""
-    isolation.die_with_parent(launcher)
+    sandbox.die_with_parent(launcher)
     buffer = memoryview(bytearray(0))
     with socket.create_connection(("127.0.0.1", port)) as connection:
         while True:

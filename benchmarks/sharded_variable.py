@@ -22,8 +22,8 @@ import clicks
 import memory
 import parameter_server_strategy
 
-from common.core import run_dir
-from common.launch import launch
+from common.core import run_folder
+from common.launch import launcher
 
 AT_ONCE = 200  # steps that are scheduled before somebody looks at the time
 
@@ -49,7 +49,7 @@ def main():
     with contextlib.ExitStack() as stack:
         cluster: dict[str, list[str]] = {"ps": [], "worker": [], "chief": []}
         for job, _ in [*jobs, ("chief", 0)]:
-            port = stack.enter_context(launch.reserved_port()).getsockname()[1]
+            port = stack.enter_context(launcher.reserved_port()).getsockname()[1]
             cluster[job].append(f"127.0.0.1:{port}")
         context, pids = multiprocessing.get_context("spawn"), [f"{os.getpid()}"]
         for job, index in jobs:
@@ -57,7 +57,7 @@ def main():
             process = context.Process(target=parameter_server_strategy.serve, args=arguments, daemon=True)
             process.start()
             pids.append(f"{process.pid}")
-        run_dir.write_json(options.run_dir / "result.json", coordinate(options, cluster, pids))
+        run_folder.write_json(options.run_dir / "result.json", coordinate(options, cluster, pids))
 
 
 def coordinate(options, cluster, pids):

@@ -21,7 +21,7 @@ import memory
 import numpy as np
 
 from common.core import counted, read_metrics
-from common.launch import isolation
+from common.launch import sandbox
 
 HERE = Path(__file__).resolve().parent
 FLAGS = "--data=text --model=transformer --batch_size=8 --epochs=6 --learning_rate_schedule=cosine --evaluation_secs=0.5"
@@ -67,7 +67,7 @@ def main():
     options = parser.parse_args()
     if options.seeds < 1 or not 0 < options.accuracy < 1:
         parser.error("--seeds must be at least 1, and --accuracy between 0 and 1")
-    problem = isolation.why_no_own_network()
+    problem = sandbox.why_no_own_network()
     if problem:
         parser.error(f"the megabytes cannot be counted, as a run has no network of its own here: {problem}")
     os.chdir(HERE.parent)

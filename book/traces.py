@@ -80,22 +80,22 @@ def valley():
 
 def engines(name, workers):
     """Yields of each window and learning rate their numbers, the window, and the `common.simulation.Engine`."""
-    from common.data import data
-    from common.models import models
-    from common.simulation import simulation
+    from common.data import datasets
+    from common.models import keras_model
+    from common.simulation import engine
 
     windows, rates, rate_flag, flags = SCHEMES[name]
-    dataset, model = data.checked(points(), "points"), None
+    dataset, model = datasets.checked(points(), "points"), None
     for i, window in enumerate(windows):
         for k, rate in enumerate(rates):
             given = [f"--num_workers={workers}", f"--{rate_flag}={rate}", "--batch_size=8", *flags]
             given += [f"--window={window}"] if len(windows) > 1 else []
             folder, settings = simulate.parse([name, *given])
-            model = model or models.build(f"{__file__}:two_parameters", dataset, 0, None)
-            shards = simulation.shards_of(dataset, workers, settings.batch_size, 0)
-            engine = simulation.Engine(folder.scheme, settings, model, shards, optimize=False)
-            yield i, k, window, engine
-            engine.close()
+            model = model or keras_model.build(f"{__file__}:two_parameters", dataset, 0, None)
+            shards = engine.shards_of(dataset, workers, settings.batch_size, 0)
+            virtual = engine.Engine(folder.scheme, settings, model, shards, optimize=False)
+            yield i, k, window, virtual
+            virtual.close()
 
 
 def trace(engine, workers, window, slowness, latency):

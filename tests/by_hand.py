@@ -96,7 +96,7 @@ def _serve(sock):
         _, (saying, telling), _, _ = socket.recv_fds(sock, 1, 2)
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            isolation.die_with_parent(server)
+            sandbox.die_with_parent(server)
             connection.close()
             sock.close()
             _mind(telling)
@@ -117,7 +117,7 @@ def _mind(telling):
     minder = os.getpid()
     pid = os.fork()
     if pid == 0:
-        isolation.die_with_parent(minder)
+        sandbox.die_with_parent(minder)
         return
     os.write(telling, f"{pid}\n".encode())
     os.closerange(3, telling)
@@ -151,10 +151,10 @@ if __name__ == "__main__":
 
     setproctitle.setproctitle(f"tasks by hand of {os.getppid()}")  # it finds its place before variables change
     from common.cli import program  # noqa: F401
-    from common.launch import isolation  # noqa: F401
-    from common.training import training  # noqa: F401
+    from common.launch import sandbox  # noqa: F401
+    from common.training import loop  # noqa: F401
 
-    os.register_at_fork(after_in_child=training.np.random.seed)  # or all tasks would draw the same
+    os.register_at_fork(after_in_child=loop.np.random.seed)  # or all tasks would draw the same
     gc.collect()
     gc.freeze()
     try:

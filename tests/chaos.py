@@ -34,7 +34,7 @@ from pathlib import Path
 from runs import processes, wait_until_gone
 
 from common.core.flags import UserError
-from common.launch import places
+from common.launch import control
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 ROOT = Path(__file__).resolve().parents[1]
@@ -245,7 +245,7 @@ class Round:
 
     def _ask(self, at, kind):
         with contextlib.suppress(UserError):  # all places are taken, or only worker 0 is there, or the launcher starts
-            self._note(at, kind, places.ask(self.folder, kind, 1))
+            self._note(at, kind, control.ask(self.folder, kind, 1))
 
     def _note(self, at, kind, whom):
         self.injected.append((round(at, 2), kind, whom))

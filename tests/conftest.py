@@ -19,17 +19,17 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # before the first import of tensorflo
 from absl.testing import flagsaver  # noqa: E402
 
 from common import tf  # noqa: E402
-from common.cluster import cluster  # noqa: E402
+from common.cluster import task_spec  # noqa: E402
 from common.core import flags, signals  # noqa: E402
-from common.data import data  # noqa: E402
-from common.launch import launch, warm  # noqa: E402
-from common.models import models  # noqa: E402
+from common.data import datasets  # noqa: E402
+from common.launch import launcher, warm  # noqa: E402
+from common.models import keras_model  # noqa: E402
 from common.simulation.replay import Replay  # noqa: E402
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 
 # A server in the process of the tests would report waits for others into the output of later tests.
-cluster.say_waits_of = lambda name, hosts: None
+task_spec.say_waits_of = lambda name, hosts: None
 
 # A script that starts the tests with `&` lets them ignore Ctrl-C, and `nohup` the end of a terminal. They still do, but not so
 # that what they start inherits it: that is sent these signals.
@@ -156,11 +156,11 @@ def servers():
         def servers(num_ps):
             if num_ps not in known:
                 os.environ["TF_GRPC_REUSE_PORT"] = "true"
-                ports = [stack.enter_context(launch.reserved_port()).getsockname()[1] for _ in range(num_ps + 1)]
+                ports = [stack.enter_context(launcher.reserved_port()).getsockname()[1] for _ in range(num_ps + 1)]
                 hosts = [f"localhost:{port}" for port in ports]
                 where: Any = {"ps_hosts": hosts[1:], "worker_hosts": hosts[:1]}
-                tasks = [cluster.TaskSpecDef("ps", i, **where) for i in range(num_ps)]
-                worker = cluster.TaskSpecDef("worker", 0, **where)
+                tasks = [task_spec.TaskSpecDef("ps", i, **where) for i in range(num_ps)]
+                worker = task_spec.TaskSpecDef("worker", 0, **where)
                 known[num_ps] = worker, worker.create_server(), [task.start_server() for task in tasks]
             worker, server, _ = known[num_ps]
             tf.Session.reset(server.target)
@@ -257,7 +257,7 @@ def regression():
     rng = np.random.default_rng(1)
     x = rng.normal(size=[60, 3]).astype(np.float32)
     y = (x @ [[1.0], [-2.0], [3.0]] + 0.5 + rng.normal(0, 0.1, [60, 1])).astype(np.float32)
-    return data.checked(((x[20:], y[20:]), (x[:20], y[:20])), "regression")
+    return datasets.checked(((x[20:], y[20:]), (x[:20], y[:20])), "regression")
 
 
 @pytest.fixture
@@ -267,7 +267,7 @@ def images():
     x = rng.random([50, 8, 8, 1]).astype(np.float32)
     y = rng.integers(0, 3, 50)
     y[:3] = y[-3:] = [0, 1, 2]
-    return data.checked(((x[23:], y[23:]), (x[:23], y[:23])), "images")
+    return datasets.checked(((x[23:], y[23:]), (x[:23], y[:23])), "images")
 
 
 @pytest.fixture
@@ -302,4 +302,4 @@ def model():
     import keras
 
     keras.utils.set_random_seed(0)
-    return models.by_labels(keras.Sequential([keras.Input([3]), keras.layers.Dense(1)]), is_classification=False)
+    return keras_model.by_labels(keras.Sequential([keras.Input([3]), keras.layers.Dense(1)]), is_classification=False)

@@ -24,8 +24,8 @@ from absl.testing import flagsaver
 
 from common.cli import program
 from common.core import flags
-from common.data import data
-from common.training import training
+from common.data import datasets
+from common.training import loop
 
 ROOT = Path(__file__).resolve().parents[1]
 README = Path(__file__).with_name("README.md")
@@ -823,8 +823,8 @@ def train(name, path, folder):
     for part in ("checkpoints", "metrics", "logs"):
         Path(folder, part).mkdir(parents=True)
     if path == row.schemes[0]:
-        training.check(settings, data.load(settings.data, settings.seed))
-    assert training.train(scheme, None, settings) == 0
+        loop.check(settings, datasets.load(settings.data, settings.seed))
+    assert loop.train(scheme, None, settings) == 0
     lines = [json.loads(line) for line in Path(folder, "metrics", "worker-0.jsonl").read_text().splitlines()]
     before = next(line["test_loss"] for line in lines if "test_loss" in line)
     result = json.loads(Path(folder, "result.json").read_text())
@@ -911,7 +911,7 @@ def write_table():
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--json"]:
-        training.plots.draw_curve = lambda run_dir: None  # pictures take longer than training here
+        loop.plots.draw_curve = lambda run_dir: None  # pictures take longer than training here
         sys.modules["keras_models"] = sys.modules["__main__"]  # which `--model=FILE.py:FUNCTION` would else run again
         print(json.dumps({name: outcome(name, int(sys.argv[2])) for name in sys.argv[3:]}))
     else:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from common import TaskSpec, tf
-from common.cluster import ending
+from common.cluster import membership
 from common.cluster.session import monitored_session
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters
@@ -74,7 +74,7 @@ def main(checkpoints, script):
         for operation in end:
             session.run(operation)
         last = session.run(value).tolist()
-    ending.say_done(task, server)
+    membership.say_done(task, server)
     print(json.dumps({"steps": steps, "seen": seen, "end": last}))
 
 

@@ -13,7 +13,7 @@ os.environ["TF_GRPC_REUSE_PORT"] = "true"  # lets the test hold the ports
 
 from common import DistributedSession, TaskSpecDef, tf  # noqa: E402
 from common.cluster.hooks import SemiSyncRunHook  # noqa: E402
-from common.core.coordination import Clocks, Lock  # noqa: E402
+from common.core.locks import Clocks, Lock  # noqa: E402
 
 
 def main(job, index, ps, workers, log, staleness, steps, milliseconds):

@@ -15,7 +15,7 @@ from runs import SECONDS
 
 from common import tf
 from common.cluster import session
-from common.core import checkpoints, clock
+from common.core import checkpoints, training_clock
 from common.core.checkpoints import Keeper, checkpoints_in
 from common.core.flags import TrainingFailed
 from common.scheme.center import GlobalParameters
@@ -349,7 +349,7 @@ def test_one_worker_at_a_time_saves(chief):
 def now(monkeypatch):
     """The monotonic clock of a worker, which stands still; `monotonic` are its seconds."""
     now = types.SimpleNamespace(monotonic=1000.0)
-    for module in checkpoints, clock:
+    for module in checkpoints, training_clock:
         monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: now.monotonic))
     return now
 

@@ -1,4 +1,4 @@
-"""common/cluster/cluster.py: how a process learns which task it is."""
+"""common/cluster/task_spec.py: how a process learns which task it is."""
 
 import contextlib
 import json
@@ -11,9 +11,9 @@ import pytest
 from runs import SECONDS
 
 from common import TaskSpec, TaskSpecDef, tf
-from common.cluster.cluster import task_from
-from common.cluster.ending import say_done, serve
-from common.launch import launch
+from common.cluster.membership import say_done, serve
+from common.cluster.task_spec import task_from
+from common.launch import launcher
 
 NO_FLAGS = dict(job_name=None, task_index=None, ps_hosts=None, worker_hosts=None)
 FLAGS = dict(job_name="worker", task_index=1, ps_hosts=["a:1"], worker_hosts=["b:2", "c:3"])
@@ -432,7 +432,7 @@ def ends(function, *arguments):
 def test_the_end_waits_for_nobody_who_may_have_ended_before(monkeypatch):
     monkeypatch.setenv("TF_GRPC_REUSE_PORT", "true")
     with contextlib.ExitStack() as stack:
-        ports = [stack.enter_context(launch.reserved_port()).getsockname()[1] for _ in range(3)]
+        ports = [stack.enter_context(launcher.reserved_port()).getsockname()[1] for _ in range(3)]
         ps_host, ended_ps_host, worker_host = [f"localhost:{port}" for port in ports]
         ps = TaskSpecDef("ps", 0, ps_hosts=[ps_host, ended_ps_host], worker_hosts=worker_host)
         worker = TaskSpecDef("worker", 0, ps_hosts=ps_host, worker_hosts=worker_host)

@@ -41,8 +41,8 @@ from runs import (
 
 from common import tf
 from common.core.checkpoints import checkpoints_in
-from common.data import data
-from common.launch import launch
+from common.data import datasets
+from common.launch import launcher
 
 pytestmark = pytest.mark.cluster
 
@@ -298,7 +298,7 @@ def saved_a_model(run):
     """It is as accurate as the result says."""
     path = next((flag.partition("=")[2] for flag in run.flags if flag.startswith("--data=")), "digits")
     spec = "digits" if "late.py" in path else path
-    assert accuracy_of_saved_model(run.folder, data.load(spec)) == pytest.approx(run.result["test_accuracy"])
+    assert accuracy_of_saved_model(run.folder, datasets.load(spec)) == pytest.approx(run.result["test_accuracy"])
 
 
 def wrote_all_files(run):
@@ -586,7 +586,7 @@ def test_tasks_that_are_started_by_hand(run_dir):
     """Each is told in another way who it is, and says for whom it waits: for a ps that was not started, then for the chief, and
     the chief for a worker that has not come. All end by themselves, also the ps."""
     with contextlib.ExitStack() as stack:
-        ports = [stack.enter_context(launch.reserved_port()).getsockname()[1] for _ in range(4)]
+        ports = [stack.enter_context(launcher.reserved_port()).getsockname()[1] for _ in range(4)]
         ps, *workers = (f"127.0.0.1:{port}" for port in ports)
         flags = f"--ps_hosts={ps}", f"--worker_hosts={','.join(workers)}"
         variables = {"JOB_NAME": "ps", "TASK_INDEX": "0", "PS_HOSTS": ps, "WORKER_HOSTS": ",".join(workers)}
@@ -670,7 +670,7 @@ def test_own_loss_and_metrics_of_two_outputs(run_dir, tmp_path):
     ) in output
     result = result_of(run_dir)
     assert result["test_row_accuracy"] >= 0.9 and f"test row accuracy {result['test_row_accuracy']:.3f}" in output
-    x, y, weights = data.load(f"{spec}:load").test
+    x, y, weights = datasets.load(f"{spec}:load").test
     model = keras.models.load_model(run_dir / "model.keras")
     expected = model.evaluate(x, y, sample_weight=weights, batch_size=500, verbose=0, return_dict=True)
     found = {name.removeprefix("test_"): value for name, value in result.items() if name.startswith("test_")}
@@ -747,7 +747,7 @@ def test_the_hook_in_a_program_of_ones_own(tmp_path):
     """Three workers of different speed: the bound holds and is reached; one that has ended, or died, never holds the others."""
     staleness, steps = 3, [400, 100, 60]
     with contextlib.ExitStack() as stack:
-        ports = [stack.enter_context(launch.reserved_port()).getsockname()[1] for _ in range(4)]
+        ports = [stack.enter_context(launcher.reserved_port()).getsockname()[1] for _ in range(4)]
         ps, *workers = (f"localhost:{port}" for port in ports)
 
         def begin(job, index, steps=0, milliseconds=0):

@@ -23,15 +23,15 @@ from runs import (
 )
 
 from common import tf
-from common.cluster import ending
-from common.cluster.cluster import TaskSpecDef
-from common.core import run_dir as folders
-from common.core import signals, words
+from common.cluster import membership
+from common.cluster.task_spec import TaskSpecDef
+from common.core import run_folder as folders
+from common.core import signals, task_status
 from common.core.checkpoints import checkpoints_in
 from common.core.flags import TrainingFailed
-from common.launch import launch, places, supervisor
-from common.launch.forkserver import EARLY, LEFT
-from common.training import training
+from common.launch import control, launcher, supervisor
+from common.launch.fork_server import EARLY, LEFT
+from common.training import loop
 
 DYNAMIC = ROOT / "Asynchronous-DiLoCo" / "asynchronous_diloco.py"
 
@@ -50,13 +50,13 @@ def heard(monkeypatch):
     done: list = []
     monkeypatch.setattr(signals, "hear_signals", lambda *_: None)
     monkeypatch.setattr(signals, "exit_at_once", done.append)
-    monkeypatch.setattr(training, "say_asked", lambda: done.append("asked"))
+    monkeypatch.setattr(loop, "say_asked", lambda: done.append("asked"))
     monkeypatch.setattr(threading, "Thread", lambda target, daemon: types.SimpleNamespace(start=target))
     return done
 
 
 def test_sigterm_asks_a_worker_that_trains_to_leave_after_its_call(heard):
-    interruption = training.Interruption(heard.append)
+    interruption = loop.Interruption(heard.append)
     interruption.training_begins()
     interruption._hear(signal.SIGTERM)
     assert (interruption.requested, interruption.leaves, heard) == (True, True, [])
@@ -66,7 +66,7 @@ def test_sigterm_asks_a_worker_that_trains_to_leave_after_its_call(heard):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_other_signals_ask_no_worker_to_leave(heard, number):
-    interruption = training.Interruption(heard.append)
+    interruption = loop.Interruption(heard.append)
     interruption.training_begins()
     interruption._hear(number)
     assert (interruption.requested, interruption.leaves, heard) == (True, False, [])
@@ -74,7 +74,7 @@ def test_other_signals_ask_no_worker_to_leave(heard, number):
 
 @pytest.mark.parametrize("report", [None, [1.0, 2.0]])
 def test_sigterm_before_or_after_training_leaves_at_once(heard, report):
-    interruption = training.Interruption(heard.append)
+    interruption = loop.Interruption(heard.append)
     if report:
         interruption.training_begins()
         interruption.report = report
@@ -86,14 +86,14 @@ def test_sigterm_before_or_after_training_leaves_at_once(heard, report):
 @pytest.mark.parametrize("trains", [False, True])
 def test_who_waits_for_others_leaves_by_its_session(heard, trains):
     """They would wait for it for ever; and until it has left it waits for them. After the training it leaves at once."""
-    interruption = training.Interruption(heard.append, waits_for_others=True)
+    interruption = loop.Interruption(heard.append, waits_for_others=True)
     interruption.release = lambda: heard.append("released")
     if trains:
         interruption.training_begins()
     interruption._hear(signal.SIGTERM)
     assert (interruption.requested, interruption.leaves, heard) == (True, True, [])
     interruption.after_create_session(None, None)  # does not wait for its end
-    after = training.Interruption(heard.append, waits_for_others=True)
+    after = loop.Interruption(heard.append, waits_for_others=True)
     after.training_begins()
     after.report = "report"
     after.training_ends()
@@ -102,16 +102,16 @@ def test_who_waits_for_others_leaves_by_its_session(heard, trains):
 
 
 def test_who_cannot_leave_says_that_it_was_asked(heard):
-    interruption = training.Interruption()
+    interruption = loop.Interruption()
     interruption.training_begins()
     interruption._hear(signal.SIGTERM)
     assert (interruption.requested, interruption.leaves, heard) == (True, False, ["asked"])
 
 
 def test_status_of_leaving_is_0_for_those_who_are_told_no_more(monkeypatch):
-    assert words.status_of_leaving() == 0
-    monkeypatch.setattr(words, "is_fork", True)
-    assert words.status_of_leaving() not in (0, 100)
+    assert task_status.status_of_leaving() == 0
+    monkeypatch.setattr(task_status, "is_fork", True)
+    assert task_status.status_of_leaving() not in (0, 100)
 
 
 @pytest.mark.parametrize("status, ended", [(LEFT, (True, 0)), (0, (False, 0)), (EARLY, (False, EARLY)), (130, (False, 130))])
@@ -122,21 +122,21 @@ def test_launcher_knows_who_has_left(status, ended):
 
 
 @pytest.fixture
-def launcher(tmp_path):
-    """A function that makes the `Run` of two workers of a scheme with this pace, what it has said, and its workers."""
+def two_workers(tmp_path):
+    """A function that makes the `Supervisor` of two workers of a scheme with this pace, what it has said, and its workers."""
 
-    def launcher(pace):
+    def two_workers(pace):
         tasks = [supervisor.Task(job, i, [], str(tmp_path)) for job, i in (("ps", 0), ("worker", 0), ("worker", 1))]
         settings = types.SimpleNamespace(pace=pace, ends_with_chief=True, num_evaluators=0, scheme="Synchronous-SGD")
         said: list = []
-        return supervisor.Run(tasks, None, settings, said.append), said, tasks[1:]
+        return supervisor.Supervisor(tasks, None, settings, said.append), said, tasks[1:]
 
-    return launcher
+    return two_workers
 
 
-def test_run_stops_when_its_chief_is_asked_to_end(launcher):
-    run, said, _ = launcher("own")
-    run._hear("worker 0", words.ASKED)
+def test_run_stops_when_its_chief_is_asked_to_end(two_workers):
+    run, said, _ = two_workers("own")
+    run._hear("worker 0", task_status.ASKED)
     with pytest.raises(KeyboardInterrupt):
         run._next_end()
     (line,) = said
@@ -144,18 +144,18 @@ def test_run_stops_when_its_chief_is_asked_to_end(launcher):
 
 
 @pytest.mark.parametrize("pace, lines", [("together", 1), ("ring", 1), ("own", 0)])
-def test_why_a_worker_cannot_leave_is_said(launcher, pace, lines):
-    run, said, (_, worker) = launcher(pace)
-    run._hear("worker 1", words.ASKED)
+def test_why_a_worker_cannot_leave_is_said(two_workers, pace, lines):
+    run, said, (_, worker) = two_workers(pace)
+    run._hear("worker 1", task_status.ASKED)
     run._looked = time.monotonic()
     assert run._next_end(time.monotonic()) is None and worker.is_asked
     why = "the workers of Synchronous-SGD wait for each other, and none can leave"
     assert len(said) == lines and all(why in line for line in said)
 
 
-def test_who_has_left_is_not_asked_again(launcher):
+def test_who_has_left_is_not_asked_again(two_workers):
     """Not when the chief is started again, nor with a ps."""
-    run, _, (chief, worker) = launcher("own")
+    run, _, (chief, worker) = two_workers("own")
     for status, is_asked in (LEFT, False), (0, True):
         worker.started, chief.started = 1.0, 2.0
         worker.end(status)
@@ -166,22 +166,22 @@ def test_who_has_left_is_not_asked_again(launcher):
 
 
 @pytest.mark.parametrize("is_asked_by_launcher", [True, False])
-def test_worker_that_dies_while_it_leaves_does_not_come_back(launcher, monkeypatch, is_asked_by_launcher):
+def test_worker_that_dies_while_it_leaves_does_not_come_back(two_workers, monkeypatch, is_asked_by_launcher):
     """A process that only leaves takes its place: also if no restart is left, as it is none."""
-    run, said, (_, worker) = launcher("own")
+    run, said, (_, worker) = two_workers("own")
     worker.command, started = ["python", "scheme.py"], []
     run._settings.__dict__.update(max_restarts=0, max_workers=2)
     run._server = types.SimpleNamespace(start=lambda *arguments: started.append(arguments[-1]), signal=lambda *_: None)
     if is_asked_by_launcher:
         run._answer(types.SimpleNamespace(what="leave", count=1, answer=lambda line: None))
     else:
-        monkeypatch.setattr(words, "say", lambda text: run._hear("worker 1", text))
-        words.say_leaving()
+        monkeypatch.setattr(task_status, "say", lambda text: run._hear("worker 1", text))
+        task_status.say_leaving()
     worker.end(-signal.SIGKILL)
     run._mend(worker)
     assert said[-1] == "worker 1 was killed by SIGKILL while it was leaving; another process leaves in its place"
     worker.start(run._server)
-    assert started == [{words.STANDS_IN: "1"}] and worker.is_leaving and worker.restarts == 0
+    assert started == [{task_status.STANDS_IN: "1"}] and worker.is_leaving and worker.restarts == 0
     worker.end(-signal.SIGKILL)
     with pytest.raises(TrainingFailed, match="^worker 1 was killed by SIGKILL after 0 restarts"):
         run._mend(worker)
@@ -191,17 +191,17 @@ def test_worker_that_dies_while_it_leaves_does_not_come_back(launcher, monkeypat
 
 
 def test_worker_that_is_asked_to_leave_tells_the_launcher(heard, monkeypatch):
-    monkeypatch.setattr(training, "say_leaving", lambda: heard.append("leaving"))
+    monkeypatch.setattr(loop, "say_leaving", lambda: heard.append("leaving"))
     for leaver, said in (heard.append, ["leaving"]), (None, ["asked"]):
         heard.clear()
-        interruption = training.Interruption(leaver)
+        interruption = loop.Interruption(leaver)
         interruption.training_begins()
         interruption._hear(signal.SIGTERM)
         assert heard == said
 
 
-def test_launcher_asks_by_another_signal_than_that_for_leaving(launcher):
-    run, _, (chief, worker) = launcher("own")
+def test_launcher_asks_by_another_signal_than_that_for_leaving(two_workers):
+    run, _, (chief, worker) = two_workers("own")
     assert run._signal_to_stop(worker) == signal.SIGINT
     run._evaluators = [worker]
     assert run._signal_to_stop(worker) == signal.SIGTERM
@@ -215,7 +215,7 @@ def cluster(monkeypatch):
     """The two workers of a cluster with one ps, and their servers: [(task, server)], and (task, server) of the ps."""
     monkeypatch.setenv("TF_GRPC_REUSE_PORT", "true")
     with contextlib.ExitStack() as stack:
-        ports = [stack.enter_context(launch.reserved_port()).getsockname()[1] for _ in range(3)]
+        ports = [stack.enter_context(launcher.reserved_port()).getsockname()[1] for _ in range(3)]
         ps, *workers = (f"localhost:{port}" for port in ports)
         known: dict = {"ps_hosts": [ps], "worker_hosts": workers}
         tasks = [TaskSpecDef("worker", i, **known) for i in range(2)]
@@ -227,7 +227,7 @@ def cluster(monkeypatch):
 def rendezvous_of(of, kept=dict):
     task, server = of
     with tf.Graph().as_default() as graph:
-        rendezvous = ending.Rendezvous(task, 2, kept)
+        rendezvous = membership.Rendezvous(task, 2, kept)
         with tf.Session(server.target, graph, config=task.config()) as session:
             yield rendezvous, session
 
@@ -238,7 +238,7 @@ def test_chief_waits_for_no_report_but_of_those_who_are_there(cluster, tmp_path)
     (tmp_path / "metrics").mkdir()
     kept = functools.partial(folders.read_left, tmp_path, 2, 2)
     with rendezvous_of(chief, kept) as (mine, session):
-        ending.say_gone(other[0], other[1], [1.0, 5.0])
+        membership.say_gone(other[0], other[1], [1.0, 5.0])
         assert mine.gather(session, [0.0, 0.0]).tolist() == [[0, 0], [1, 5]]
         with rendezvous_of(other) as (theirs, of_other):
             assert theirs.come_back(of_other)
@@ -258,12 +258,12 @@ def test_chief_waits_for_no_report_but_of_those_who_are_there(cluster, tmp_path)
 
 def test_chief_tells_the_ps_of_those_who_have_left(cluster):
     (chief, other), ps = cluster
-    ending.say_gone(other[0], other[1], [1.0, 5.0])
+    membership.say_gone(other[0], other[1], [1.0, 5.0])
     with rendezvous_of(chief) as (rendezvous, session):
         assert rendezvous.absent(session) == [1]
-    serving = threading.Thread(target=ending.serve, args=ps, daemon=True)
+    serving = threading.Thread(target=membership.serve, args=ps, daemon=True)
     serving.start()
-    ending.say_done(chief[0], chief[1], [1])
+    membership.say_done(chief[0], chief[1], [1])
     serving.join(SECONDS)
     assert not serving.is_alive()
 
@@ -271,7 +271,7 @@ def test_chief_tells_the_ps_of_those_who_have_left(cluster):
 def test_places_that_nobody_has_taken_are_absent(cluster):
     task, server = cluster[0][0]
     with tf.Graph().as_default() as graph:
-        rendezvous = ending.Rendezvous(task, 2, expected=lambda session: {0})
+        rendezvous = membership.Rendezvous(task, 2, expected=lambda session: {0})
         with tf.Session(server.target, graph, config=task.config()) as session:
             assert rendezvous.absent(session) == [1]
             assert rendezvous.gather(session, [0.0, 0.0]).tolist() == [[0, 0]]
@@ -281,7 +281,7 @@ def test_code_is_compared_with_that_of_worker_0(cluster):
     """A worker that comes before worker 0 is let in: there is nothing to compare it with."""
     (chief, other), _ = cluster
     for of, code, is_same in (other, "another", True), (chief, "code", True), (other, "code", True), (other, "another", False):
-        assert ending.has_code_of_chief(of[0], of[1], code) is is_same
+        assert membership.has_code_of_chief(of[0], of[1], code) is is_same
 
 
 def test_dismissing_twice_is_no_error(cluster):
@@ -347,7 +347,7 @@ def test_worker_that_is_killed_while_it_leaves_has_left(run_dir):
     flags = ["--num_workers=3", "--max_workers=3", "--delays=20,20,2000", "--rounds_per_call=1", "--steps=400"]
     process = start(run_dir, "--launch", *flags)
     wait_until(process, lambda: updates_of(run_dir, 1))
-    places.leave(run_dir)
+    control.leave(run_dir)
     send(run_dir, "worker", 2, signal.SIGKILL)
     said = finish(process).splitlines()
     assert [line.partition(";")[0] for line in said if line.startswith("worker 2 was killed")] == [

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.simulation.virtual_time import Action, Schedule
+from common.simulation.virtual_time import Action, Timetable
 
 ROOT = Path(__file__).parents[1]
 
@@ -292,7 +292,7 @@ class Clock:
         self.now += made * self._seconds
         steps = np.array([0, 1, 0, 1] * made)
         no = np.full(len(steps), -1)
-        return Schedule(steps, 0 * steps, 0.0 * steps, 0.0 * steps, no, no)
+        return Timetable(steps, 0 * steps, 0.0 * steps, 0.0 * steps, no, no)
 
 
 @pytest.fixture

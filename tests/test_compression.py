@@ -15,17 +15,17 @@ from skips import skip_for
 
 from common import tf
 from common.cli import notebook
-from common.cluster.cluster import TaskSpecDef
+from common.cluster.task_spec import TaskSpecDef
 from common.core.flags import COMPRESSIONS
 from common.core.plots import read_metrics
-from common.launch import isolation
+from common.launch import sandbox
 from common.scheme.center import GlobalParameters
 from common.scheme.compression import BIASED, Compression, _uniform, pack, pack_sparse
+from common.scheme.learning_rates import hyperparameters
 from common.scheme.local import LocalParameters
-from common.scheme.schedules import hyperparameters
 from common.scheme.steps import build_rounds, repeat_rounds
+from common.simulation.engine import messages_of, shards_of
 from common.simulation.replay import Replay
-from common.simulation.simulation import messages_of, shards_of
 
 KINDS = COMPRESSIONS[1:]
 NOT_FINITE = np.nan, np.inf, -np.inf
@@ -682,7 +682,7 @@ def build():
 @pytest.mark.cluster
 def test_a_quarter_of_the_bytes(tmp_path):
     """What the kernel counts for an update of a run, both ways, from one line of metrics to another."""
-    skip_for(isolation.why_no_own_network())  # without one it counts what all the machine sends
+    skip_for(sandbox.why_no_own_network())  # without one it counts what all the machine sends
     (tmp_path / "large.py").write_text(LARGE_MODEL)
 
     def bytes_of_an_update(name, *flags):

@@ -16,13 +16,13 @@ import pytest
 from runs import ROOT, SECONDS, finish, metrics_of, processes, read_until, result_of, start
 
 from common import tf
-from common.cluster import cluster
+from common.cluster import task_spec
 from common.cluster.hooks import EarlyStoppingHook
-from common.core import words
+from common.core import task_status
 from common.core.checkpoints import Keeper
-from common.data import data
+from common.data import datasets
 from common.data.batches import Batches
-from common.models import models
+from common.models import keras_model
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters
 from common.scheme.steps import build_rounds
@@ -102,7 +102,7 @@ def files_of(*steps):
 
 @pytest.mark.parametrize("share, count", [(0.1, 4), (0.5, 20), (0.98, 39), (0.013, 1)])
 def test_held_out_and_kept_are_all_samples(regression, share, count):
-    training, validation = data.hold_out(regression, share, seed=3)
+    training, validation = datasets.hold_out(regression, share, seed=3)
     assert (len(training.x_train), len(validation.x_test)) == (40 - count, count)
     rows = np.concatenate([np.hstack([training.x_train, training.y_train]), np.hstack([validation.x_test, validation.y_test])])
     everything = np.hstack([regression.x_train, regression.y_train])
@@ -111,14 +111,14 @@ def test_held_out_and_kept_are_all_samples(regression, share, count):
 
 
 def test_all_tasks_hold_out_the_same_but_another_seed_others(regression):
-    one, same, other = (data.hold_out(regression, 0.25, seed)[1].x_test.tolist() for seed in (1, 1, 2))
+    one, same, other = (datasets.hold_out(regression, 0.25, seed)[1].x_test.tolist() for seed in (1, 1, 2))
     assert one == same != other
 
 
 @pytest.mark.parametrize("share, count", [(0.01, "0"), (0.999, "40")])
 def test_nothing_to_train_with_or_to_validate_with(regression, user_error, share, count):
     with user_error(f"--validation={share:g}", f"{count} of 40", "some, not all"):
-        data.hold_out(regression, share)
+        datasets.hold_out(regression, share)
 
 
 def test_each_new_checkpoint_comes_once_until_the_end(script, tmp_path, pass_time):
@@ -168,10 +168,10 @@ def test_evaluating_is_no_wait(script, tmp_path, pass_time):
     """The launcher leaves a task alone that waits, but not one that evaluates and never comes to an end."""
     announce(tmp_path, 10)
     pass_time(list, list)
-    before, seen = words._progress[1:3], []
+    before, seen = task_status._progress[1:3], []
     for _ in script.new_checkpoints(str(tmp_path), lambda: True):
-        seen.append(words._progress[1:3])
-    assert seen == [("evaluating a checkpoint", False)] and words._progress[1:3] == before
+        seen.append(task_status._progress[1:3])
+    assert seen == [("evaluating a checkpoint", False)] and task_status._progress[1:3] == before
 
 
 @pytest.fixture
@@ -238,7 +238,7 @@ def test_killed_between_copy_and_keep(best, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "where, step", [("common.core.run_dir.os.replace", 10), ("common.tf.train.update_checkpoint_state", 20)]
+    "where, step", [("common.core.run_folder.os.replace", 10), ("common.tf.train.update_checkpoint_state", 20)]
 )
 def test_killed_amid_keep(best, tmp_path, monkeypatch, where, step):
     """Before the notes are written it is the old one with the old loss, afterwards the new one with the new loss."""
@@ -279,14 +279,14 @@ def test_the_folder_of_the_best_can_be_moved(best, tmp_path):
 def test_a_checkpoint_that_the_chief_has_just_removed(script, best, tmp_path, regression):
     copy = best().copy(str(tmp_path / "checkpoints" / "model.ckpt-10"))
     with pytest.raises(tf.errors.OpError):
-        script.values_in(copy, models.build("linear", regression))
+        script.values_in(copy, keras_model.build("linear", regression))
 
 
 @pytest.fixture
 def cnn(tmp_path, images):
     """A model with moving means, made before a graph is entered."""
     (tmp_path / "m.py").write_text(MODEL)
-    return models.build(f"{tmp_path}/m.py:cnn", images)
+    return keras_model.build(f"{tmp_path}/m.py:cnn", images)
 
 
 @pytest.mark.slow
@@ -332,7 +332,7 @@ def test_evaluates_what_is_saved_as_keras_model(script, tmp_path, cnn, images):
             for value in cnn.initial_state
         ],
     )
-    _, validation = data.hold_out(images, 0.4)
+    _, validation = datasets.hold_out(images, 0.4)
     evaluator = script.Evaluator(cnn, validation, images)
     cnn.save(*values, tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
@@ -355,7 +355,7 @@ def save(folder, step, parameters, name=None):
 def test_checkpoint_of_another_model(script, tmp_path, regression, user_error):
     path = save(tmp_path, 10, [1, 2])
     with user_error(path, "2 parameters, but the model has 4", "flags"):
-        script.values_in(path, models.build("linear", regression))
+        script.values_in(path, keras_model.build("linear", regression))
 
 
 @pytest.fixture
@@ -374,7 +374,7 @@ def settings(tmp_path):
 @pytest.mark.slow
 def test_a_training_that_gets_worse(script, settings, tmp_path, pass_time, capsys):
     """From the first checkpoint to the end: the training is told to stop in time, and the best checkpoint is left."""
-    evaluator = cluster.TaskSpecDef("evaluator")
+    evaluator = task_spec.TaskSpecDef("evaluator")
     told = []
 
     def chief_saves(step, slope):
@@ -418,7 +418,7 @@ def test_a_training_that_diverges_leaves_no_best(script, settings, tmp_path, pas
     save(tmp_path / "checkpoints", 100, [math.nan, 0])
     (tmp_path / "training-has-ended").touch()
     pass_time()
-    assert script.evaluate(cluster.TaskSpecDef("evaluator"), settings) == 0
+    assert script.evaluate(task_spec.TaskSpecDef("evaluator"), settings) == 0
     assert not (tmp_path / "best" / "evaluation.json").exists() and all(
         "ckpt-100." in name for name in files(tmp_path / "best")
     )
@@ -499,7 +499,7 @@ def assert_the_best_is_the_best(run_dir):
     }
     checkpoint = tf.train.latest_checkpoint(run_dir / "best")
     assert tf.train.load_variable(checkpoint, "global_step") == notes["global_step"]
-    digits, loaded = data.load("digits"), keras.models.load_model(run_dir / "best" / "model.keras")
+    digits, loaded = datasets.load("digits"), keras.models.load_model(run_dir / "best" / "model.keras")
     of_loaded = np.mean(loaded(digits.x_test, training=False).numpy().argmax(axis=1) == digits.y_test)
     assert of_loaded == pytest.approx(notes["test_accuracy"])
     assert processes(run_dir) == []

@@ -8,7 +8,7 @@ import pytest
 from runs import SECONDS
 
 from common import tf
-from common.core.coordination import FINISHED, Clocks, Lock
+from common.core.locks import FINISHED, Clocks, Lock
 
 
 class Run:

@@ -1,4 +1,4 @@
-"""common/data/data.py: data sets, what is refused, shards, and the order of batches."""
+"""common/data/datasets.py: data sets, what is refused, shards, and the order of batches."""
 
 import random
 import socket
@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from common import tf
-from common.data import data
+from common.data import datasets
 from common.data.batches import Batches
 
 
 def test_digits():
-    digits = data.load("digits")
+    digits = datasets.load("digits")
     assert digits.x_train.shape == (1438, 8, 8, 1) and digits.x_test.shape == (359, 8, 8, 1)
     assert digits.y_train.shape == (1438,) and digits.y_test.shape == (359,)
     assert (digits.x_train.dtype, digits.y_train.dtype) == (np.float32, np.int32)
@@ -30,7 +30,7 @@ def test_digits():
 def test_digits_are_scikit_learns_each_in_one_half():
     from sklearn.datasets import load_digits
 
-    digits, (x, y) = data.load("digits"), load_digits(return_X_y=True)
+    digits, (x, y) = datasets.load("digits"), load_digits(return_X_y=True)
     ours = np.concatenate([digits.x_train, digits.x_test]).reshape(-1, 64) * 16
     ours = np.column_stack([ours, np.concatenate([digits.y_train, digits.y_test])])
     theirs = np.column_stack([x, y])
@@ -39,19 +39,19 @@ def test_digits_are_scikit_learns_each_in_one_half():
 
 
 def test_digits_are_the_same_every_time():
-    one, other = data.load("digits", seed=0), data.load("digits", seed=1)
+    one, other = datasets.load("digits", seed=0), datasets.load("digits", seed=1)
     assert all(np.array_equal(a, b) for a, b in zip(one, other))
 
 
 def test_linear():
-    linear = data.load("linear", seed=3)
+    linear = datasets.load("linear", seed=3)
     assert [a.shape for a in (*linear.train, *linear.test)] == [(800, 1), (800, 1), (200, 1), (200, 1)]
     assert not linear.is_classification
     x, y = np.concatenate([linear.x_train, linear.x_test]), np.concatenate([linear.y_train, linear.y_test])
     assert -1 <= x.min() < -0.9 and 0.9 < x.max() <= 1
     noise = y - 2 * x - 10
     assert abs(noise.mean()) < 0.02 and 0.08 < noise.std() < 0.12
-    assert not np.array_equal(data.load("linear", seed=4).x_train, linear.x_train)
+    assert not np.array_equal(datasets.load("linear", seed=4).x_train, linear.x_train)
 
 
 def mnist_file(path):
@@ -68,7 +68,7 @@ def test_mnist_comes_through_keras(tmp_path, monkeypatch):
     arrays = mnist_file(tmp_path / "mnist.npz")
     # Keras' own load_data reads the file; only the download is left out
     monkeypatch.setitem(keras.datasets.mnist.load_data.__globals__, "get_file", lambda **_: str(tmp_path / "mnist.npz"))
-    mnist = data.load("mnist")
+    mnist = datasets.load("mnist")
     assert mnist.x_train.shape == (30, 28, 28, 1) and mnist.x_test.shape == (10, 28, 28, 1)
     assert (mnist.x_train.dtype, mnist.y_train.dtype) == (np.float32, np.int32)
     np.testing.assert_allclose(mnist.x_test[..., 0], arrays["x_test"] / 255, rtol=1e-6)
@@ -82,12 +82,12 @@ def test_mnist_without_a_network(monkeypatch, user_error):
 
     monkeypatch.setitem(keras.datasets.mnist.load_data.__globals__, "get_file", get_file)
     with user_error("--data=mnist could not be downloaded", "URL fetch failure", "--data=digits needs no network"):
-        data.load("mnist")
+        datasets.load("mnist")
 
 
 @pytest.fixture(scope="module")
 def mnist1d():
-    return data.load("mnist1d")
+    return datasets.load("mnist1d")
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ def test_mnist1d_is_the_same_every_time_and_needs_no_network(mnist1d, monkeypatc
     monkeypatch.setattr(socket, "socket", connect)
     np.random.seed(5)
     random.seed(5)
-    again = data.load("mnist1d", seed=1)
+    again = datasets.load("mnist1d", seed=1)
     drawn = np.random.random(), random.random()
     np.random.seed(5)
     random.seed(5)
@@ -122,12 +122,12 @@ def test_mnist1d_is_the_same_every_time_and_needs_no_network(mnist1d, monkeypatc
 def test_mnist1d_is_not_installed(monkeypatch, user_error):
     monkeypatch.setitem(sys.modules, "mnist1d.data", None)
     with user_error("--data=mnist1d comes with the package mnist1d, which is not installed: pip install mnist1d"):
-        data.load("mnist1d")
+        datasets.load("mnist1d")
 
 
 def test_quadratic():
     """The loss of each half is its least one, and a quadratic form whose eigenvalues are 1 to 1/1,000."""
-    quadratic, best = data.load("quadratic"), data.quadratic_optimum()
+    quadratic, best = datasets.load("quadratic"), datasets.quadratic_optimum()
     assert [a.shape for a in (*quadratic.train, *quadratic.test)] == [(1000, 40), (1000, 1), (200, 40), (200, 1)]
     values = np.geomspace(1, 1e-3, 40)
     for x, y in ((np.float64(x), np.float64(y)) for x, y in (quadratic.train, quadratic.test)):
@@ -138,43 +138,45 @@ def test_quadratic():
         np.testing.assert_allclose(np.linalg.lstsq(x, y)[0], best, rtol=1e-3, atol=1e-3)
         w = best + np.random.default_rng(0).normal(size=best.shape)
         loss = np.mean((x @ w - y) ** 2)
-        np.testing.assert_allclose(loss, data.LEAST_LOSS + 0.5 * ((w - best).T @ hessian @ (w - best)).item(), rtol=1e-5)
+        np.testing.assert_allclose(loss, datasets.LEAST_LOSS + 0.5 * ((w - best).T @ hessian @ (w - best)).item(), rtol=1e-5)
     assert np.abs(vectors).max(axis=0).max() < 0.9  # no direction is one of the axes
-    assert all(np.array_equal(a, b) for a, b in zip(quadratic, data.load("quadratic", seed=1)))
+    assert all(np.array_equal(a, b) for a, b in zip(quadratic, datasets.load("quadratic", seed=1)))
 
 
 def test_text():
     """Windows follow each other, in the training set and then in the test set: no character is in both."""
-    text = data.load("text")
+    text = datasets.load("text")
     assert text.x_train.shape[0] > 9 * text.x_test.shape[0] - 20 and text.x_test.shape[0] > 300
     assert text.x_train.shape[1:] == text.y_test.shape[1:] == (64,)
     assert (text.x_train.dtype, text.y_train.dtype) == (np.uint8, np.int32)
     for x, y in text.train, text.test:
         np.testing.assert_array_equal(y.ravel()[:-1], x.ravel()[1:])
-        assert x.max() < len(data.ALPHABET)
-    train, test = (data.decoded(x.ravel()) for x in (text.x_train, text.x_test))
+        assert x.max() < len(datasets.ALPHABET)
+    train, test = (datasets.decoded(x.ravel()) for x in (text.x_train, text.x_test))
     seen = {paragraph for paragraph in train.split("\n\n") if len(paragraph) > 100}
     assert len(seen) > 500 and not seen & set(test.split("\n\n"))
 
 
 def test_next_characters():
-    (x, y), (x_test, y_test) = data.next_characters("abcdefghij" * 3, length=2)
-    assert [data.decoded(row) for row in x[:2]] == ["ab", "cd"] and [data.decoded(row) for row in y[:2]] == ["bc", "de"]
-    assert (len(x), [data.decoded(row) for row in x_test], [data.decoded(row) for row in y_test]) == (13, ["hi"], ["ij"])
+    (x, y), (x_test, y_test) = datasets.next_characters("abcdefghij" * 3, length=2)
+    assert [datasets.decoded(row) for row in x[:2]] == ["ab", "cd"]
+    assert [datasets.decoded(row) for row in y[:2]] == ["bc", "de"]
+    assert len(x) == 13
+    assert ([datasets.decoded(row) for row in x_test], [datasets.decoded(row) for row in y_test]) == (["hi"], ["ij"])
 
 
 def test_characters_have_places_in_the_alphabet():
-    assert len(data.ALPHABET) == len(set(data.ALPHABET)) == 96
-    np.testing.assert_array_equal(data.encoded(data.ALPHABET), np.arange(96, dtype=np.uint8))
-    assert data.decoded(data.encoded(data.ALPHABET)) == data.ALPHABET
-    assert data.decoded(data.encoded("It’s “a”\t… é\r")) == 'It\'s "a"    ... ??'
+    assert len(datasets.ALPHABET) == len(set(datasets.ALPHABET)) == 96
+    np.testing.assert_array_equal(datasets.encoded(datasets.ALPHABET), np.arange(96, dtype=np.uint8))
+    assert datasets.decoded(datasets.encoded(datasets.ALPHABET)) == datasets.ALPHABET
+    assert datasets.decoded(datasets.encoded("It’s “a”\t… é\r")) == 'It\'s "a"    ... ??'
 
 
 @pytest.mark.parametrize("spec", ["digit", "", "data.py"])
 def test_no_such_data(user_error, spec):
     names = "digits, linear, mnist, mnist1d, quadratic, text"
     with user_error(f"--data must be one of {names}, FILE.py:FUNCTION, or files as 'DIR/*.csv', not {spec!r}"):
-        data.load(spec)
+        datasets.load(spec)
 
 
 # --- What training can use ---------------------------------------------------------------------------------------------
@@ -193,7 +195,7 @@ def spoilt(**parts):
 
 
 def test_types_that_training_uses():
-    good = data.checked(arrays(), "mine")
+    good = datasets.checked(arrays(), "mine")
     assert (good.x_train.dtype, good.x_test.dtype) == (np.float32, np.float32)
     assert (good.y_train.dtype, good.y_test.dtype) == (np.int32, np.int32)
     np.testing.assert_array_equal(good.x_train, arrays()[0][0])
@@ -202,21 +204,21 @@ def test_types_that_training_uses():
 
 @pytest.mark.parametrize("kind", [np.uint8, np.int64, np.uint32, bool])
 def test_labels_of_any_whole_number(kind):
-    good = data.checked(spoilt(y_train=np.array([0, 1, 0, 1, 0, 1], kind), y_test=np.array([1, 0, 1], kind)), "mine")
+    good = datasets.checked(spoilt(y_train=np.array([0, 1, 0, 1, 0, 1], kind), y_test=np.array([1, 0, 1], kind)), "mine")
     assert good.y_train.dtype == np.int32 and good.y_train.tolist() == [0, 1, 0, 1, 0, 1]
     assert good.is_classification and good.num_classes == 2
 
 
 def test_labels_in_one_column_stay_there():
     """A loss of the user's own may want them so."""
-    good = data.checked(spoilt(y_train=arrays()[0][1][:, None], y_test=arrays()[1][1][:, None]), "mine")
+    good = datasets.checked(spoilt(y_train=arrays()[0][1][:, None], y_test=arrays()[1][1][:, None]), "mine")
     assert good.y_train.shape == (6, 1) and good.num_classes == 3
 
 
 def test_weights_that_are_none():
     """As `fit` takes them."""
     train, test = arrays()
-    assert data.checked(((*train, None), (*test, None)), "mine").w_train is None
+    assert datasets.checked(((*train, None), (*test, None)), "mine").w_train is None
 
 
 @pytest.mark.parametrize(
@@ -224,17 +226,17 @@ def test_weights_that_are_none():
 )
 def test_arrays_without_arrays_or_names(user_error, x, text):
     with user_error(f"--data=mine: {text}"):
-        data.checked(((x, np.zeros(6)), (x, np.zeros(6))), "mine")
+        datasets.checked(((x, np.zeros(6)), (x, np.zeros(6))), "mine")
 
 
 def test_key_with_a_colon():
     """It once changed what the array was taken for."""
     x, y = {"w: x": np.zeros([6, 2], np.uint8)}, np.arange(6)
-    assert data.checked(((x, y), (x, y)), "mine").x_train["w: x"].dtype == np.uint8
+    assert datasets.checked(((x, y), (x, y)), "mine").x_train["w: x"].dtype == np.uint8
 
 
 def test_classes_that_only_the_test_has():
-    assert data.checked(spoilt(y_test=[0, 7, 1]), "mine").num_classes == 8
+    assert datasets.checked(spoilt(y_test=[0, 7, 1]), "mine").num_classes == 8
 
 
 @pytest.mark.parametrize(
@@ -243,7 +245,7 @@ def test_classes_that_only_the_test_has():
 def test_types_of_samples(kind, kept):
     """Bytes stay bytes, a quarter of their size as float32; nothing is copied that has its type already."""
     x = np.array([[0, 1], [1, 1], [0, 0]], kind)
-    good = data.checked(spoilt(x_train=np.concatenate([x, x]), x_test=x), "mine")
+    good = datasets.checked(spoilt(x_train=np.concatenate([x, x]), x_test=x), "mine")
     assert good.x_train.dtype == kept and good.x_test.tolist() == x.tolist()
     assert np.shares_memory(good.x_test, x) == (kind == kept)
 
@@ -251,17 +253,17 @@ def test_types_of_samples(kind, kept):
 def test_whole_numbers_stay_whole():
     """They may be what an Embedding layer looks up."""
     x = np.array([[1, 2], [3, 4], [5, 6]])
-    assert data.checked(spoilt(x_train=np.concatenate([x, x]), x_test=x), "mine").x_train.dtype.kind == "i"
+    assert datasets.checked(spoilt(x_train=np.concatenate([x, x]), x_test=x), "mine").x_train.dtype.kind == "i"
 
 
 def test_lists_will_do():
-    good = data.checked((([[1.0], [2.0]], [0, 1]), ([[3.0]], [1])), "mine")
+    good = datasets.checked((([[1.0], [2.0]], [0, 1]), ([[3.0]], [1])), "mine")
     assert good.x_train.shape == (2, 1) and good.y_test.tolist() == [1]
 
 
 def test_labels_of_a_regression():
     y = np.arange(6.0).reshape(6, 1)
-    good = data.checked(spoilt(y_train=y, y_test=y[:3]), "mine")
+    good = datasets.checked(spoilt(y_train=y, y_test=y[:3]), "mine")
     assert not good.is_classification
     assert good.y_train.dtype == np.float32 and good.y_train.shape == (6, 1)
 
@@ -273,15 +275,15 @@ def several(n, spoil=lambda part: part):
 
 
 def test_several_inputs_and_outputs_and_weights():
-    good = data.checked((several(6), several(4)), "mine")
-    assert [array.dtype for array in data.arrays_in(good.train)] == [np.uint8, np.int64, np.int32, np.float32, np.float32]
+    good = datasets.checked((several(6), several(4)), "mine")
+    assert [array.dtype for array in datasets.arrays_in(good.train)] == [np.uint8, np.int64, np.int32, np.float32, np.float32]
     assert (good.num_samples, good.is_classification) == (6, False)
     np.testing.assert_array_equal(good.x_test["text"], several(4)[0]["text"])
     np.testing.assert_array_equal(good.y_train[0], several(6)[1][0])
     assert good.w_train.tolist() == [0, 1, 0, 1, 0, 1]
-    x, y, w = data.shard(good, 1, 2)
+    x, y, w = datasets.shard(good, 1, 2)
     assert x["text"].tolist() == several(6)[0]["text"][1::2].tolist() and len(y[1]) == 3 and w.tolist() == [1, 1, 1]
-    training, held = data.hold_out(good, 0.5)
+    training, held = datasets.hold_out(good, 0.5)
     rows = np.concatenate([training.x_train["text"], held.x_test["text"]])
     assert sorted(rows[:, 0].tolist()) == list(range(0, 18, 3)) and len(held.w_test) == 3
 
@@ -302,12 +304,12 @@ def test_several_inputs_and_outputs_and_weights():
 )
 def test_several_that_do_not_fit(user_error, spoil, text):
     with user_error("--data=mine", text):
-        data.checked((several(6, spoil), several(4)), "mine")
+        datasets.checked((several(6, spoil), several(4)), "mine")
 
 
 def test_parts_that_differ_between_training_and_test(user_error):
     with user_error("--data=mine: x_train 2 and x_test 1 arrays, with different names or numbers; expected the same in both"):
-        data.checked((several(6), several(4, lambda s: ({"text": s[0]["text"]}, *s[1:]))), "mine")
+        datasets.checked((several(6), several(4, lambda s: ({"text": s[0]["text"]}, *s[1:]))), "mine")
 
 
 NUMPY_ARRAYS = "must give ((x_train, y_train), (x_test, y_test)) as NumPy arrays"
@@ -318,7 +320,7 @@ NUMPY_ARRAYS = "must give ((x_train, y_train), (x_test, y_test)) as NumPy arrays
 )
 def test_what_is_no_data(user_error, given):
     with user_error(f"--data=mine {NUMPY_ARRAYS}"):
-        data.checked(given, "mine")
+        datasets.checked(given, "mine")
 
 
 class InBatches(keras.utils.PyDataset):
@@ -343,7 +345,7 @@ class InBatches(keras.utils.PyDataset):
 )
 def test_what_was_given_instead_is_told(user_error, given, text):
     with user_error(f"--data=mine {NUMPY_ARRAYS}, and weights as a third of each pair, if samples have some; {text}"):
-        data.checked(given, "mine")
+        datasets.checked(given, "mine")
 
 
 def with_value(value):
@@ -385,7 +387,7 @@ def with_value(value):
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 def test_data_that_nothing_can_be_trained_on(user_error, parts, texts):
     with user_error("--data=mine", *texts):
-        data.checked(spoilt(**parts), "mine")
+        datasets.checked(spoilt(**parts), "mine")
 
 
 # --- Functions of the user's -------------------------------------------------------------------------------------------
@@ -414,30 +416,30 @@ def load():
 
 
 def test_data_of_the_users_own(user_file):
-    assert data.load(user_file(GOOD)).x_train.shape == (4, 2)
+    assert datasets.load(user_file(GOOD)).x_train.shape == (4, 2)
 
 
 def test_path_may_be_relative(user_file, tmp_path, monkeypatch):
     user_file(GOOD)
     monkeypatch.chdir(tmp_path)
-    assert data.load("mine.py:load").x_test.shape == (2, 2)
+    assert datasets.load("mine.py:load").x_test.shape == (2, 2)
 
 
 def test_what_the_user_gives_is_checked(user_file, user_error):
     spec = user_file(GOOD.replace("np.ones([4, 2])", "np.full([4, 2], np.nan)"))
     with user_error(f"--data={spec}: x_train holds 8 values that are NaN or infinite"):
-        data.load(spec)
+        datasets.load(spec)
 
 
 def test_file_beside_it_can_be_imported(user_file):
     user_file("value = 5", name="beside_mine.py")
-    assert data.call_user_function("--data", user_file("import beside_mine\ndef load(): return beside_mine.value")) == 5
+    assert datasets.call_user_function("--data", user_file("import beside_mine\ndef load(): return beside_mine.value")) == 5
 
 
 def test_file_is_imported_once(user_file, tmp_path):
     spec = user_file("import pathlib\nwith open(pathlib.Path(__file__).with_name('log'), 'a') as log: log.write('x')\n" + GOOD)
-    data.load(spec)
-    data.load(spec)
+    datasets.load(spec)
+    datasets.load(spec)
     assert (tmp_path / "log").read_text() == "x"
 
 
@@ -447,27 +449,27 @@ def test_file_with_a_dataclass(user_file):
         "from __future__ import annotations\nimport dataclasses\n@dataclasses.dataclass\nclass C:\n    n: int = 7\n"
         "def load(): return C().n"
     )
-    assert data.call_user_function("--data", spec) == 7
+    assert datasets.call_user_function("--data", spec) == 7
 
 
 def test_file_that_has_the_name_of_a_module(user_file):
-    assert data.call_user_function("--data", user_file("def load(): return 'mine'", name="json.py")) == "mine"
+    assert datasets.call_user_function("--data", user_file("def load(): return 'mine'", name="json.py")) == "mine"
 
 
 def test_missing_file(user_error, tmp_path):
     with user_error(f"--data={tmp_path}/no.py:load: there is no file {tmp_path}/no.py"):
-        data.load(f"{tmp_path}/no.py:load")
+        datasets.load(f"{tmp_path}/no.py:load")
 
 
 def test_folder_is_no_file(user_error, tmp_path):
     with user_error("there is no file"):
-        data.load(f"{tmp_path}:load")
+        datasets.load(f"{tmp_path}:load")
 
 
 @pytest.mark.parametrize("function", ["nope", "", "number"])
 def test_missing_function(user_error, user_file, function):
     with user_error("mine.py has no function " + repr(function)):
-        data.load(user_file("number = 3\n" + GOOD, function))
+        datasets.load(user_file("number = 3\n" + GOOD, function))
 
 
 @pytest.mark.parametrize(
@@ -484,12 +486,12 @@ def test_missing_function(user_error, user_file, function):
 )
 def test_function_or_file_that_fails(user_error, user_file, text, texts):
     with user_error("mine.py", *texts):
-        data.load(user_file(text))
+        datasets.load(user_file(text))
 
 
 def test_file_that_is_not_python(user_error, user_file):
     with user_error("mine.txt is not a Python file"):
-        data.load(user_file("text", name="mine.txt"))
+        datasets.load(user_file("text", name="mine.txt"))
 
 
 # --- Shards and batches ------------------------------------------------------------------------------------------------
@@ -497,8 +499,8 @@ def test_file_that_is_not_python(user_error, user_file):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6])
 def test_shards_are_disjoint_and_complete(count):
-    all_data = data.checked(arrays(), "mine")
-    shards = [data.shard(all_data, i, count) for i in range(count)]
+    all_data = datasets.checked(arrays(), "mine")
+    shards = [datasets.shard(all_data, i, count) for i in range(count)]
     assert {len(x) for x, _ in shards} <= {6 // count, 6 // count + 1}
     together = [(*x, y) for xs, ys in shards for x, y in zip(xs, ys)]
     assert sorted(together) == sorted((*x, y) for x, y in zip(all_data.x_train, all_data.y_train))
@@ -506,13 +508,13 @@ def test_shards_are_disjoint_and_complete(count):
 
 
 def test_shards_are_equal_to_a_sample():
-    all_data = data.checked(arrays(n_train=11), "mine")
-    assert sorted(len(data.shard(all_data, i, 3)[0]) for i in range(3)) == [3, 4, 4]
+    all_data = datasets.checked(arrays(n_train=11), "mine")
+    assert sorted(len(datasets.shard(all_data, i, 3)[0]) for i in range(3)) == [3, 4, 4]
 
 
 def test_more_workers_than_samples(user_error):
     with user_error("6 training samples are too few for 7 workers"):
-        data.shard(data.checked(arrays(), "mine"), 0, 7)
+        datasets.shard(datasets.checked(arrays(), "mine"), 0, 7)
 
 
 def draw(initialized, n, batch_size, seed, calls, window=1):
@@ -584,7 +586,7 @@ def checked(x=None, y=None):
     """`data.checked` of the same samples twice; 20 of 3 numbers in 2 classes, unless something else is given."""
     x = np.random.default_rng(0).random([20, 3]) if x is None else x
     y = np.arange(20) % 2 if y is None else y
-    return data.checked(((x, y), (x, y)), "d.py:f")
+    return datasets.checked(((x, y), (x, y)), "d.py:f")
 
 
 def test_masked_values_are_refused(user_error):
@@ -623,17 +625,17 @@ def test_what_cannot_become_an_array_is_refused(user_error):
 
 
 def test_batch_larger_than_memory_is_refused(user_error, monkeypatch):
-    monkeypatch.setattr(data.limits, "memory", lambda: 16 * 10**9)
+    monkeypatch.setattr(datasets.limits, "memory", lambda: 16 * 10**9)
     x, y = np.zeros([5, 8, 8, 1], np.float32), np.zeros(5, np.int32)  # 260 bytes a sample, and 16 for its index
-    data.check_batch(x, y, 57_000_000)  # more samples than there are: a batch may take several epochs
+    datasets.check_batch(x, y, 57_000_000)  # more samples than there are: a batch may take several epochs
     with user_error("--batch_size=58000000 takes at least 16.0 GB of memory, but the machine has 16.0 GB: choose a smaller"):
-        data.check_batch(x, y, 58_000_000)
+        datasets.check_batch(x, y, 58_000_000)
     with user_error("--batch_size=29000000 in 2 workers takes at least 16.0 GB of memory"):
-        data.check_batch(x, y, 29_000_000, num_workers=2)
+        datasets.check_batch(x, y, 29_000_000, num_workers=2)
     with user_error("--batch_size=9223372036854775807 takes at least 2,545,650.7 PB of memory"):
-        data.check_batch(x, y, 2**63 - 1)
-    data.check_batch(x, y, 32, 30_000_000)
+        datasets.check_batch(x, y, 2**63 - 1)
+    datasets.check_batch(x, y, 32, 30_000_000)
     with user_error("--batch_size=32 with a window of 2,147,483,647 steps takes at least 1.1 TB of memory"):
-        data.check_batch(x, y, 32, 2**31 - 1)
+        datasets.check_batch(x, y, 32, 2**31 - 1)
     with tf.Graph().as_default(), user_error("--batch_size=10000000000 takes at least 2.8 TB of memory"):
         Batches(x, y, 10**10, 0).next(1)

@@ -10,8 +10,8 @@ import pytest
 from conftest import CHECKOUT
 from runs import SECONDS
 
-from common.launch import launch
-from common.launch.forkserver import EARLY, ForkServer
+from common.launch import launcher
+from common.launch.fork_server import EARLY, ForkServer
 
 NUM_WORKERS = 4
 
@@ -20,7 +20,7 @@ def outputs(num_ps, script, tmp_path):
     """Returns what the workers of pushing_task.py print."""
     jobs = [("ps", i) for i in range(num_ps)] + [("worker", i) for i in range(NUM_WORKERS)]
     with contextlib.ExitStack() as stack:
-        ports = [stack.enter_context(launch.reserved_port()).getsockname()[1] for _ in jobs]
+        ports = [stack.enter_context(launcher.reserved_port()).getsockname()[1] for _ in jobs]
         hosts: dict[str, list[str]] = {"ps": [], "worker": []}
         for (job, _), port in zip(jobs, ports, strict=True):
             hosts[job].append(f"localhost:{port}")

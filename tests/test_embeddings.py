@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from runs import SECONDS
 
-from common.data import data
+from common.data import datasets
 from common.data.batches import Batches
-from common.models import models
+from common.models import keras_model
 from common.scheme import tables
 from common.simulation.replay import Replay
 
@@ -108,15 +108,15 @@ def test_the_line_says_how_far_below_the_best(monkeypatch):
 def test_two_workers_learn_more_than_how_popular_items_are(hogwild):
     """Their tables come near the truth, and a row that is never needed stays as it was."""
     made = ratings.make(60, 80, 40_000, 2)
-    dataset = data.checked(made.data, "ratings")
+    dataset = datasets.checked(made.data, "ratings")
     keras.utils.set_random_seed(0)
     with tables.on_ps(0):
-        model = models.checked(recommender.build(users=60, items=81, width=2), dataset)
+        model = keras_model.checked(recommender.build(users=60, items=81, width=2), dataset)
     flags = {"table_optimizer": "rowwise_adagrad", "table_learning_rate": 0.5, "learning_rate": 0.1}
     hp = types.SimpleNamespace(**flags, window=5, overlap=False)
 
     def make_batches(i):
-        x, y = data.shard(dataset, i, 2)
+        x, y = datasets.shard(dataset, i, 2)
         return Batches(x, y, 64, seed=i, name=f"shard_{i}")
 
     replay = Replay(hogwild, hp, model, make_batches, 2, num_ps=2)

@@ -276,5 +276,5 @@ def test_present_knows_what_was_given():
 @pytest.mark.slow
 def test_flags_import_no_tensorflow():
     """The launcher does not import it either: that takes seconds."""
-    code = "import sys, common.cli.program, common.launch.launch; sys.exit('tensorflow' in sys.modules)"
+    code = "import sys, common.cli.program, common.launch.launcher; sys.exit('tensorflow' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

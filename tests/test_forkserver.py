@@ -1,4 +1,4 @@
-"""common/launch/forkserver.py and common/launch/supervisor.py, with small programs as tasks, which import no tensorflow."""
+"""common/launch/fork_server.py and common/launch/supervisor.py, with small programs as tasks, which import no tensorflow."""
 
 import itertools
 import os
@@ -15,14 +15,14 @@ import pytest
 from conftest import CHECKOUT
 from runs import SECONDS, processes, wait_until_gone
 
-from common.core import deaths, words
+from common.core import exit_reasons, task_status
 from common.core.flags import TrainingFailed, UserError
 from common.launch import supervisor
-from common.launch.forkserver import ForkServer
+from common.launch.fork_server import ForkServer
 
 pytestmark = pytest.mark.cluster
 
-# What the programs begin with. They take seconds less than `from common.core.words import say` would.
+# What the programs begin with. They take seconds less than `from common.core.task_status import say` would.
 PROGRAM = """
 import os, pathlib, signal, sys
 
@@ -315,7 +315,7 @@ PRELOADED = """
 import random, sys
 is_there = "tensorflow" in sys.modules
 import numpy as np
-from common.core.words import say
+from common.core.task_status import say
 import other
 with open("/proc/self/cmdline") as title:
     say(f"{__name__} {sys.argv[1:]} {is_there} {other.VALUE} {__file__ in title.read()}")
@@ -349,13 +349,13 @@ def test_preloaded_tasks_begin_as_programs_do(folder):
 
 
 def _with_beats(texts):
-    beats = [text for text in texts if text.startswith(words.PROGRESS)]
+    beats = [text for text in texts if text.startswith(task_status.PROGRESS)]
     return [text for text in texts if text and text not in beats], len(beats)
 
 
 @pytest.fixture
 def run(server, folder, command, monkeypatch):
-    """A function that runs programs, {name of a task: code}, as a `supervisor.Run`.
+    """A function that runs programs, {name of a task: code}, as a `supervisor.Supervisor`.
 
     It returns the exit status or the error, the lines shown, and the tasks. `hear` is called with each line, and with
     the settings, which it may change.
@@ -378,7 +378,7 @@ def run(server, folder, command, monkeypatch):
         settings = types.SimpleNamespace(**known)
         result = types.SimpleNamespace(tasks=tasks, lines=lines, status=None, error=None)
         try:
-            result.status = supervisor.Run(list(tasks.values()), server, settings, say).run()
+            result.status = supervisor.Supervisor(list(tasks.values()), server, settings, say).run()
         except (UserError, TrainingFailed) as error:
             result.error = error
         return result
@@ -647,7 +647,7 @@ def test_without_lockstep_the_others_live_on(run, folder):
 
 def test_fork_server_that_is_killed_for_want_of_memory(run, folder, monkeypatch):
     monkeypatch.setattr(supervisor, "count_oom_kills", lambda: 7)
-    monkeypatch.setattr(deaths, "count_oom_kills", lambda: 8)
+    monkeypatch.setattr(exit_reasons, "count_oom_kills", lambda: 8)
     result = run({"worker 0": "os.kill(os.getppid(), signal.SIGKILL); signal.pause()"})
     words = "the process that starts the tasks ran out of memory and was killed by the kernel (log: "
     assert failure(result, supervisor.StarterEnded).startswith(words)

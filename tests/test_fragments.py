@@ -10,12 +10,12 @@ import pytest
 from test_steps import Ones, sgd
 
 from common import tf
-from common.data import data
-from common.models import models
+from common.data import datasets
+from common.models import keras_model
 from common.scheme.center import GlobalParameters
 from common.scheme.compression import Compression
 from common.scheme.steps import build_rounds, build_steps
-from common.simulation.simulation import messages_of, shards_of
+from common.simulation.engine import messages_of, shards_of
 from common.simulation.virtual_time import Action, Costs, VirtualTime, Waiting
 
 SIZE, PS = 12, 2
@@ -89,10 +89,10 @@ def test_the_ps_wait_and_read_while_the_worker_trains(place, pull):
 @pytest.mark.parametrize("fragments", [1, 5])
 def test_an_exchange_moves_one_fragment(load_scheme, fragments):
     """Bytes of each send and each receive; there are a few more, of steps and of numbers."""
-    digits, names = data.load("digits"), {"momentum": 0.9, "weight_decay": 0.1, "local_learning_rate": 0.1}
+    digits, names = datasets.load("digits"), {"momentum": 0.9, "weight_decay": 0.1, "local_learning_rate": 0.1}
     hp = types.SimpleNamespace(**names, learning_rate=0.7, window=2, overlap_steps=1, mixing=0.5, num_workers=2)
     hp.fragments = fragments
-    model = models.build("linear", digits)
+    model = keras_model.build("linear", digits)
     script = load_scheme("Streaming-DiLoCo", "streaming_diloco")
     found = messages_of(script, hp, model, shards_of(digits, 2, 32, seed=0), 1)
     size = 4 * model.size // fragments

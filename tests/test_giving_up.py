@@ -10,7 +10,7 @@ import pytest
 from runs import ENDLESS, ROOT, finish, processes, read_until, result_of, send, wait_until
 
 from common.core.checkpoints import newest_good_checkpoint
-from common.launch import launch
+from common.launch import launcher
 
 pytestmark = pytest.mark.cluster
 LINEAR = "--data=linear", "--model=linear", "--rounds_per_call=2"  # whose graph is soon prepared
@@ -28,7 +28,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def tasks_by_hand(run_dir, scheme, *flags, script_of_ps=None):
     """Starts a ps and two workers; gives the processes, the ps first, when both workers train."""
     with contextlib.ExitStack() as stack:
-        ports = [stack.enter_context(launch.reserved_port()).getsockname()[1] for _ in range(3)]
+        ports = [stack.enter_context(launcher.reserved_port()).getsockname()[1] for _ in range(3)]
         ps, *workers = (f"127.0.0.1:{port}" for port in ports)
         alike = *flags, f"--run_dir={run_dir}", f"--ps_hosts={ps}", f"--worker_hosts={','.join(workers)}"
         environ = {**os.environ, "TF_GRPC_REUSE_PORT": "true"}  # lets the test hold the ports

@@ -8,7 +8,7 @@ import sys
 import pytest
 from runs import HOGWILD, SECONDS, processes, wait_until_gone
 
-from common.core.deaths import RAN_OUT
+from common.core.exit_reasons import RAN_OUT
 from common.core.flags import Settings, UserError
 from common.launch import input_check, supervisor, warm
 

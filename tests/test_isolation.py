@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 from runs import HOGWILD, SECONDS, finish, is_training, listening_ports, processes, read_until, start
 
-from common.launch import isolation
-from common.launch.forkserver import ForkServer
+from common.launch import sandbox
+from common.launch.fork_server import ForkServer
 
 pytestmark = pytest.mark.slow
 
@@ -50,12 +50,12 @@ def looked(tmp_path, is_isolated):
 
 
 def test_this_system_allows_it():
-    assert isolation.why_no_own_network() is None
+    assert sandbox.why_no_own_network() is None
 
 
 def test_asking_changes_nothing():
     before = os.readlink("/proc/self/ns/net"), os.readlink("/proc/self/ns/user")
-    isolation.why_no_own_network()
+    sandbox.why_no_own_network()
     assert (os.readlink("/proc/self/ns/net"), os.readlink("/proc/self/ns/user")) == before
 
 
@@ -90,7 +90,7 @@ os.execl("/bin/sh", "sh", "-c", "grep -E '^(Cap|NoNewPrivs)' /proc/self/status |
 
 START_POWER = """
 import os, sys, threading
-from common.launch.forkserver import ForkServer
+from common.launch.fork_server import ForkServer
 folder, is_isolated = sys.argv[1], sys.argv[2] == "True"
 with ForkServer({}, folder + "/server.log", is_isolated, preloads=False) as server:
     ended = threading.Event()
@@ -241,7 +241,7 @@ def system(monkeypatch):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
             return io.StringIO(files[name] + "\n")
 
-        monkeypatch.setattr(isolation, "open", opened, raising=False)
+        monkeypatch.setattr(sandbox, "open", opened, raising=False)
 
     return system
 
@@ -266,7 +266,7 @@ ALLOWING = {
 )
 def test_setting_that_forbids_it(system, rest, file, value, command):
     system(**(rest | {file: value}))
-    assert isolation.how_to_allow(errno.EPERM) == f"the system forbids it; `sudo sysctl {command}` allows it"
+    assert sandbox.how_to_allow(errno.EPERM) == f"the system forbids it; `sudo sysctl {command}` allows it"
 
 
 @pytest.mark.parametrize("files", [{}, ALLOWING])
@@ -280,21 +280,21 @@ def test_setting_that_forbids_it(system, rest, file, value, command):
 )
 def test_other_reasons(system, files, number, line):
     system(**files)
-    assert isolation.how_to_allow(number) == line
+    assert sandbox.how_to_allow(number) == line
 
 
 def test_step_that_is_refused(monkeypatch, system):
     """After others were allowed: this process goes on as it was."""
     before = os.readlink("/proc/self/ns/net")
-    enter = isolation.enter_own_network
+    enter = sandbox.enter_own_network
 
     def refused():
         enter()
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/proc/self/gid_map")
 
     system(**ALLOWING)
-    monkeypatch.setattr(isolation, "enter_own_network", refused)
-    assert "(Permission denied)" in isolation.why_no_own_network()
+    monkeypatch.setattr(sandbox, "enter_own_network", refused)
+    assert "(Permission denied)" in sandbox.why_no_own_network()
     assert os.readlink("/proc/self/ns/net") == before
 
 

@@ -5,7 +5,7 @@ import math
 import keras_models
 import pytest
 
-from common.data import data
+from common.data import datasets
 
 LARGE = ["resnet50", "efficientnet"]  # each takes a minute; all kinds of their layers are in other rows
 TESTED = [name for name in keras_models.MODELS if name not in LARGE]
@@ -31,7 +31,7 @@ def test_table_has_the_models():
 @pytest.mark.parametrize("name", keras_models.MODELS)
 def test_samples_are_taken(name):
     """Both sets, as a run would check them."""
-    data.checked(keras_models.MODELS[name].data(), name)
+    datasets.checked(keras_models.MODELS[name].data(), name)
 
 
 @pytest.fixture(scope="module")

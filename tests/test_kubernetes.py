@@ -28,7 +28,7 @@ from conftest import CHECKOUT
 from kubeflow.training import ApiClient
 from runs import ENDLESS, HOGWILD, SECONDS, finish, is_training, read_until, result_of, updates_of, wait_until
 
-from common.launch import launch, supervisor
+from common.launch import launcher, supervisor
 
 pytestmark = pytest.mark.slow
 
@@ -498,7 +498,7 @@ class Cluster:
         self._are_some_absent = are_some_absent
         self.pods = {pod.name: pod for pod in pods_of(things)}
         self._folder = folder
-        self._ports = {pod.host: stack.enter_context(launch.reserved_port()).getsockname()[1] for pod in self.pods.values()}
+        self._ports = {pod.host: stack.enter_context(launcher.reserved_port()).getsockname()[1] for pod in self.pods.values()}
 
     def runs(self, name):
         """The folder that the pod sees as /runs."""

@@ -12,8 +12,8 @@ import pytest
 from runs import SECONDS
 
 from common import tf
-from common.data import data
-from common.models import models
+from common.data import datasets
+from common.models import keras_model
 
 FOLDER = Path(__file__).parent.parent / "Language-Model"
 sys.path.append(str(FOLDER))
@@ -41,9 +41,9 @@ def test_a_character_changes_nothing_before_it(small):
 
 def test_perplexity_is_exp_of_the_loss(small):
     """As a run measures it, over batches of unequal sizes."""
-    text = data.load("text")
+    text = datasets.load("text")
     few = text._replace(x_test=text.x_test[:7], y_test=text.y_test[:7])
-    model = models.checked(small, few)
+    model = keras_model.checked(small, few)
     with tf.Graph().as_default(), tf.Session() as session:
         found = model.evaluate(tf.constant(model.initial_parameters), [], *map(tf.constant, few.test), batch_size=3)
         found = session.run(found)
@@ -55,8 +55,8 @@ class Alphabetical:
     """Knows the letter that follows, if it sees any."""
 
     def predict_on_batch(self, x):
-        follows = (x.astype(int) + 1) % len(data.ALPHABET)
-        return 100.0 * np.eye(len(data.ALPHABET))[follows]
+        follows = (x.astype(int) + 1) % len(datasets.ALPHABET)
+        return 100.0 * np.eye(len(datasets.ALPHABET))[follows]
 
 
 @pytest.mark.parametrize("prompt", ["a", "x" * 100 + "a"])

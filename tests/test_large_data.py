@@ -11,15 +11,15 @@ import pytest
 from runs import ENDLESS, finish, is_training, processes, read_until, start
 
 from common import tf
-from common.cli import fit
-from common.core import words
-from common.data import data
+from common.cli import api
+from common.core import task_status
+from common.data import datasets
 from common.data.batches import Batches, Position, fed
-from common.data.rows import Rows
-from common.models import models
+from common.data.mapped import Rows
+from common.models import keras_model
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters
-from common.training.training import fed_test_set
+from common.training.loop import fed_test_set
 
 # --- Mapped files -------------------------------------------------------------------------------------------------------
 
@@ -27,7 +27,7 @@ from common.training.training import fed_test_set
 @pytest.fixture
 def small_is_large(monkeypatch):
     """From ten bytes on a mapped array stays in its file."""
-    monkeypatch.setattr(data, "LARGE", 10)
+    monkeypatch.setattr(datasets, "LARGE", 10)
 
 
 def saved(folder, array, name="x.npy", **how):
@@ -61,14 +61,14 @@ def test_samples_of_a_mapped_file_are_those_of_the_array(small_is_large, graph, 
     view, can_be_mapped = LAYOUTS[layout]
     mapped, held = view(saved(tmp_path, images_of(dtype))), view(images_of(dtype))
     y = np.arange(len(held))
-    of_file, in_memory = (data.checked(((x, y), (x, y)), "") for x in (mapped, held))
+    of_file, in_memory = (datasets.checked(((x, y), (x, y)), "") for x in (mapped, held))
     assert isinstance(of_file.x_train, Rows) and isinstance(in_memory.x_train, np.ndarray)
     assert bool(of_file.x_train.in_place()) == (can_be_mapped and dtype != ">f4")
     assert (of_file.x_train.shape, of_file.x_train.dtype) == (in_memory.x_train.shape, in_memory.x_train.dtype)
     drawn: list = []
     feeds: dict = {}
     for name, given in ("of_file", of_file), ("in_memory", in_memory):
-        x, y_train, *_ = data.shard(data.hold_out(given, 0.3)[0], 1, 2)
+        x, y_train, *_ = datasets.shard(datasets.hold_out(given, 0.3)[0], 1, 2)
         batches = Batches(x, y_train, 3, 0, name)
         drawn.append(batches.samples(batches.next(2)[1]))
         feeds.update(batches.init_feed_dict)
@@ -101,12 +101,12 @@ def test_a_private_copy_is_read_where_it_was_changed(small_is_large, tmp_path):
     np.save(tmp_path / "x.npy", np.zeros([40, 4]))
     x = np.load(tmp_path / "x.npy", mmap_mode="c")
     x[0] = 7
-    rows = data.checked(((x, np.arange(40)),) * 2, "").x_train
+    rows = datasets.checked(((x, np.arange(40)),) * 2, "").x_train
     assert isinstance(rows, Rows) and not rows.has_file and rows[0].tolist() == [7] * 4
 
 
 def test_a_small_mapped_array_is_a_variable_as_before(graph, tmp_path):
-    given = data.checked(((saved(tmp_path, np.ones([20, 3])), np.arange(20) % 2),) * 2, "")
+    given = datasets.checked(((saved(tmp_path, np.ones([20, 3])), np.arange(20) % 2),) * 2, "")
     assert type(given.x_train) is np.ndarray and given.x_train.dtype == np.float32
 
 
@@ -115,15 +115,15 @@ def test_mapped_arrays_are_checked_as_others_are(small_is_large, tmp_path, user_
     spoilt = x.copy()
     spoilt[39, 1] = np.nan
     with user_error("x_train holds 1 values that are NaN"):
-        data.checked(((saved(tmp_path, spoilt), y), (x, y)), "")
+        datasets.checked(((saved(tmp_path, spoilt), y), (x, y)), "")
     with user_error("x_train holds 1e+300, too large for float32"):
-        data.checked(((saved(tmp_path, 1e300 * x), y), (x, y)), "")
+        datasets.checked(((saved(tmp_path, 1e300 * x), y), (x, y)), "")
     with user_error("y_train holds the class 2147483648"):
-        data.checked(((x, saved(tmp_path, y + 2**31 - 39)), (x, y)), "")
+        datasets.checked(((x, saved(tmp_path, y + 2**31 - 39)), (x, y)), "")
     with user_error("w_train holds negative weights"):
-        data.checked(((x, y, saved(tmp_path, y - 1.0)), (x, y)), "")
+        datasets.checked(((x, y, saved(tmp_path, y - 1.0)), (x, y)), "")
     with user_error("x_train holds float32 of shape (2,), x_test float32 of shape (3,)"):
-        data.checked(((saved(tmp_path, x), y), (saved(tmp_path, np.ones([40, 3]), "test.npy"), y)), "")
+        datasets.checked(((saved(tmp_path, x), y), (saved(tmp_path, np.ones([40, 3]), "test.npy"), y)), "")
 
 
 def test_rows_are_found_again_by_another_process(tmp_path):
@@ -150,9 +150,9 @@ def test_a_model_of_mapped_arrays_learns_and_is_measured_as_one_of_arrays(small_
         keras.utils.set_random_seed(0)
         inputs = {"a": keras.Input([3], name="a"), "b": keras.Input([2], name="b")}
         hidden = keras.layers.BatchNormalization()(keras.layers.Concatenate()([inputs["a"], inputs["b"]]))
-        given = data.checked((samples, samples), "")
+        given = datasets.checked((samples, samples), "")
         assert isinstance(given.y_train, Rows) == (len(found) == 0) and given.num_classes == 3
-        model = models.checked(keras.Model(inputs, keras.layers.Dense(3)(hidden)), given)
+        model = keras_model.checked(keras.Model(inputs, keras.layers.Dense(3)(hidden)), given)
         with tf.Graph().as_default():
             batches = Batches(given.x_train, given.y_train, 8, seed=0, weights=given.w_train)
             center = GlobalParameters(model.initial_parameters)
@@ -183,9 +183,9 @@ def test_a_mapped_file_takes_no_memory(graph, initialized, tmp_path, name, dtype
     array = np.lib.format.open_memmap(tmp_path / "x.npy", "w+", dtype, (size // 1024 // np.dtype(dtype).itemsize, 32, 32))
     y = np.arange(len(array), dtype=np.int32)
     before = anonymous_bytes()
-    given = data.checked(((array, y), (array[::2], y[::2])), "")
-    training, held = data.hold_out(given, 0.1)
-    x, y = data.shard(training, 0, 2)
+    given = datasets.checked(((array, y), (array[::2], y[::2])), "")
+    training, held = datasets.hold_out(given, 0.1)
+    x, y = datasets.shard(training, 0, 2)
     batches = Batches(x, y, 32, 0)
     drawn = batches.samples(batches.next(1)[0])[0]
     stored = fed("x_test", held.x_test, batches.init_feed_dict)
@@ -199,18 +199,18 @@ def test_a_mapped_file_takes_no_memory(graph, initialized, tmp_path, name, dtype
 
 def test_large_arrays_are_left_to_other_processes(monkeypatch):
     """In memory once: a task maps the file that the check has left, in the place where TensorFlow can use it as it is."""
-    monkeypatch.setattr(data, "LARGE", 1000)
+    monkeypatch.setattr(datasets, "LARGE", 1000)
     rng = np.random.default_rng(0)
     x, y = {"image": rng.integers(0, 256, [33, 50], np.uint8), "more": rng.random([33, 2])}, rng.random([33, 40])
-    given = data.checked(((x, y), (x, y)), "")
+    given = datasets.checked(((x, y), (x, y)), "")
     with open(os.memfd_create("data"), "rb") as shared:
         monkeypatch.setenv("LAUNCHER_DATA", str(shared.fileno()))
-        monkeypatch.setattr(words, "is_fork", True)
-        assert data.shared() is None
-        data.share(given, shared.fileno())
-        found = data.load("no_such_file.py:load")
+        monkeypatch.setattr(task_status, "is_fork", True)
+        assert datasets.shared() is None
+        datasets.share(given, shared.fileno())
+        found = datasets.load("no_such_file.py:load")
         for mine, its in ((given.train, found.train), (given.test, found.test)):
-            for array, rows in zip(data.arrays_in(mine), data.arrays_in(its), strict=True):
+            for array, rows in zip(datasets.arrays_in(mine), datasets.arrays_in(its), strict=True):
                 assert isinstance(rows, Rows) == (array.nbytes > 1000)
                 np.testing.assert_array_equal(rows[:], array)
                 assert not isinstance(rows, Rows) or rows.in_place()
@@ -220,9 +220,9 @@ def test_a_mapped_array_is_sent_as_the_name_of_its_file(small_is_large, tmp_path
     """By `train` of a notebook; an array in memory is sent as a file."""
     (tmp_path / "sent").mkdir()
     x, y = saved(tmp_path, np.random.default_rng(0).random([40, 3])), np.arange(40)
-    sent = fit._Arrays(data.checked(((x, y), (x[:5], y[:5])), ""), tmp_path / "sent")
+    sent = api._Arrays(datasets.checked(((x, y), (x[:5], y[:5])), ""), tmp_path / "sent")
     assert len(list((tmp_path / "sent").iterdir())) == 2  # of the labels
-    found = data.checked(pickle.loads(pickle.dumps(sent))(), "")
+    found = datasets.checked(pickle.loads(pickle.dumps(sent))(), "")
     np.testing.assert_array_equal(found.x_test[:], x[:5].astype(np.float32))
     np.testing.assert_array_equal(found.y_train[:], y)
 
@@ -230,13 +230,13 @@ def test_a_mapped_array_is_sent_as_the_name_of_its_file(small_is_large, tmp_path
 @pytest.mark.parametrize("is_large, has_name", [(False, True), (True, False)])
 def test_nothing_is_left_where_a_task_has_to_load_its_own(tmp_path, monkeypatch, is_large, has_name):
     """Small arrays; and a mapped file that was deleted."""
-    monkeypatch.setattr(data, "LARGE", 100 if is_large else 10**6)
+    monkeypatch.setattr(datasets, "LARGE", 100 if is_large else 10**6)
     x = saved(tmp_path, np.ones([60, 5]))
     if not has_name:
         (tmp_path / "x.npy").unlink()
-    given = data.checked(((x, np.arange(60)),) * 2, "")
+    given = datasets.checked(((x, np.arange(60)),) * 2, "")
     with open(os.memfd_create("data"), "rb") as shared:
-        data.share(given, shared.fileno())
+        datasets.share(given, shared.fileno())
         assert os.fstat(shared.fileno()).st_size == 0
 
 
@@ -393,7 +393,7 @@ def test_a_worker_that_is_killed_goes_on_in_the_order_of_its_samples(run_dir, tm
     process.send_signal(signal.SIGINT)
     finish(process, status=130)
     before, after, last = map(drawn_by, pids)
-    x, y, *_ = data.shard(data.checked(2 * ((np.zeros([NUM_SAMPLES, 1]), np.zeros(NUM_SAMPLES)),), ""), 1, 2)
+    x, y, *_ = datasets.shard(datasets.checked(2 * ((np.zeros([NUM_SAMPLES, 1]), np.zeros(NUM_SAMPLES)),), ""), 1, 2)
     with tf.Graph().as_default():
         batches = Batches(x, y, BATCH_SIZE, seed=1)
         indices = batches.next((len(before) + len(after) + len(last)) // BATCH_SIZE)
@@ -413,4 +413,4 @@ def test_a_variable_alone_lets_nobody_unpickle_a_file(monkeypatch):
         planted.write(evil + len(evil).to_bytes(8, sys.byteorder))
         planted.flush()
         monkeypatch.setenv("LAUNCHER_DATA", str(planted.fileno()))
-        assert data.shared() is None
+        assert datasets.shared() is None

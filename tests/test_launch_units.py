@@ -1,4 +1,4 @@
-"""common/launch/launch.py without a cluster: ports, a task's process and log."""
+"""common/launch/launcher.py without a cluster: ports, a task's process and log."""
 
 import contextlib
 import math
@@ -12,26 +12,26 @@ import pytest
 from runs import SECONDS
 
 from common import tf
-from common.cluster.cluster import TaskSpecDef
-from common.core import deaths, devices
+from common.cluster.task_spec import TaskSpecDef
+from common.core import devices, exit_reasons
 from common.core.flags import Settings, TrainingFailed
-from common.core.words import PROGRESS
-from common.launch import launch, supervisor
-from common.launch.forkserver import EARLY, ForkServer
+from common.core.task_status import PROGRESS
+from common.launch import launcher, supervisor
+from common.launch.fork_server import EARLY, ForkServer
 
 SERVING = PROGRESS + '[1, "serving", true, null]'
 
 
 def test_reserved_ports_are_distinct():
     with contextlib.ExitStack() as stack:
-        ports = [stack.enter_context(launch.reserved_port()).getsockname()[1] for _ in range(200)]
+        ports = [stack.enter_context(launcher.reserved_port()).getsockname()[1] for _ in range(200)]
     assert len(set(ports)) == 200 and min(ports) > 1023
 
 
 def test_reserved_port_is_for_a_server_that_reuses_it(monkeypatch):
     """TensorFlow's server does, asked by the environment; other programs don't get it."""
     monkeypatch.setenv("TF_GRPC_REUSE_PORT", "true")
-    with launch.reserved_port() as reserved:
+    with launcher.reserved_port() as reserved:
         port = reserved.getsockname()[1]
         with socket.socket() as another, pytest.raises(OSError, match="already in use"):
             another.bind(("", port))
@@ -42,7 +42,7 @@ def test_reserved_port_is_for_a_server_that_reuses_it(monkeypatch):
 
 
 def test_reservation_ends_with_its_context():
-    with launch.reserved_port() as reserved:
+    with launcher.reserved_port() as reserved:
         port = reserved.getsockname()[1]
     with socket.socket() as another:
         another.bind(("", port))
@@ -171,8 +171,8 @@ def test_oom_kills_are_counted(tmp_path, monkeypatch):
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(deaths, "Path", lambda path: tmp_path / str(path).lstrip("/"))
-    assert deaths.count_oom_kills() == 321
+    monkeypatch.setattr(exit_reasons, "Path", lambda path: tmp_path / str(path).lstrip("/"))
+    assert exit_reasons.count_oom_kills() == 321
 
 
 @pytest.fixture
@@ -181,12 +181,12 @@ def launched(parse, tmp_path, monkeypatch):
     server = contextlib.nullcontext(types.SimpleNamespace(problem=None, reserve_ports=range))
 
     def launched(does, num_evaluators=0):
-        monkeypatch.setattr(launch, "fork_server", lambda *_, **__: server)
-        monkeypatch.setattr(launch, "Run", lambda *_: types.SimpleNamespace(run=does))
-        monkeypatch.setattr(launch, "_complete_result", lambda *_: None)
-        monkeypatch.setattr(launch.progress, "summary", lambda *_: None)
+        monkeypatch.setattr(launcher, "fork_server", lambda *_, **__: server)
+        monkeypatch.setattr(launcher, "Supervisor", lambda *_: types.SimpleNamespace(run=does))
+        monkeypatch.setattr(launcher, "_complete_result", lambda *_: None)
+        monkeypatch.setattr(launcher.progress, "summary", lambda *_: None)
         settings = parse(f"--run_dir={tmp_path}").but(scheme="Scheme", num_evaluators=num_evaluators)
-        return launch._launch("scheme.py", [], settings)
+        return launcher._launch("scheme.py", [], settings)
 
     return launched
 
@@ -196,10 +196,10 @@ def test_chief_that_ends_without_a_result_has_failed(launched, tmp_path, is_ther
     """An old one, of a run that is gone on with, is not shown as its own."""
     result = tmp_path / "result.json"
     if is_there:
-        launch.write_json(result, {"steps": 1})
+        launcher.write_json(result, {"steps": 1})
     with pytest.raises(TrainingFailed, match=f"^worker 0 ended without writing {result}$"):
         launched(lambda: 0)
-    assert launched(lambda: launch.write_json(result, {"steps": 1}) or 0) == 0
+    assert launched(lambda: launcher.write_json(result, {"steps": 1}) or 0) == 0
 
 
 def test_process_that_starts_the_tasks_ends_after_the_result_is_written(launched, tmp_path):
@@ -211,7 +211,7 @@ def test_process_that_starts_the_tasks_ends_after_the_result_is_written(launched
         raise supervisor.StarterEnded("the process that starts the tasks was killed by SIGKILL")
 
     def writes_and_ends():
-        launch.write_json(result, {"steps": 1})
+        launcher.write_json(result, {"steps": 1})
         ends()
 
     assert launched(writes_and_ends) == 0

@@ -1,4 +1,4 @@
-"""common/data/leases.py: workers that come, leave and die, and which samples they train."""
+"""common/data/ledger.py: workers that come, leave and die, and which samples they train."""
 
 import random
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from common import tf
-from common.data import leases
+from common.data import ledger
 
 N, BATCH = 50, 4
 
@@ -26,12 +26,14 @@ class Workers:
 
     def __init__(self, count, window=1, num_workers=4, draws=1):
         x = np.arange(N, dtype=np.float32)[:, None]
-        ledger = leases.Ledger("")
-        self.batches = [leases.LeasedBatches(x, x, BATCH, 7, ledger, i, num_workers, name=f"batches_{i}") for i in range(count)]
+        numbers = ledger.Ledger("")
+        self.batches = [
+            ledger.LeasedBatches(x, x, BATCH, 7, numbers, i, num_workers, name=f"batches_{i}") for i in range(count)
+        ]
         self._next = [call_of(each, window, draws) for each in self.batches]
         self._short = [call_of(each, window, 1) for each in self.batches]
         self._empty = [each._pool.initializer for each in self.batches]
-        self._leased, self._given_back = ledger._next.read_value(), ledger._count.read_value()
+        self._leased, self._given_back = numbers._next.read_value(), numbers._count.read_value()
         self._initializers = tf.global_variables_initializer(), tf.local_variables_initializer()
         self.session = tf.Session()
         self.restart()

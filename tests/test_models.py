@@ -1,4 +1,4 @@
-"""common/models/models.py: a Keras model as a function of one flat vector gives what Keras itself gives."""
+"""common/models/keras_model.py: a Keras model as a function of one flat vector gives what Keras itself gives."""
 
 import inspect
 import tempfile
@@ -9,13 +9,13 @@ import pytest
 
 from common import tf
 from common.core import flags as flag_defaults
-from common.data import data
+from common.data import datasets
 from common.data.batches import Batches
-from common.models import models
+from common.models import keras_model
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters
 from common.scheme.steps import build_rounds
-from common.training import training
+from common.training import loop
 
 
 def layers_of_all_kinds():
@@ -39,7 +39,7 @@ def layers_of_all_kinds():
 
 @pytest.fixture
 def model(images):
-    return models.by_labels(layers_of_all_kinds(), is_classification=True)
+    return keras_model.by_labels(layers_of_all_kinds(), is_classification=True)
 
 
 def in_graph(function, *values):
@@ -53,13 +53,13 @@ def in_graph(function, *values):
 def classes(n, shape, num_classes):
     rng = np.random.default_rng(0)
     x, y = rng.random([n, *shape]), np.arange(n) % num_classes
-    return data.checked(((x, y), (x[:5], y[:5])), "classes")
+    return datasets.checked(((x, y), (x[:5], y[:5])), "classes")
 
 
 def numbers(n, shape, y_shape):
     rng = np.random.default_rng(0)
     x, y = rng.random([n, *shape]), rng.random([n, *y_shape])
-    return data.checked(((x, y), (x[:5], y[:5])), "numbers")
+    return datasets.checked(((x, y), (x[:5], y[:5])), "numbers")
 
 
 @pytest.mark.parametrize("spec", ["linear", "mlp", "cnn"])
@@ -74,7 +74,7 @@ def numbers(n, shape, y_shape):
     ],
 )
 def test_built_in_models(spec, dataset, outputs):
-    model = models.build(spec, dataset)
+    model = keras_model.build(spec, dataset)
     assert model.keras_model(dataset.x_train).shape == (9, *outputs)
     assert model.size == model.keras_model.count_params() == len(model.initial_parameters)
     is_classification = dataset.y_train.dtype == np.int32
@@ -83,15 +83,15 @@ def test_built_in_models(spec, dataset, outputs):
 
 @pytest.mark.parametrize("spec", ["linear", "mlp"])
 def test_built_in_models_on_samples_of_any_shape(spec):
-    assert models.build(spec, classes(9, [3], 2)).keras_model.output_shape == (None, 2)
-    assert models.build(spec, classes(9, [3, 7], 2)).keras_model.output_shape == (None, 2)
+    assert keras_model.build(spec, classes(9, [3], 2)).keras_model.output_shape == (None, 2)
+    assert keras_model.build(spec, classes(9, [3, 7], 2)).keras_model.output_shape == (None, 2)
 
 
 def test_classes_in_a_column():
     """As some files have them: each is still one class."""
     x, y = np.random.default_rng(0).random([9, 3]), np.arange(9) % 4
-    dataset, same = (data.checked(((x, labels), (x, labels)), "mine") for labels in (y[:, None], y))
-    model = models.build("mlp", dataset)
+    dataset, same = (datasets.checked(((x, labels), (x, labels)), "mine") for labels in (y[:, None], y))
+    model = keras_model.build("mlp", dataset)
     np.testing.assert_allclose(loss(model, x.astype("f4"), dataset.y_train)[0], loss(model, x.astype("f4"), same.y_train)[0])
     found = [evaluate(model, [], each.x_test, each.y_test) for each in (dataset, same)]
     assert found[0] == found[1] and found[0]["accuracy"] > 0
@@ -100,45 +100,45 @@ def test_classes_in_a_column():
 @pytest.mark.parametrize("shape", [[64], [8, 8], [3, 8, 1], [2, 8, 8, 1]])
 def test_cnn_needs_images(user_error, shape):
     with user_error("--model=cnn needs images of shape [height, width, channels]", f"{shape}"):
-        models.build("cnn", classes(9, shape, 2))
+        keras_model.build("cnn", classes(9, shape, 2))
 
 
 def test_cnn_says_what_series_need(user_error):
     with user_error("not samples of shape [40, 1]; --model=cnn1d takes series of shape [length, channels]"):
-        models.build("cnn", classes(9, [40, 1], 2))
+        keras_model.build("cnn", classes(9, [40, 1], 2))
 
 
 @pytest.mark.parametrize("dataset, outputs", [(classes(9, [40, 1], 4), (4,)), (numbers(9, [5, 3], [2]), (2,))])
 def test_cnn_of_series(dataset, outputs):
-    model = models.build("cnn1d", dataset)
+    model = keras_model.build("cnn1d", dataset)
     assert model.keras_model(dataset.x_train).shape == (9, *outputs)
-    assert models._count_of["cnn1d"](dataset.x_train.shape[1:], outputs[0]) == model.size
+    assert keras_model._count_of["cnn1d"](dataset.x_train.shape[1:], outputs[0]) == model.size
 
 
 @pytest.mark.parametrize("shape", [[64], [3, 8], [8, 8, 1]])
 def test_cnn_needs_series(user_error, shape):
     with user_error("--model=cnn1d needs series of shape [length, channels], of 4 places or more", f"{shape}"):
-        models.build("cnn1d", classes(9, shape, 2))
+        keras_model.build("cnn1d", classes(9, shape, 2))
 
 
 def test_dense_layer_without_a_bias():
     """At 0 its output is 0; its loss is that of least squares."""
-    quadratic, best = data.load("quadratic"), data.quadratic_optimum()
-    model = models.build("dense", quadratic)
+    quadratic, best = datasets.load("quadratic"), datasets.quadratic_optimum()
+    model = keras_model.build("dense", quadratic)
     assert model.shapes == [(40, 1)] and model.minimizes == "mean squared error"
-    assert models._count_of["dense"]((40,), 1) == 40
+    assert keras_model._count_of["dense"]((40,), 1) == 40
     with tf.Graph().as_default(), tf.Session() as session:
         at = tf.placeholder(tf.float32, [40])
         loss, gradient, _ = model.loss_and_gradient(at, [], *quadratic.train)
         least, slope = session.run([loss, gradient], {at: best.ravel()})
         zero = session.run(loss, {at: np.zeros(40)})
-    assert least == pytest.approx(data.LEAST_LOSS, rel=1e-4) and np.abs(slope).max() < 1e-5
-    assert zero == pytest.approx(data.LEAST_LOSS + np.geomspace(1, 1e-3, 40).sum() / 2, rel=1e-4)
+    assert least == pytest.approx(datasets.LEAST_LOSS, rel=1e-4) and np.abs(slope).max() < 1e-5
+    assert zero == pytest.approx(datasets.LEAST_LOSS + np.geomspace(1, 1e-3, 40).sum() / 2, rel=1e-4)
 
 
 def test_seed_gives_the_initial_values():
     dataset = classes(9, [4], 2)
-    one, same, other = (models.build("mlp", dataset, seed).initial_parameters for seed in (1, 1, 2))
+    one, same, other = (keras_model.build("mlp", dataset, seed).initial_parameters for seed in (1, 1, 2))
     np.testing.assert_array_equal(one, same)
     assert not np.array_equal(one, other)
 
@@ -151,8 +151,8 @@ def user_model(monkeypatch):
     """A function that builds what a user's function gives, as `--model=m.py:f`."""
 
     def user_model(result, dataset):
-        monkeypatch.setattr(models, "call_user_function", lambda flag, spec: result)
-        return models.build("m.py:f", dataset)
+        monkeypatch.setattr(keras_model, "call_user_function", lambda flag, spec: result)
+        return keras_model.build("m.py:f", dataset)
 
     return user_model
 
@@ -315,8 +315,8 @@ def test_model_that_cannot_be_trained(user_model, user_error, model, texts):
     with user_error("--model=m.py:f", *texts):
         dataset = classes(9, [3], 4)
         built = user_model(model(), dataset)
-        with models.named("m.py:f"):
-            training._trace(built, dataset)
+        with keras_model.named("m.py:f"):
+            loop._trace(built, dataset)
 
 
 @pytest.mark.parametrize(
@@ -340,7 +340,7 @@ def test_model_that_cannot_be_trained(user_model, user_error, model, texts):
 def test_labels_that_do_not_say_what_to_minimize(user_model, user_error, y, units, texts):
     x = np.zeros([9, 3])
     with user_error("--model=m.py:f", *texts):
-        user_model(dense(units), data.checked(((x, y), (x, y)), "mine"))
+        user_model(dense(units), datasets.checked(((x, y), (x, y)), "mine"))
 
 
 @pytest.mark.parametrize("outputs, y_shape", [([1], []), ([2], [1]), ([2, 3], [3, 2])])
@@ -353,18 +353,18 @@ def test_outputs_that_do_not_fit_the_labels_of_a_regression(user_model, user_err
 def test_model_in_place_of_a_function(user_error, images, tmp_path):
     (tmp_path / "m.py").write_text("import keras\n\nmodel = keras.Sequential([keras.layers.Dense(3)])\n")
     with user_error("m.py has no function 'model', but a Sequential: give a function that returns it"):
-        models.build(f"{tmp_path}/m.py:model", images)
+        keras_model.build(f"{tmp_path}/m.py:model", images)
 
 
 @pytest.mark.parametrize("spec", ["mpl", "", "m.py"])
 def test_no_such_model(user_error, spec):
     with user_error(f"--model must be one of linear, mlp, cnn, cnn1d, dense, transformer or FILE.py:FUNCTION, not {spec!r}"):
-        models.build(spec, classes(9, [3], 4))
+        keras_model.build(spec, classes(9, [3], 4))
 
 
 def test_a_saved_model_in_place_of_a_function(user_error):
     with user_error("not 'm.keras'; for a saved model, a function that returns keras.models.load_model('m.keras')"):
-        models.build("m.keras", classes(9, [3], 4))
+        keras_model.build("m.keras", classes(9, [3], 4))
 
 
 # --- The same as Keras -------------------------------------------------------------------------------------------------
@@ -396,7 +396,7 @@ def loss(model, x, y, state=None):
 
 
 def test_loss_of_classes_is_keras_loss(images):
-    model = models.build("mlp", images, seed=3)
+    model = keras_model.build("mlp", images, seed=3)
     logits = model.keras_model(images.x_train)
     expected = keras.losses.SparseCategoricalCrossentropy(from_logits=True)(images.y_train, logits)
     np.testing.assert_allclose(loss(model, images.x_train, images.y_train)[0], expected, rtol=1e-5)
@@ -405,7 +405,7 @@ def test_loss_of_classes_is_keras_loss(images):
 @pytest.mark.parametrize("y_shape", [[], [1], [4], [2, 3]])
 def test_loss_of_numbers_is_keras_loss(y_shape):
     dataset = numbers(9, [3], y_shape)
-    model = models.build("mlp", dataset, seed=3)
+    model = keras_model.build("mlp", dataset, seed=3)
     expected = np.mean(np.square(model.keras_model(dataset.x_train).numpy() - dataset.y_train))
     if y_shape:
         np.testing.assert_allclose(
@@ -463,10 +463,10 @@ def test_layers_of_many_kinds(initialized, hogwild, hyperparameters, layers, win
     x = inputs = keras.Input([24, 8])
     for layer in layers(dataset.x_train):
         x = layer(x, x) if isinstance(layer, keras.layers.MultiHeadAttention) else layer(x)
-    keras_model = keras.Model(inputs, keras.layers.Dense(3)(keras.layers.Flatten()(x)))
-    model = models.by_labels(keras_model, is_classification=True)
-    logits = keras_model(dataset.x_train, training=True)
-    expected = keras.losses.SparseCategoricalCrossentropy(from_logits=True)(dataset.y_train, logits) + sum(keras_model.losses)
+    given = keras.Model(inputs, keras.layers.Dense(3)(keras.layers.Flatten()(x)))
+    model = keras_model.by_labels(given, is_classification=True)
+    logits = given(dataset.x_train, training=True)
+    expected = keras.losses.SparseCategoricalCrossentropy(from_logits=True)(dataset.y_train, logits) + sum(given.losses)
     with tf.Graph().as_default():
         center = GlobalParameters(model.initial_parameters)
         local = LocalParameters(center, model, Batches(dataset.x_train, dataset.y_train, len(dataset.x_train), 0))
@@ -494,14 +494,14 @@ def named_inputs(is_dict):
 def test_inputs_are_found_by_their_names(user_error, is_dict, keys, text):
     def samples(*names):
         x = {name: np.full([4, 1], place, np.float32) for place, name in enumerate(names, 1)}
-        return data.checked([(x, np.full([4, 1], 2.5))] * 2, "d.py:f")
+        return datasets.checked([(x, np.full([4, 1], 2.5))] * 2, "d.py:f")
 
-    model = models.checked(named_inputs(is_dict), samples("price", "area"))
+    model = keras_model.checked(named_inputs(is_dict), samples("price", "area"))
     dense = model.keras_model.layers[-1]
     dense.set_weights([np.array([[3.0], [-1.0]]), np.zeros(1)])
     assert model.keras_model(samples("price", "area").x_train).numpy()[0] == 3 * 1 - 2
     with user_error(text):
-        models.checked(named_inputs(is_dict), samples(*keys.split()))
+        keras_model.checked(named_inputs(is_dict), samples(*keys.split()))
 
 
 def test_training_changes_moving_means_and_seeds_and_nothing_frozen(model, images):
@@ -533,7 +533,7 @@ def test_workers_draw_apart_where_the_model_has_seeds_of_its_own(tmp_path, image
     )
     flags = {"seed": 7, "loss": None, "resume": False, "run_dir": str(tmp_path), **flag_defaults.TRANSFORMER}
     settings = flag_defaults.Settings(model=f"{tmp_path}/m.py:build", **flags)
-    workers = [training.build_model(settings, images, i) for i in range(3)]
+    workers = [loop.build_model(settings, images, i) for i in range(3)]
     seeds = [[own.tolist() for own in model.seeds(model.initial_state)] for model in workers]
     first = [v.numpy().tolist() for v in workers[0].keras_model.non_trainable_variables]
     assert len(first) == 2 and seeds == [[[own[0] + i, own[1]] for own in first] for i in range(3)]
@@ -552,7 +552,7 @@ def evaluate(model, state, x, y, **settings):
 
 def test_evaluation_is_that_of_keras(images):
     """Also when the last batch is a smaller one: the test set has 23 samples."""
-    model = models.build("cnn", images, seed=1)
+    model = keras_model.build("cnn", images, seed=1)
     expected = model.keras_model.evaluate(images.x_test, images.y_test, verbose=0, batch_size=10)
 
     def in_batches(*values):
@@ -565,7 +565,7 @@ def test_evaluation_is_that_of_keras(images):
 
 
 def test_evaluation_of_a_regression_has_no_accuracy(regression):
-    model = models.build("linear", regression)
+    model = keras_model.build("linear", regression)
     expected = model.keras_model.evaluate(regression.x_test, regression.y_test, verbose=0)
     ours = evaluate(model, [], regression.x_test, regression.y_test, batch_size=7)
     assert list(ours) == ["loss"]
@@ -588,7 +588,7 @@ def test_state_at_other_parameters(model, images, trainable):
     """The moving means are the averages of those of the batches, whatever they were; of a frozen layer they stay."""
     norm = model.keras_model.layers[1]
     norm.trainable = trainable
-    model = models.by_labels(model.keras_model, True)
+    model = keras_model.by_labels(model.keras_model, True)
     parameters = np.random.default_rng(1).normal(size=model.size).astype(np.float32)
     momentum = norm.momentum
 
@@ -638,23 +638,23 @@ def test_saving_again_replaces_the_file(model, images, tmp_path):
 @pytest.mark.parametrize("spec", ["linear", "mlp", "cnn"])
 @pytest.mark.parametrize("shape, num_classes", [([8, 8, 1], 2), ([9, 5, 3], 7)])
 def test_size_of_a_model_before_it_is_built(spec, shape, num_classes):
-    model = models.build(spec, classes(20, shape, num_classes))
-    assert models._count_of[spec](tuple(shape), num_classes) == model.size
+    model = keras_model.build(spec, classes(20, shape, num_classes))
+    assert keras_model._count_of[spec](tuple(shape), num_classes) == model.size
 
 
 @pytest.mark.parametrize("spec", ["linear", "mlp", "cnn"])
 def test_model_larger_than_memory_is_refused_before_it_is_built(user_error, monkeypatch, spec):
     """As for a label that is a customer's number and no class. A class without samples, though, is no mistake."""
-    monkeypatch.setattr(models.limits, "memory", lambda: 10**9)
+    monkeypatch.setattr(keras_model.limits, "memory", lambda: 10**9)
     x, y = np.zeros([20, 8, 8, 1]), np.arange(20) % 2
     y[3] = 10**9
     with user_error(
         f"the labels are classes 0 to 1000000000, and --model={spec} would have ",
         "of memory, but the machine has 1.0 GB; number them without gaps, as np.unique(y, return_inverse=True) does",
     ):
-        models.build(spec, data.checked(((x, y), (x, y)), "far"))
+        keras_model.build(spec, datasets.checked(((x, y), (x, y)), "far"))
     y[3] = 1000
-    assert models.build(spec, data.checked(((x, y), (x, y)), "far")).keras_model.output_shape == (None, 1001)
+    assert keras_model.build(spec, datasets.checked(((x, y), (x, y)), "far")).keras_model.output_shape == (None, 1001)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -662,9 +662,9 @@ def test_initial_values_that_are_not_finite_are_refused(user_error, monkeypatch,
     for name, variable in ("dense", lambda m: m.layers[-1].bias), ("moving_mean", lambda m: m.layers[1].moving_mean):
         model = layers_of_all_kinds()
         variable(model).assign([value if i == 1 else 0.0 for i in range(variable(model).shape[0])])
-        monkeypatch.setattr(models, "call_user_function", lambda *_, model=model: model)
+        monkeypatch.setattr(keras_model, "call_user_function", lambda *_, model=model: model)
         with user_error("--model=m.py:build: ", name, "begins with 1 values that are NaN or infinite"):
-            models.build("m.py:build", images)
+            keras_model.build("m.py:build", images)
 
 
 # --- A loss and metrics of the user's own ------------------------------------------------------------------------------
@@ -826,16 +826,16 @@ PROBLEMS = {
 def test_loss_and_metrics_of_the_model_are_honoured(user_model, problem):
     """A training loss and an evaluation in a graph give what Keras gives, of labels of any shape, with weights of samples."""
     make, samples = PROBLEMS[problem]
-    dataset = data.checked((samples(12), samples(7)), "mine")
+    dataset = datasets.checked((samples(12), samples(7)), "mine")
     model = user_model(make(), dataset)
-    training._trace(model, dataset)
+    loop._trace(model, dataset)
     x, y, *weights = dataset.train
     ours, state = in_graph(
         lambda p, state, x, y, *w: model.loss(model.split(p), state, x, y, *w),
         *(model.initial_parameters, model.initial_state, x, y, *weights),
     )
-    inputs = data.mapped(lambda array: keras.ops.convert_to_tensor(models.as_input(array)), x)
-    outputs = model.keras_model(inputs, **models._training(model.keras_model, True))
+    inputs = datasets.mapped(lambda array: keras.ops.convert_to_tensor(keras_model.as_input(array)), x)
+    outputs = model.keras_model(inputs, **keras_model._training(model.keras_model, True))
     expected = model.keras_model._compute_loss(inputs, y, outputs, *weights)
     np.testing.assert_allclose(ours, expected, rtol=1e-5)
     for value, variable in zip(state, model.keras_model.non_trainable_variables, strict=True):
@@ -850,7 +850,7 @@ def test_loss_and_metrics_of_the_model_are_honoured(user_model, problem):
     if not model.keras_model.compiled:
         model.keras_model.compile("sgd")
     expected = model.keras_model.evaluate(
-        data.mapped(models.as_input, x),
+        datasets.mapped(keras_model.as_input, x),
         y,
         sample_weight=weights[0] if weights else None,
         batch_size=3,
@@ -876,9 +876,9 @@ def test_loss_and_metrics_of_the_model_are_honoured(user_model, problem):
 def test_loss_by_flag(monkeypatch, name, units, activation, y, minimizes):
     """A cross-entropy takes what the model gives: logits, or probabilities."""
     x = np.random.default_rng(0).random([9, 3])
-    dataset = data.checked(((x, y), (x, y)), "mine")
-    monkeypatch.setattr(models, "call_user_function", lambda *_: dense(units, activation=activation))
-    model = models.build("m.py:f", dataset, loss=name)
+    dataset = datasets.checked(((x, y), (x, y)), "mine")
+    monkeypatch.setattr(keras_model, "call_user_function", lambda *_: dense(units, activation=activation))
+    model = keras_model.build("m.py:f", dataset, loss=name)
     assert model.minimizes == minimizes
     outputs = model.keras_model(dataset.x_train)
     more = {"from_logits": activation is None} if "crossentropy" in name else {}
@@ -900,7 +900,7 @@ def test_loss_by_flag(monkeypatch, name, units, activation, y, minimizes):
 @pytest.mark.parametrize("name", ["bce", "BinaryCrossentropy", "SparseCategoricalCrossentropy", "binary_focal_crossentropy"])
 def test_flag_that_may_mean_logits_or_probabilities(user_error, name):
     with user_error(f"--loss={name} may take logits or probabilities: choose sparse_categorical_crossentropy, "):
-        models.build("mlp", classes(9, [3], 4), loss=name)
+        keras_model.build("mlp", classes(9, [3], 4), loss=name)
 
 
 @pytest.mark.parametrize("labels", [[0, 1, 2, 3, 4, 2], [0, 1, 2, 3, -1, 2]])
@@ -910,7 +910,7 @@ def test_labels_that_a_loss_cannot_take(user_model, user_error, labels):
     for halves in ((x, y), (x[:4], y[:4])), ((x[:4], y[:4]), (x, y)):
         model = compiled(dense(4), loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         with user_error("the loss, sparse categorical crossentropy of logits, does not fit the labels: InvalidArgumentError"):
-            user_model(model, data.checked(halves, "mine"))
+            user_model(model, datasets.checked(halves, "mine"))
 
 
 def test_shapes_that_fit_only_by_chance(user_model, user_error):
@@ -918,15 +918,15 @@ def test_shapes_that_fit_only_by_chance(user_model, user_error):
     x, y = np.zeros([6, 3]), np.zeros([6, 2])
     model = compiled(subclassed(lambda x: x[:, 0]), loss=lambda y, p: keras.ops.mean(keras.ops.abs(p - y)))
     with user_error("does not fit the labels"):
-        user_model(model, data.checked(((x, y), (x, y)), "mine"))
+        user_model(model, datasets.checked(((x, y), (x, y)), "mine"))
 
 
 def test_model_that_a_function_gives_again(monkeypatch):
     """As for each thread of one process: what the flag compiled it with is no loss of its own."""
     dataset, model = classes(9, [3], 4), dense(4)
-    monkeypatch.setattr(models, "call_user_function", lambda *_: model)
+    monkeypatch.setattr(keras_model, "call_user_function", lambda *_: model)
     name = "sparse_categorical_crossentropy"
-    assert [models.build("m.py:f", dataset, loss=name).minimizes for _ in range(2)] == [
+    assert [keras_model.build("m.py:f", dataset, loss=name).minimizes for _ in range(2)] == [
         f"{name.replace('_', ' ')} of logits"
     ] * 2
 
@@ -934,18 +934,18 @@ def test_model_that_a_function_gives_again(monkeypatch):
 def test_losses_of_layers_of_a_model_that_is_not_compiled(user_model):
     dataset = classes(9, [3], 4)
     model = user_model(dense(4, activity_regularizer="l2"), dataset)
-    training._trace(model, dataset)
+    loop._trace(model, dataset)
     assert model.minimizes == "sparse categorical crossentropy of logits + the losses of its layers"
 
 
 def test_flag_and_a_loss_of_the_models_own(monkeypatch, user_error):
     dataset = classes(9, [3], 4)
     for model in language_model(), OwnComputeLoss([keras.layers.Dense(4)]):
-        monkeypatch.setattr(models, "call_user_function", lambda *_, model=model: model)
+        monkeypatch.setattr(keras_model, "call_user_function", lambda *_, model=model: model)
         with user_error("--loss=mean_squared_error: the model has a loss already"):
-            models.build("m.py:f", dataset, loss="mean_squared_error")
+            keras_model.build("m.py:f", dataset, loss="mean_squared_error")
     with user_error("--loss must be a loss of Keras, such as mean_absolute_error, not 'mse_'"):
-        models.build("mlp", dataset, loss="mse_")
+        keras_model.build("mlp", dataset, loss="mse_")
 
 
 class Counts(keras.metrics.Metric):
@@ -973,13 +973,13 @@ def test_a_metric_that_cannot_be(user_model, user_error):
     dataset = classes(9, [3], 4)
     model = compiled(dense(4), loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=[NeedsPython()])
     with user_error("the metrics of the model cannot be"):
-        training._trace(user_model(model, dataset), dataset)
+        loop._trace(user_model(model, dataset), dataset)
 
 
 def test_metrics_of_several_numbers(user_model):
     """Each of them is named, by its place or as the metric names it, and is what Keras computes."""
     x, y = np.random.default_rng(0).random([40, 3]), np.eye(4)[np.arange(40) % 4]
-    dataset = data.checked(((x, y), (x[:23], y[:23])), "one-hot")
+    dataset = datasets.checked(((x, y), (x[:23], y[:23])), "one-hot")
     metrics = [keras.metrics.F1Score(), Counts(), InADict()]
     loss = keras.losses.CategoricalCrossentropy(from_logits=True)
     model = user_model(compiled(dense(4), loss=loss, metrics=metrics), dataset)
@@ -991,15 +991,15 @@ def test_metrics_of_several_numbers(user_model):
 
 
 def test_what_is_trained(user_model):
-    dataset = data.checked((two_and_two(13), two_and_two(7)), "mine")
+    dataset = datasets.checked((two_and_two(13), two_and_two(7)), "mine")
     model = user_model(PROBLEMS["two outputs, weights of losses and samples"][0](), dataset)
     text = (
         "minimizes sparse categorical crossentropy of kind, mae of size + the losses of its layers, by SGD on the ps "
         "(the model's own RMSprop is not used); 13 samples, 6 or 7 for each of 2 workers"
     )
-    assert training.what_is_trained(model, dataset, 2, "SGD on the ps") == text
-    size = sum(array.nbytes for part in dataset.train for array in data.arrays_in(part))
-    said = training.what_is_trained(model, dataset, 2, "SGD on the ps", is_own=True)
+    assert loop.what_is_trained(model, dataset, 2, "SGD on the ps") == text
+    size = sum(array.nbytes for part in dataset.train for array in datasets.arrays_in(part))
+    said = loop.what_is_trained(model, dataset, 2, "SGD on the ps", is_own=True)
     assert said == f"{text}, from arrays of {size / 1000:.1f} kB in memory"
 
 

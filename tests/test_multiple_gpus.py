@@ -14,8 +14,8 @@ from runs import ROOT, SECONDS, accuracy_of_saved_model, finish, is_training, pr
 
 from common import tf
 from common.core import devices
-from common.data import data
-from common.models import models
+from common.data import datasets
+from common.models import keras_model
 from common.scheme.center import GlobalParameters
 from common.scheme.steps import build_rounds, build_steps
 
@@ -118,7 +118,7 @@ def build(multiple_gpus, known_batches):
     @contextlib.contextmanager
     def build(dataset, x, y):
         names = ["/device:CPU:0"] * len(x)
-        built = [models.build("mlp", dataset) for _ in names]
+        built = [keras_model.build("mlp", dataset) for _ in names]
         batches = [lambda name, i=i: known_batches(x[i], y[i], name) for i in range(len(names))]
         with tf.Graph().as_default():
             center = GlobalParameters(built[0].initial_parameters, device_fn=names[0])
@@ -249,7 +249,7 @@ def test_two_devices_learn_the_digits(run_dir, script, multiple_gpus, user_error
     assert result["samples"] == result["global_steps"] * 64 and result["batch_size"] == 32
     # Only the first call, which prepares the graph, does not count.
     assert 0.9 * result["samples"] < round(result["samples_per_second"] * result["train_seconds"]) <= result["samples"]
-    assert accuracy_of_saved_model(run_dir, data.load("digits")) == pytest.approx(result["test_accuracy"])
+    assert accuracy_of_saved_model(run_dir, datasets.load("digits")) == pytest.approx(result["test_accuracy"])
     assert (run_dir / "curve.png").stat().st_size > 0
     settings = types.SimpleNamespace(resume=True, run_dir=str(run_dir))
     with user_error("by the other script", "run_mirrored_strategy.sh" if script == MIRRORED else "run.sh"):

@@ -27,7 +27,7 @@ from runs import (
 )
 
 from common.core.flags import UserError
-from common.launch import places
+from common.launch import control
 
 pytestmark = pytest.mark.cluster
 START = ROOT / "Multiple-Machines" / "start.py"
@@ -402,9 +402,9 @@ def test_workers_join_leave_and_are_lost_by_ssh(by_ssh, tmp_path):
         for line, why in refused:
             assert join(tmp_path, line) == (2, f"start.sh: {why}\n")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(places, "version", lambda *_: "another")
+            patch.setattr(control, "version", lambda *_: "another")
             with pytest.raises(UserError, match="the code has changed since the run began, or is another checkout's"):
-                places.ask(run_dir, "join", 1, [("host3:2300", str(ROOT))])
+                control.ask(run_dir, "join", 1, [("host3:2300", str(ROOT))])
         more_hosts = ["ps host1:2300", "worker host2:2300", "worker host3:2300", "worker host1:2301"]
         assert join(tmp_path, *more_hosts) == (0, "worker 1, worker 2 join\n")
         for worker in 1, 2:
@@ -412,7 +412,7 @@ def test_workers_join_leave_and_are_lost_by_ssh(by_ssh, tmp_path):
         full = "start.sh: 0 of the 3 places of the run are free, too few for 1: "
         assert join(tmp_path, "worker host3:2301")[1].startswith(full)
         pids = [task_of(run_dir, worker) for worker in (1, 2)]
-        assert places.leave(run_dir) == "worker 2 is asked to leave"
+        assert control.leave(run_dir) == "worker 2 is asked to leave"
         assert "worker 2 | worker 2 has left after" in read_until(process, lambda line: "has left after" in line)
         read_until(process, lambda line: line == "the place of worker 2 is free\n")
         os.kill(pids[0], signal.SIGTERM)
@@ -461,7 +461,7 @@ def test_insecure_workers_join_where_all_on_the_wire_hear_and_reach_them(by_ssh,
         assert [listening_at(host) for host in hosts] == [{22, 2300}] * 3
         assert marked_is_heard(hosts)
         assert sockets_of(processes(run_dir)) == set()
-        assert places.leave(run_dir) == "worker 1 is asked to leave"
+        assert control.leave(run_dir) == "worker 1 is asked to leave"
         read_until(process, lambda line: line == "the place of worker 1 is free\n")
     result = result_of(run_dir)
     assert sum(updates_of(run_dir, worker) for worker in range(2)) == result["global_steps"]

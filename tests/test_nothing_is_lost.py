@@ -12,7 +12,7 @@ from runs import ENDLESS, ROOT, delete, finish, is_training, metrics_of, read_un
 
 from common import tf
 from common.core.checkpoints import checkpoints_in
-from common.launch import launch, supervisor
+from common.launch import launcher, supervisor
 
 pytestmark = pytest.mark.cluster
 
@@ -157,8 +157,8 @@ def test_runs_that_go_on_with_another_count_together(run_dir, tmp_path, parse, m
         settings = parse(*alike, *flags, f"--run_dir={run_dir}", epochs=1, batch_size=32, learning_rate=0.1)
         settings = settings.but(scheme="scheme", num_evaluators=0, pace="own", began=time.monotonic())
         with monkeypatch.context() as patch:
-            patch.setattr(launch, "Task", Task)
-            assert launch.launch(ROOT / script, [*alike, *flags], settings) == 0
+            patch.setattr(launcher, "Task", Task)
+            assert launcher.launch(ROOT / script, [*alike, *flags], settings) == 0
         assert told["writing the result"] - told["starting"] > 2000 and told["running a call"] > told["starting"]
         before = result_of(run_dir)
     else:

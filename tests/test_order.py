@@ -4,7 +4,7 @@ import pytest
 from order import races
 
 from common import tf
-from common.core.coordination import Lock
+from common.core.locks import Lock
 
 
 @pytest.mark.parametrize(("after", "others"), [([], 1), (["first"], 0)])

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from common import tf
-from common.cluster.cluster import TaskSpecDef
+from common.cluster.task_spec import TaskSpecDef
 from common.core.finite import loss_of_failed, must_be_finite
-from common.launch import launch
-from common.models import models
+from common.launch import launcher
+from common.models import keras_model
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters
 from common.scheme.steps import Step, build_rounds, build_steps
@@ -49,7 +49,7 @@ def batches_of(regression):
 
 def model_of(*layers, is_classification=False):
     """To be called before a graph is entered."""
-    return models.by_labels(keras.Sequential(list(layers)), is_classification)
+    return keras_model.by_labels(keras.Sequential(list(layers)), is_classification)
 
 
 @pytest.fixture
@@ -583,7 +583,7 @@ LOCKS_AND_WAITS = """
 import sys
 import numpy as np
 from common import tf
-from common.cluster.cluster import TaskSpecDef
+from common.cluster.task_spec import TaskSpecDef
 from common.scheme.center import GlobalParameters
 
 task = TaskSpecDef("worker", 0, ps_hosts=sys.argv[1], worker_hosts=sys.argv[2])
@@ -603,7 +603,7 @@ with tf.Session(server.target, config=task.config()) as session:
 def test_who_is_killed_holds_no_lock(graph, tmp_path):
     """The lock belongs to a run of the graph, and a run ends with its worker."""
     with contextlib.ExitStack() as stack:
-        ports = [stack.enter_context(launch.reserved_port()).getsockname()[1] for _ in range(3)]
+        ports = [stack.enter_context(launcher.reserved_port()).getsockname()[1] for _ in range(3)]
         ps, killed, other = (f"localhost:{port}" for port in ports)
         os.environ["TF_GRPC_REUSE_PORT"] = "true"
         ps_server = TaskSpecDef("ps", 0, ps_hosts=ps, worker_hosts=[killed, other]).start_server()

@@ -31,7 +31,7 @@ from runs import (
 from runs import run as run_to_the_end
 
 from common import tf
-from common.launch import launch, places, supervisor
+from common.launch import control, launcher, supervisor
 
 # --- Who asks, and who answers ----------------------------------------------------------------------------------------------
 
@@ -51,36 +51,36 @@ def test_request_and_answer(folder):
         asked.append((request.what, request.count, request.version))
         request.answer("so be it")
 
-    with places.heard(folder, hear):
+    with control.heard(folder, hear):
         assert os.stat(folder / "control").st_mode & 0o777 == 0o600
-        assert places.join(folder, 3) == places.leave(folder) == "so be it"
-    assert asked == [("join", 3, places.version(places.COMMON)), ("leave", 1, places.version(places.COMMON))]
+        assert control.join(folder, 3) == control.leave(folder) == "so be it"
+    assert asked == [("join", 3, control.version(control.COMMON)), ("leave", 1, control.version(control.COMMON))]
     assert not (folder / "control").exists()
 
 
 def test_folder_in_which_no_socket_can_be_made(folder, user_error):
     (folder / "control").mkdir()
-    with user_error(f"{folder}/control cannot be made: ", "need a Unix socket"), places.heard(folder, lambda request: None):
+    with user_error(f"{folder}/control cannot be made: ", "need a Unix socket"), control.heard(folder, lambda request: None):
         pass
 
 
 def test_refusal_is_an_error(folder, user_error):
-    with places.heard(folder, lambda request: request.answer("not now", is_error=True)), user_error("not now"):
-        places.join(folder)
+    with control.heard(folder, lambda request: request.answer("not now", is_error=True)), user_error("not now"):
+        control.join(folder)
 
 
 def test_nobody_listens(folder, user_error):
     """No launcher, one that was killed, one that ends before it answers; and no folder."""
     with user_error("no run with --max_workers is training in", "it has ended"):
-        places.join(folder)
-    with places._named(folder) as path, socket.socket(socket.AF_UNIX) as listener:
+        control.join(folder)
+    with control._named(folder) as path, socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)  # stays when this is closed
     with user_error("no run with --max_workers is training in", "it has ended"):
-        places.join(folder)
+        control.join(folder)
     with user_error("there is no folder"):
-        places.join(folder / "none")
-    with places.heard(folder, lambda request: request.answer("one that takes over")):
-        assert places.join(folder) == "one that takes over"
+        control.join(folder / "none")
+    with control.heard(folder, lambda request: request.answer("one that takes over")):
+        assert control.join(folder) == "one that takes over"
 
 
 NO_REQUESTS = ["", "{", "[]", '{"what": "join"}', '{"what": "join", "count": "x", "version": ""}', "9" * 900]
@@ -89,8 +89,8 @@ NO_REQUESTS += [f'{{"what": "join", "count": 1, "version": "", "hosts": {hosts}}
 
 @pytest.mark.parametrize("text", NO_REQUESTS)
 def test_what_is_no_request_is_not_heard(folder, text):
-    with places.heard(folder, lambda request: pytest.fail("heard it")):
-        with places._named(folder) as path, socket.socket(socket.AF_UNIX) as connection:
+    with control.heard(folder, lambda request: pytest.fail("heard it")):
+        with control._named(folder) as path, socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(SECONDS)
             connection.connect(path)
             connection.sendall(text.encode() + b"\n")
@@ -100,11 +100,11 @@ def test_what_is_no_request_is_not_heard(folder, text):
 
 def test_version_tells_files_from_others(tmp_path):
     (tmp_path / "a.py").write_text("1")
-    before = places.version(tmp_path)
+    before = control.version(tmp_path)
     (tmp_path / "b.txt").write_text("2")
-    assert places.version(tmp_path) == before
+    assert control.version(tmp_path) == before
     (tmp_path / "a.py").write_text("2")
-    assert places.version(tmp_path) != before
+    assert control.version(tmp_path) != before
 
 
 # --- The launcher -----------------------------------------------------------------------------------------------------------
@@ -125,22 +125,22 @@ class Server:
 
 @pytest.fixture
 def run(tmp_path):
-    """A `Run` of four places, of which workers 0 and 1 have taken theirs; its `server`, and what it `said`."""
+    """A `Supervisor` of four places, of which workers 0 and 1 have taken theirs; its `server`, and what it `said`."""
     tasks = [supervisor.Task("ps", 0, [], str(tmp_path)), *(supervisor.Task("worker", i, [], str(tmp_path)) for i in range(4))]
     for task in tasks[3:]:
         task.status, task.has_left = 0, True
     settings = types.SimpleNamespace(pace="own", ends_with_chief=True, num_evaluators=0, scheme="HogWild")
     said: list = []
-    run: Any = supervisor.Run(tasks, Server(), settings, said.append)
+    run: Any = supervisor.Supervisor(tasks, Server(), settings, said.append)
     run.server, run.said = run._server, said
-    run.code = places.code_of(ROOT / "HogWild")
+    run.code = control.code_of(ROOT / "HogWild")
     return run
 
 
 def answered(run, what, count, version=None, **more):
     """What a run answers: a line, and whether it is an error."""
-    asked = {"what": what, "count": count, "version": version or places.version(places.COMMON), **more}
-    request = places.Request(json.dumps(asked))
+    asked = {"what": what, "count": count, "version": version or control.version(control.COMMON), **more}
+    request = control.Request(json.dumps(asked))
     run._answer(request)
     answer = request.wait()
     return answer["line"], answer["is_error"]
@@ -189,7 +189,7 @@ def test_nobody_joins_with_other_code(run, tmp_path):
     refused = ("the code has changed since the run began, or is another checkout's: join with the code of the run", True)
     assert answered(run, "join", 1, "another") == refused
     (tmp_path / "scheme.py").write_text("1")
-    run.code = places.code_of(tmp_path)
+    run.code = control.code_of(tmp_path)
     (tmp_path / "scheme.py").write_text("2")
     assert answered(run, "join", 1) == refused
     assert answered(run, "leave", 1, "another") == ("worker 1 is asked to leave", False)
@@ -202,7 +202,7 @@ def test_nobody_joins_from_another_machine_a_run_on_this_one(run):
 
 def test_a_request_is_answered_by_the_main_thread(run):
     """Also while it waits for something else."""
-    request = places.Request(json.dumps({"what": "leave", "count": 9, "version": ""}))
+    request = control.Request(json.dumps({"what": "leave", "count": 9, "version": ""}))
     run.hear_request(request)
     run._looked = time.monotonic()
     assert run._next_end(time.monotonic()) is None
@@ -260,20 +260,20 @@ def test_every_worker_knows_how_many_there_are(run_dir):
     flags = [*ENDLESS, "--num_workers=2", "--max_workers=4", "--delays=10,10,10", "--checkpoint_secs=0.5"]
     process = start(run_dir, "--launch", *flags, script=ROOT / "tests" / "counting_task.py")
     wait_until_it_counts(process, run_dir, 2)
-    places.join(run_dir)
+    control.join(run_dir)
     wait_until_it_counts(process, run_dir, 3)
     send(run_dir, "worker", 1, signal.SIGKILL)
     read_until(process, lambda line: "worker 1 was killed" in line)
-    places.leave(run_dir)  # worker 2
+    control.leave(run_dir)  # worker 2
     read_until(process, lambda line: line == "the place of worker 2 is free\n")
     wait_until_it_counts(process, run_dir, 2)
-    places.join(run_dir, 2)
+    control.join(run_dir, 2)
     wait_until_it_counts(process, run_dir, 4)
-    places.leave(run_dir)
+    control.leave(run_dir)
     wait_until_it_counts(process, run_dir, 3)
     send(run_dir, "ps", 0, signal.SIGKILL)
     read_until(process, lambda line: line.startswith("ps 0 was killed"))
-    places.leave(run_dir)
+    control.leave(run_dir)
     wait_until_it_counts(process, run_dir, 2)
     read_until(process, lambda line: line == "the place of worker 2 is free\n")  # its process has ended
     tasks = set(processes(run_dir)) - {process.pid}
@@ -296,10 +296,10 @@ def test_worker_takes_a_place_leaves_it_and_takes_it_again(run_dir, stopped_by, 
     process = start(run_dir, "--launch", *flags, script=script_of(folder))
     wait_until_it_trains(process, run_dir, 0)
     for times in 1, 2:
-        assert places.join(run_dir) == "worker 1 joins"
+        assert control.join(run_dir) == "worker 1 joins"
         wait_until_it_trains(process, run_dir, 1, times)
         if times == 1:
-            assert places.leave(run_dir) == "worker 1 is asked to leave"
+            assert control.leave(run_dir) == "worker 1 is asked to leave"
             said = read_until(process, lambda line: "has left after" in line)
             assert said.startswith("worker 1 ") and "the others train its samples" in said
             read_until(process, lambda line: line == "the place of worker 1 is free\n")
@@ -331,19 +331,19 @@ def test_workers_that_wait_for_others_come_go_and_die(run_dir, stopped_by, folde
         wait_until(process, lambda: updates_of(run_dir, 0) > before + 30)
 
     goes_on()
-    places.join(run_dir)
+    control.join(run_dir)
     wait_until_it_trains(process, run_dir, 2, 1)
     send(run_dir, "worker", 2, signal.SIGKILL)
     read_until(process, lambda line: "worker 2 was killed" in line)
     goes_on()
-    places.leave(run_dir, 2)
+    control.leave(run_dir, 2)
     for _ in range(2):
         read_until(process, lambda line: "is free" in line)
     goes_on()  # alone
     send(run_dir, "ps", 0, signal.SIGKILL)
     read_until(process, lambda line: line.startswith("ps 0 was killed"))
     goes_on()
-    places.join(run_dir)
+    control.join(run_dir)
     wait_until_it_trains(process, run_dir, 1, 1)
     stop()
     finish(process)
@@ -366,7 +366,7 @@ def test_epochs_are_samples_where_nobody_knows_how_many_updates_they_take(run_di
 def test_who_is_asked_to_end_waits_for_no_place_that_nobody_has(run_dir):
     """All tasks get SIGTERM, as by a scheduler that ends them: none has to be killed. Nothing has the address of worker 1."""
     with contextlib.ExitStack() as stack:
-        ps, worker = (f"127.0.0.1:{stack.enter_context(launch.reserved_port()).getsockname()[1]}" for _ in range(2))
+        ps, worker = (f"127.0.0.1:{stack.enter_context(launcher.reserved_port()).getsockname()[1]}" for _ in range(2))
         flags = [f"--ps_hosts={ps}", f"--worker_hosts={worker},nobody.invalid:2222", "--num_workers=1", "--max_workers=2"]
         flags += ["--task_index=0", *ENDLESS, "--checkpoint_secs=1000", f"--run_dir={run_dir}"]
         environ = {**os.environ, "TF_GRPC_REUSE_PORT": "true"}

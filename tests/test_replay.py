@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from common import tf
-from common.data import data
+from common.data import datasets
 from common.data.batches import Batches
-from common.models import models
+from common.models import keras_model
 from common.simulation.replay import Replay
 
 
@@ -27,11 +27,11 @@ def make(regression):
 
     def make(num_workers=2, seed=0, scheme=hogwild_like):
         def make_batches(i):
-            x, y = data.shard(regression, i, num_workers)
+            x, y = datasets.shard(regression, i, num_workers)
             return Batches(x, y, 4, seed=seed + i, name=f"batches_{i}")
 
         hp = types.SimpleNamespace(learning_rate=0.01)
-        replay = Replay(scheme, hp, models.build("linear", regression), make_batches, num_workers)
+        replay = Replay(scheme, hp, keras_model.build("linear", regression), make_batches, num_workers)
         replays.append(replay)
         return replay
 
@@ -169,10 +169,10 @@ def test_nobody_waits_for_what_was_before_the_restart(regression):
         yield pace.tick()
 
     def make_batches(i):
-        x, y = data.shard(regression, i, 2)
+        x, y = datasets.shard(regression, i, 2)
         return Batches(x, y, 4, seed=i, name=f"batches_{i}")
 
-    replay = Replay(bounded, types.SimpleNamespace(learning_rate=0.01), models.build("linear", regression), make_batches)
+    replay = Replay(bounded, types.SimpleNamespace(learning_rate=0.01), keras_model.build("linear", regression), make_batches)
     steps = []
     for _ in range(2):
         steps.append(0)
@@ -193,7 +193,7 @@ def test_workers_may_share_samples_and_differ_in_labels(regression):
         return Batches(x, labels[i], len(x), seed=0, name=f"batches_{i}")
 
     hp = types.SimpleNamespace(learning_rate=0.01)
-    replay = Replay(hogwild_like, hp, models.build("linear", regression), make_batches)
+    replay = Replay(hogwild_like, hp, keras_model.build("linear", regression), make_batches)
     for worker in (0, 0, 1, 1):
         replay.step(worker)  # pulls, trains
     losses = dict(replay.losses)

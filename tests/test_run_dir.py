@@ -1,4 +1,4 @@
-"""common/core/run_dir.py: the folder of a run is one run's alone, and nothing is written through what was planted in it."""
+"""common/core/run_folder.py: the folder of a run is one run's alone, and nothing is written through what was planted in it."""
 
 import contextlib
 import datetime
@@ -19,13 +19,13 @@ import pytest
 from runs import ENDLESS, HOGWILD, delete, finish, is_training, processes, read_until, result_of, run, start
 
 import common.run
-from common.cluster.cluster import TaskSpecDef
-from common.core import run_dir as of_runs
+from common.cluster.task_spec import TaskSpecDef
+from common.core import run_folder as of_runs
 from common.core.flags import TrainingFailed
-from common.core.run_dir import open_own, prepare_run_dir, write_json
-from common.launch import places
-from common.launch.forkserver import reserved_port
-from common.training import training
+from common.core.run_folder import open_own, prepare_run_dir, write_json
+from common.launch import control
+from common.launch.fork_server import reserved_port
+from common.training import loop
 
 CHIEF, OTHER, PS, EVALUATOR = (
     TaskSpecDef(job, index, ps_hosts="a:1", worker_hosts="b:1,c:1")
@@ -312,7 +312,7 @@ def test_lock_that_is_removed_while_it_is_taken(hold, user_error, tmp_path, monk
 
 HOLDER = """
 import os, signal, sys, types
-from common.core.run_dir import prepare_run_dir
+from common.core.run_folder import prepare_run_dir
 
 prepare_run_dir(types.SimpleNamespace(run_dir=sys.argv[1], resume=False, scheme="HogWild"))  # nobody keeps what it returns
 if os.fork() == 0:  # the child says so when it has given up what it inherited
@@ -440,7 +440,7 @@ def in_folder(run_dir, name):
     "name",
     [
         *("lock", "lock-worker-0", "result.json", "result.json.unfinished", "curve.png", "curve.unfinished-1.png"),
-        *("model.keras", "model.keras.unfinished.keras", training.STOP, training.ENDED),
+        *("model.keras", "model.keras.unfinished.keras", loop.STOP, loop.ENDED),
         *("logs/worker-0.log", "logs/fork-server.log", "metrics/worker-1.jsonl", "checkpoints/checkpoint"),
         *("checkpoints/model.ckpt-100.index", "tensorboard/worker-0", "best/evaluation.json", "best/model.keras"),
         *("logs", "metrics", "tensorboard", "best", "contributions", "contributions/worker-0.json"),
@@ -478,7 +478,7 @@ def test_what_is_called_control_and_is_no_socket(hold, user_error, finished_run,
 
 
 def test_the_socket_of_a_launcher_that_was_killed(hold, finished_run):
-    with places.heard(finished_run, lambda request: None):
+    with control.heard(finished_run, lambda request: None):
         os.link(finished_run / "control", finished_run / "kept")
     (finished_run / "kept").rename(finished_run / "control")
     with hold(finished_run, resume=True):

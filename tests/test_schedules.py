@@ -1,4 +1,4 @@
-"""common/scheme/schedules.py: the factor of the learning rate, where a rate becomes a tensor, and what is refused."""
+"""common/scheme/learning_rates.py: the factor of the learning rate, where a rate becomes a tensor, and what is refused."""
 
 import math
 import types
@@ -9,8 +9,8 @@ from oracle import SCHEMES, close, inverse, messages, written_again
 
 from common import tf
 from common.scheme.center import GlobalParameters
+from common.scheme.learning_rates import Rate, Schedule, check_rates, factor_is, hyperparameters
 from common.scheme.local import LocalParameters
-from common.scheme.schedules import Rate, Schedule, check_rates, factor_is, hyperparameters
 from common.scheme.steps import build_rounds
 from common.simulation.replay import Replay
 

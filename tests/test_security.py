@@ -11,7 +11,7 @@ import pytest
 import yaml
 from conftest import CHECKOUT
 
-from common.launch import launch
+from common.launch import launcher
 
 PAGE = (CHECKOUT / "SECURITY.md").read_text()
 
@@ -33,7 +33,7 @@ def test_whoever_knows_the_address_of_a_server_reads_and_writes_files_and_parame
     here.mkdir()
     there.mkdir()
     with contextlib.ExitStack() as stack:
-        port = stack.enter_context(launch.reserved_port()).getsockname()[1]
+        port = stack.enter_context(launcher.reserved_port()).getsockname()[1]
         serve = block("python", "import tensorflow.compat.v1 as tf  # serve.py")
         assert serve.count("127.0.0.1:2222") == 1
         (there / "serve.py").write_text(serve.replace("127.0.0.1:2222", f"127.0.0.1:{port}"))

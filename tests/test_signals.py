@@ -15,8 +15,8 @@ from runs import HOGWILD, ROOT, SECONDS, on_a_terminal, processes, wait_until_go
 
 from common import tf
 from common.core import signals
-from common.launch import launch
-from common.training import training
+from common.launch import launcher
+from common.training import loop
 
 IGNORABLE = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
@@ -114,7 +114,7 @@ def interruption(monkeypatch):
     ends: list[int] = []
     monkeypatch.setattr(signals, "hear_signals", lambda *_: None)
     monkeypatch.setattr(signals, "exit_at_once", ends.append)
-    return training.Interruption(), ends
+    return loop.Interruption(), ends
 
 
 def test_hang_up_is_never_impatience(interruption):
@@ -233,7 +233,7 @@ def test_closed_terminal_of_tasks_that_were_started_by_hand(run_dir, monkeypatch
     """All in one terminal: the ps waits until the chief has saved."""
     monkeypatch.setenv("TF_GRPC_REUSE_PORT", "true")  # lets the test hold the ports
     with contextlib.ExitStack() as stack:
-        ports = [stack.enter_context(launch.reserved_port()).getsockname()[1] for _ in range(3)]
+        ports = [stack.enter_context(launcher.reserved_port()).getsockname()[1] for _ in range(3)]
         _close_on_tasks(run_dir, *(f"localhost:{port}" for port in ports))
     assert Path(f"{run_dir}.statuses").read_text().split() == ["130"] * 3
     assert processes(run_dir) == [] and saved_step(run_dir) > 0

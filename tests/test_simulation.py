@@ -22,14 +22,14 @@ from test_schemes import LIKE_A_NEIGHBOUR
 
 from common import tf
 from common.core.flags import TrainingFailed
-from common.data import data
+from common.data import datasets
 from common.data.batches import Batches
-from common.models import models
+from common.models import keras_model
 from common.scheme.compression import Compression
-from common.scheme.schedules import Schedule
+from common.scheme.learning_rates import Schedule
+from common.simulation.engine import MOST_PARAMETERS, Engine, Shards, facts_of, facts_of_size, messages_of, shards_of
 from common.simulation.replay import Replay
-from common.simulation.simulation import MOST_PARAMETERS, Engine, Shards, facts_of, facts_of_size, messages_of, shards_of
-from common.simulation.virtual_time import RESTART, Costs, Span, VirtualTime
+from common.simulation.virtual_time import RESTART, Activity, Costs, VirtualTime
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +61,7 @@ def hyperparameters(scheme, window=2):
 
 def batches_of(dataset, i, num_workers, seed):
     """Worker i's, as a cluster has them."""
-    x, y = data.shard(dataset, i, num_workers)
+    x, y = datasets.shard(dataset, i, num_workers)
     return Batches(x, y, BATCH, seed=seed, name=f"batches_{i}")
 
 
@@ -477,7 +477,7 @@ def test_a_model_with_state_of_its_own(images, hogwild):
 
     keras.utils.set_random_seed(0)
     layers = [keras.layers.Flatten(), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5), keras.layers.Dense(3)]
-    model = models.by_labels(keras.Sequential([keras.Input([8, 8, 1]), *layers]), is_classification=True)
+    model = keras_model.by_labels(keras.Sequential([keras.Input([8, 8, 1]), *layers]), is_classification=True)
     everything = [np.arange(len(images.x_train))] * 2
     shards = Shards((images.x_train, images.y_train), everything, 8, seeds=[0, 0])  # the same samples in the same order
     hp = types.SimpleNamespace(window=1, learning_rate=0.1, num_workers=2)
@@ -491,7 +491,7 @@ def test_a_model_with_state_of_its_own(images, hogwild):
 
 def test_shards_by_a_dirichlet_distribution():
     """No sample twice, as many of each; the smaller α, the fewer classes has a worker."""
-    digits = data.load("digits")
+    digits = datasets.load("digits")
 
     def classes(alpha, seed=0):
         shards = shards_of(digits, 20, 32, seed, alpha)
@@ -569,8 +569,9 @@ def test_spans_of_a_row_of_the_trace_do_not_overlap(tmp_path, program):
 
 
 def test_overlapping_spans_get_rows_of_their_own(program):
-    spans = [Span(0, "push", 0.0, 3.0), Span(0, "push", 1.0, 4.0), Span(0, "push", 3.0, 5.0), Span(1, "push", 2.0, 6.0)]
-    spans += [Span(0, "train", 0.0, 9.0), Span(0, "wait", 9.0, 10.0)]
+    spans = [Activity(0, "push", 0.0, 3.0), Activity(0, "push", 1.0, 4.0)]
+    spans += [Activity(0, "push", 3.0, 5.0), Activity(1, "push", 2.0, 6.0)]
+    spans += [Activity(0, "train", 0.0, 9.0), Activity(0, "wait", 9.0, 10.0)]
     rows = dict(program.in_rows(reversed(spans)))
     assert [rows[span] for span in spans] == [0, 1, 0, 0, 0, 0]
 

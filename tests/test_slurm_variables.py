@@ -12,7 +12,7 @@ import pytest
 from runs import ROOT, SECONDS
 
 from common.cluster import slurm
-from common.cluster.cluster import TaskSpec, task_from
+from common.cluster.task_spec import TaskSpec, task_from
 
 
 def step(rank, nodelist="node[1-3]", tasks_per_node="2(x3)", node=None, **more):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from runs import ROOT
 
-from common.launch import places
+from common.launch import control
 
 FOLDER = ROOT / "Multiple-Machines"
 
@@ -61,8 +61,8 @@ def run(start):
 
 def ask(run, what, count, *hosts):
     """Asks a run; returns the request."""
-    text = json.dumps({"what": what, "count": count, "version": places.version(places.COMMON), "hosts": hosts})
-    request = places.Request(text)
+    text = json.dumps({"what": what, "count": count, "version": control.version(control.COMMON), "hosts": hosts})
+    request = control.Request(text)
     run._answer(request)
     return request
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from common import tf
-from common.cluster.cluster import TaskSpecDef
+from common.cluster.task_spec import TaskSpecDef
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters
 from common.scheme.steps import Step, _Chain, build_rounds, build_steps, repeat_rounds

@@ -14,15 +14,16 @@ import tensorflow
 from runs import HOGWILD, ROOT, finish, is_training, processes, read_until, result_of, run, start
 
 from common import tf, train
-from common.cli import fit
+from common.cli import api
 from common.core import plots
 from common.core.flags import Settings, TrainingFailed
-from common.data import records, streams
-from common.data.records import Part
-from common.models import models
+from common.data import files as in_files
+from common.data import streams
+from common.data.files import FilePart
+from common.models import keras_model
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters
-from common.training import training
+from common.training import loop
 
 FLAGS = {name: None for name in ("test_data", "label", "parse", "steps", "seconds", "run_dir")}
 PARSE = """
@@ -169,7 +170,7 @@ def test_what_the_check_has_found_is_not_looked_for_again(files, tmp_path, monke
 @pytest.mark.parametrize("held, first, step", [(None, 0, 1), (None, 1, 3), (False, 0, 1), (False, 2, 3), (True, 0, 1)])
 def test_count_of_a_part(held, first, step):
     for total in range(32):
-        part = Part("", total, held, first, step)
+        part = FilePart("", total, held, first, step)
         assert part.count == np.count_nonzero(part.chosen(np.arange(total)))
 
 
@@ -177,9 +178,9 @@ def test_count_of_a_part(held, first, step):
 @pytest.mark.parametrize("number", [0.25, 0.3, 0.9, 1e-6])
 def test_validation_and_the_shares_of_workers_are_all_of_a_part(held, number):
     """Each record is in one of them, and the share is that of the flag, to a record."""
-    share = records.share_of(number)
+    share = in_files.share_of(number)
     for total in range(50):
-        whole = Part("", total, held)
+        whole = FilePart("", total, held)
         of_workers = [whole._replace(share=share, first=i, step=3) for i in range(3)]
         validation = whole._replace(share=share, validates=True)
         chosen = [part.chosen(np.arange(total)) for part in (*of_workers, validation)]
@@ -204,8 +205,8 @@ def test_held_out_samples_are_nobodys(files, lengths, num_workers):
 
 
 def line_of(stream):
-    model = models.build("mlp", stream.first)
-    return training.what_is_trained(model, stream, len(stream.shares), "SGD on the ps")
+    model = keras_model.build("mlp", stream.first)
+    return loop.what_is_trained(model, stream, len(stream.shares), "SGD on the ps")
 
 
 def test_first_line_of_a_run(tmp_path, monkeypatch):
@@ -302,7 +303,7 @@ def test_a_dataset_without_end():
     assert stream.num_samples is None and "an unknown or endless number of samples, from" in line_of(stream)
     numbers = epoch_of(stream, 1, batches=40)
     assert len(numbers) == 40 and set(numbers) == set(range(1, 20, 2))
-    assert training.last_step(settings("", steps=5), None) == 5 and training.last_step(settings(""), None) == streams.ENDLESS
+    assert loop.last_step(settings("", steps=5), None) == 5 and loop.last_step(settings(""), None) == streams.ENDLESS
 
 
 def test_inputs_of_several_arrays_and_weights():
@@ -381,7 +382,7 @@ def test_datasets_of_a_program_have_to_be_sent_as_a_function(user_error):
         train("HogWild", "mlp", (dataset(), dataset()))
     with user_error("parse must be 'FILE.py:FUNCTION', not a function of this program"):
         train("HogWild", "mlp", "*.tfrecord", parse=len)
-    assert fit._loaded(lambda: (dataset(), dataset(4))).x_test.shape == (4, 2)
+    assert api._loaded(lambda: (dataset(), dataset(4))).x_test.shape == (4, 2)
 
 
 def test_a_csv_file_that_is_not_in_utf_8(user_error, tmp_path):
@@ -527,7 +528,7 @@ def stream(tmp_path):
 
 def test_a_window_trains_with_the_samples_in_their_order(initialized, stream):
     """Also in the loop of a window."""
-    model = models.build("linear", stream.first, 0)
+    model = keras_model.build("linear", stream.first, 0)
     with tf.Graph().as_default():
         trains_in_order(model, initialized, stream)
 
@@ -554,7 +555,7 @@ def trains_in_order(model, initialized, stream):
 def test_evaluation_of_a_test_set_that_is_read(stream, monkeypatch, kept_bytes):
     """Gives what keras does, again and again; also when one was left half done."""
     monkeypatch.setattr(streams, "KEPT_BYTES", kept_bytes)
-    model = models.build("mlp", stream.first, 0)
+    model = keras_model.build("mlp", stream.first, 0)
     expected = model.keras_model.evaluate(*next(stream.test_batches(100)), verbose=0, return_dict=True)
     test = streams.TestSet(stream, 4)
     with tf.Graph().as_default(), tf.Session() as session:
@@ -663,4 +664,4 @@ def test_datasets_of_a_cell_for_workers_that_wait_for_each_other(run_dir):
     x, y = (np.stack([np.arange(30), np.arange(30) % 3], 1).astype(np.float32), np.arange(30) % 3)
     measured = found.model.evaluate(x, y, verbose=0, return_dict=True)
     assert measured["loss"] == pytest.approx(found.result["test_loss"], rel=1e-4)
-    records.files_of("--data", f"{run_dir}/result.json")
+    in_files.files_of("--data", f"{run_dir}/result.json")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from common.core import words
+from common.core import task_status
 from common.core.flags import TrainingFailed
 from common.launch import supervisor
 
@@ -39,21 +39,21 @@ def pipe(monkeypatch):
     ],
 )
 def test_say(pipe, text, written):
-    words.say(text)
+    task_status.say(text)
     assert os.read(pipe, 10000).decode() == written
 
 
 def test_say_to_nobody_who_reads(pipe):
     """A launcher that was stopped does not stop its tasks."""
     for _ in range(100):
-        words.say("x" * 1900)  # more than any pipe holds
+        task_status.say("x" * 1900)  # more than any pipe holds
     assert len(os.read(pipe, 1 << 20)) < 100 * 1900
 
 
 def test_say_without_a_launcher(pipe, monkeypatch):
     monkeypatch.delenv("LAUNCHER_KEY")
-    words.say("anything")
-    words.say()
+    task_status.say("anything")
+    task_status.say()
     os.set_blocking(pipe, False)
     with pytest.raises(BlockingIOError):
         os.read(pipe, 1)
@@ -72,7 +72,7 @@ class Looking:
         self.tasks += [supervisor.Task("ps", i, [], "") for i in range(ps)]
         known = {"pace": "own", "hang_secs": 60, "num_evaluators": 0, "check_secs": {}}
         self.settings = types.SimpleNamespace(**known | settings)
-        self.run = supervisor.Run(self.tasks, self.server, self.settings, lambda line: None)
+        self.run = supervisor.Supervisor(self.tasks, self.server, self.settings, lambda line: None)
         monkeypatch.setattr(supervisor, "time", types.SimpleNamespace(monotonic=lambda: self.now, time=time.time))
         monkeypatch.setattr(supervisor.os, "cpu_count", lambda: 2)
         for task in self.tasks:
@@ -84,7 +84,7 @@ class Looking:
 
     def doing(self, name, at, what, waits=False, number=1, longest=None):
         """Lets a task say what it does from now on; it will go on to give signs of life."""
-        self.hear(name, at, words.PROGRESS + json.dumps([number, what, waits, longest]))
+        self.hear(name, at, task_status.PROGRESS + json.dumps([number, what, waits, longest]))
 
     def look(self, at, last_look=None, silent=()):
         """Looks at a second; returns the names of those that are killed."""
@@ -269,26 +269,26 @@ def test_server_that_is_stopped(looking):
 def test_what_a_task_is_doing(monkeypatch, pipe):
     """It says so at once when it is something else; what it does again and again has a time that is the longest so far."""
     clock = types.SimpleNamespace(now=10.0)
-    monkeypatch.setattr(words, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
-    monkeypatch.setattr(words, "_progress", (0, "", False, None, 0.0, None))
+    monkeypatch.setattr(task_status, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(task_status, "_progress", (0, "", False, None, 0.0, None))
 
     def said():
         os.set_blocking(pipe, False)
         with contextlib.suppress(BlockingIOError):
             lines = os.read(pipe, 10000).decode().rstrip("\n").split("\n")
-            return [tuple(words.read_progress(line.partition("\t")[2])) for line in lines]
+            return [tuple(task_status.read_progress(line.partition("\t")[2])) for line in lines]
         return []
 
-    words.doing("building the graph")
+    task_status.doing("building the graph")
     assert said() == [(1, "building the graph", False, None)]
-    words.doing("a call", waits=True)
+    task_status.doing("a call", waits=True)
     assert said() == [(2, "a call", True, None)]
     for clock.now in 13.0, 14.0:
-        words.doing("a call", waits=True)
+        task_status.doing("a call", waits=True)
     assert said() == []
-    words.say_progress()
+    task_status.say_progress()
     assert said() == [(4, "a call", True, 3.0)]
-    with contextlib.suppress(ValueError), words.meanwhile("waiting"):
+    with contextlib.suppress(ValueError), task_status.meanwhile("waiting"):
         raise ValueError
     assert said() == [(5, "waiting", False, None), (6, "a call", True, None)]
 

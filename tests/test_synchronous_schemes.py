@@ -11,11 +11,11 @@ import pytest
 from oracle import RATE, TOGETHER, Problem
 
 from common import tf
-from common.data import data
-from common.models import models
+from common.data import datasets
+from common.models import keras_model
 from common.scheme.center import GlobalParameters
+from common.scheme.learning_rates import hyperparameters
 from common.scheme.local import LocalParameters
-from common.scheme.schedules import hyperparameters
 from common.scheme.steps import build_rounds, build_steps, repeat_rounds
 from common.simulation.replay import Replay
 
@@ -23,8 +23,8 @@ from common.simulation.replay import Replay
 @pytest.mark.slow
 def test_n_workers_are_one_process_with_a_batch_n_times_as_large(load_scheme, known_batches):
     """On the same samples in the same order: the mean of means of equal batches is the mean."""
-    digits, rule = data.load("digits"), load_scheme("Synchronous-SGD", "synchronous_sgd")
-    mlp, steps, size, n = models.build("mlp", digits), 40, 16, 3
+    digits, rule = datasets.load("digits"), load_scheme("Synchronous-SGD", "synchronous_sgd")
+    mlp, steps, size, n = keras_model.build("mlp", digits), 40, 16, 3
     samples = np.random.default_rng(0).permutation(len(digits.x_train))[: n * size * 25].reshape(25, n, size)
     x, y = digits.x_train[samples], digits.y_train[samples]
 

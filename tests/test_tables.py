@@ -16,15 +16,15 @@ from runs import ROOT, SECONDS, processes, read_until, result_of, run, start, wa
 from common import Embedding, tf, train
 from common.core.checkpoints import write_checkpoint
 from common.core.flags import UserError
-from common.data import data
+from common.data import datasets
 from common.data.batches import Batches
-from common.models import models
+from common.models import keras_model
 from common.scheme import tables
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters
 from common.scheme.steps import build_steps
 from common.scheme.tables import find_on_ps
-from common.scheme.vocabulary import Vocabulary
+from common.scheme.unbounded import Vocabulary
 from common.simulation.replay import Replay
 
 ROWS, WIDTH, N = 23, 4, 60
@@ -158,14 +158,14 @@ def problem(tmp_path_factory):
     ids = rng.zipf(1.5, [N, 3]).clip(max=ROWS - 3).astype(np.int32) - 1
     x = {"ids": ids, "numbers": rng.normal(size=[N, 2]).astype(np.float32)}
     y = rng.normal(size=[N, 1]).astype(np.float32)
-    return path, data.checked(((x, y), (x, y)), "mine")
+    return path, datasets.checked(((x, y), (x, y)), "mine")
 
 
 @pytest.fixture(scope="module")
 def built(problem):
     """A function that builds a model of the problem, each once."""
     path, dataset = problem
-    return functools.cache(lambda function, on_ps: models.build(f"{path}:{function}", dataset, 1, tables_on_ps=on_ps))
+    return functools.cache(lambda function, on_ps: keras_model.build(f"{path}:{function}", dataset, 1, tables_on_ps=on_ps))
 
 
 def hyperparameters(given):
@@ -222,7 +222,7 @@ def test_an_optimizer_of_tables_in_place_of_the_schemes(problem, load_scheme):
     path, dataset = problem
     scheme, found = load_scheme("HogWild", "hogwild"), {}
     for how in "sgd", "rowwise_adagrad":
-        model = models.build(f"{path}:endless", dataset, 1, tables_on_ps=True)
+        model = keras_model.build(f"{path}:endless", dataset, 1, tables_on_ps=True)
         hp = hyperparameters({"window": 2, "num_workers": 1, "table_optimizer": how, "table_learning_rate": 0.25})
         replay = Replay(scheme, hp, model, lambda i: Batches(dataset.x_train, dataset.y_train, 4, seed=0), 1, 2)
         before = table_of(replay)
@@ -355,7 +355,7 @@ def test_first_rows_are_those_of_the_run_in_each_task(problem):
     path, dataset = problem
     found, ids = [], np.array([3, 2**52])
     for seed, of_run in ((1, 7), (2, 7), (1, 8)):
-        model = models.build(f"{path}:seedless", dataset, seed, tables_on_ps=True, tables_seed=of_run)
+        model = keras_model.build(f"{path}:seedless", dataset, seed, tables_on_ps=True, tables_seed=of_run)
         with tf.Graph().as_default(), tf.Session() as session:
             table = Vocabulary(model.tables[0], 2, None, 10)
             looked = find_on_ps([table])(types.SimpleNamespace(number=0), tf.constant(ids))
@@ -374,7 +374,7 @@ def test_first_rows_are_those_of_the_run_in_each_task(problem):
 @pytest.mark.slow
 def test_a_layer_that_is_not_trainable_keeps_its_rows(problem, load_scheme):
     path, dataset = problem
-    model = models.build(f"{path}:frozen", dataset, 1, tables_on_ps=True)
+    model = keras_model.build(f"{path}:frozen", dataset, 1, tables_on_ps=True)
     replay = Replay(
         *(load_scheme("HogWild", "hogwild"), hyperparameters({"window": 2}), model),
         *(lambda i: Batches(dataset.x_train, dataset.y_train, 4, seed=0), 1, 2),
@@ -390,7 +390,7 @@ def test_a_layer_that_is_not_trainable_keeps_its_rows(problem, load_scheme):
 @pytest.mark.parametrize(("function", "pushed"), [("build", 3), ("frozen", 0)])
 def test_only_rows_that_are_trained_are_pushed(problem, function, pushed):
     path, dataset = problem
-    model = models.build(f"{path}:{function}", dataset, 1, tables_on_ps=True)
+    model = keras_model.build(f"{path}:{function}", dataset, 1, tables_on_ps=True)
     with tf.Graph().as_default(), tf.Session() as session:
         table = tables.Table(model.tables[0], 2, None)
         own = tables.LocalRows(table, 4, lambda: 0)
@@ -407,13 +407,13 @@ def test_only_rows_that_are_trained_are_pushed(problem, function, pushed):
 def test_rows_of_another_type_are_refused(problem):
     path, dataset = problem
     with pytest.raises(UserError, match="items has rows of bfloat16, but tables on the ps hold float32"):
-        models.build(f"{path}:half", dataset, 1, tables_on_ps=True)
+        keras_model.build(f"{path}:half", dataset, 1, tables_on_ps=True)
 
 
 @pytest.mark.slow
 def test_what_is_only_looked_at_does_not_appear(problem):
     path, dataset = problem
-    spec = models.build(f"{path}:endless", dataset, 1, tables_on_ps=True).tables[0]
+    spec = keras_model.build(f"{path}:endless", dataset, 1, tables_on_ps=True).tables[0]
     with tf.Graph().as_default(), tf.Session() as session:
         table = Vocabulary(spec, 3, None, 30)
         places = tf.sort(table.places(tf.constant([5, 2**53 - 1, 0, 77], tf.int64)))
@@ -460,7 +460,7 @@ def test_tables_that_this_machine_cannot_have_are_refused():
 def test_rows_begin_alike_on_any_number_of_ps(problem):
     """And are uniform in the interval of the initializer, all different, and spread evenly over the ps; each is found there."""
     path, dataset = problem
-    spec = models.build(f"{path}:build", dataset, 1, tables_on_ps=True).tables[0]
+    spec = keras_model.build(f"{path}:build", dataset, 1, tables_on_ps=True).tables[0]
     found = []
     for num_ps in 1, 2, 3, 5:  # of three, one has a row more
         with tf.Graph().as_default(), tf.Session() as session:
@@ -531,8 +531,8 @@ def test_places_of_a_table_without_an_end_are_mixed(step):
 def test_what_needs_the_whole_table_is_refused(problem, function, line):
     path, dataset = problem
     with pytest.raises(UserError, match=line):
-        models.build(f"{path}:{function}", dataset, 1, tables_on_ps=True)
-    assert models.build(f"{path}:{function}", dataset, 1).size > 0  # nothing is wrong with it elsewhere
+        keras_model.build(f"{path}:{function}", dataset, 1, tables_on_ps=True)
+    assert keras_model.build(f"{path}:{function}", dataset, 1).size > 0  # nothing is wrong with it elsewhere
 
 
 @pytest.mark.parametrize(
@@ -545,7 +545,7 @@ def test_what_needs_the_whole_table_is_refused(problem, function, line):
 )
 def test_ids_that_nobody_can_know_before_are_refused(problem, function, line):
     path, dataset = problem
-    model = models.build(f"{path}:{function}", dataset, 1, tables_on_ps=True)
+    model = keras_model.build(f"{path}:{function}", dataset, 1, tables_on_ps=True)
     with pytest.raises(UserError, match=line):
         tables.check_ids(model, dataset.x_train)
 
@@ -554,13 +554,14 @@ def test_ids_that_a_type_does_not_hold_are_refused(problem):
     """float32 has no 2²⁴ + 1, and int32 no 2³¹: a row would be taken for another."""
     path, dataset = problem
     for function in "float_ids", "large_float_ids":
-        data_of = dataset if function == "float_ids" else data.checked(((dataset.x_train["ids"], dataset.y_train),) * 2, "mine")
+        large = datasets.checked(((dataset.x_train["ids"], dataset.y_train),) * 2, "mine")
+        data_of = dataset if function == "float_ids" else large
         with pytest.raises(UserError, match=r"the ids of items come as float32, which skips whole numbers above 16,777,216"):
-            models.build(f"{path}:{function}", data_of, 1, tables_on_ps=True)
+            keras_model.build(f"{path}:{function}", data_of, 1, tables_on_ps=True)
     x = {"ids": np.array([[0, 1, 2**31]]), "numbers": np.zeros([1, 2], np.float32)}
     with pytest.raises(UserError, match="the input ids takes int32, but the samples have numbers from 0 to 2,147,483,648"):
-        tables.check_ids(models.build(f"{path}:endless", dataset, 1, tables_on_ps=True), x)
-    model = models.build(f"{path}:int64_ids", dataset, 1, tables_on_ps=True)
+        tables.check_ids(keras_model.build(f"{path}:endless", dataset, 1, tables_on_ps=True), x)
+    model = keras_model.build(f"{path}:int64_ids", dataset, 1, tables_on_ps=True)
     tables.check_ids(model, x)
     with pytest.raises(UserError, match=r"items has rows 0 to 9,007,199,254,740,991, but the samples have ids from 0 to"):
         tables.check_ids(model, {**x, "ids": np.array([[0, 1, 2**53]])})
@@ -579,7 +580,7 @@ def test_ids_that_a_type_does_not_hold_are_refused(problem):
 )
 def test_ids_that_are_no_rows_are_refused(problem, ids, line):
     path, dataset = problem
-    model = models.build(f"{path}:build", dataset, 1, tables_on_ps=True)
+    model = keras_model.build(f"{path}:build", dataset, 1, tables_on_ps=True)
     samples = np.array(ids)
     dtype = np.float32 if samples.dtype.kind == "f" else np.int32
     x = {"ids": samples.astype(dtype), "numbers": np.zeros([1, 2], np.float32)}
@@ -591,7 +592,7 @@ def test_ids_that_are_no_rows_are_refused(problem, ids, line):
 def test_a_row_that_was_not_pulled_fails_the_step(problem):
     """It is not taken from its neighbour."""
     path, dataset = problem
-    model = models.build(f"{path}:build", dataset, 1, tables_on_ps=True)
+    model = keras_model.build(f"{path}:build", dataset, 1, tables_on_ps=True)
     with tf.Graph().as_default(), tf.Session() as session:
         table = tables.Table(model.tables[0], 2, None)
         own = tables.LocalRows(table, 4, lambda: 0)
@@ -614,7 +615,7 @@ def test_a_row_that_was_not_pulled_fails_the_step(problem):
 def test_schemes_that_need_whole_replicas_say_so(problem, load_scheme, folder):
     path, dataset = problem
     scheme = load_scheme(folder, folder.lower().replace("-", "_"))
-    model = models.build(f"{path}:build", dataset, 1, tables_on_ps=True)
+    model = keras_model.build(f"{path}:build", dataset, 1, tables_on_ps=True)
     hp: dict = dict.fromkeys(
         ("alpha", "beta", "momentum", "mixing", "error_decay", "delta", "local_momentum", "lambda0", "weight_decay"), 0.5
     )
@@ -634,7 +635,7 @@ def test_schemes_that_need_whole_replicas_say_so(problem, load_scheme, folder):
 def test_elsewhere_it_is_kerass_own_layer(problem, tmp_path):
     """In fit, in files, and in a program that does not say where tables are."""
     path, dataset = problem
-    ours, theirs = (models.build(f"{path}:{name}", dataset, 1).keras_model for name in ("build", "whole"))
+    ours, theirs = (keras_model.build(f"{path}:{name}", dataset, 1).keras_model for name in ("build", "whole"))
     theirs.set_weights(ours.get_weights())
     for model in ours, theirs:
         model.compile("sgd", "mse")
@@ -645,13 +646,13 @@ def test_elsewhere_it_is_kerass_own_layer(problem, tmp_path):
     again = keras.models.load_model(tmp_path / "m.keras")
     assert type(again.get_layer("items")) is Embedding
     np.testing.assert_array_equal(again.predict(dataset.x_test, verbose=0), ours.predict(dataset.x_test, verbose=0))
-    on_ps = models.build(f"{path}:build", dataset, 1, tables_on_ps=True)
+    on_ps = keras_model.build(f"{path}:build", dataset, 1, tables_on_ps=True)
     with tf.Graph().as_default(), pytest.raises(UserError, match="tables on the ps"):
         on_ps.loss_and_gradient(tf.zeros([on_ps.size]), [], *dataset.train)
     with tables.on_ps(0), pytest.raises(Exception, match="give a function that makes the model"):
         keras.models.load_model(tmp_path / "m.keras")
     with pytest.raises(UserError, match="items has no fixed number of rows"):
-        models.build(f"{path}:endless", dataset, 1)
+        keras_model.build(f"{path}:endless", dataset, 1)
 
 
 @pytest.mark.cluster

@@ -11,22 +11,22 @@ import tensorflow
 from runs import result_of, run
 
 from common import tf
-from common.cli.fit import Run
+from common.cli.api import Run
 from common.core import flags
-from common.data import data
-from common.models import models
-from common.training import training
+from common.data import datasets
+from common.models import keras_model
+from common.training import loop
 
 SIZES = {"layers": 2, "width": 8, "heads": 2}
 
-load = functools.cache(data.load)  # mnist1d takes seconds to generate
+load = functools.cache(datasets.load)  # mnist1d takes seconds to generate
 
 
 def sequences(n=9, length=5, tokens=7, dtype=np.uint8):
     """n sequences of the numbers 0 to tokens - 1, all of which occur, and what follows each of them."""
     walk = (np.arange(n * length + 1) * 3 % tokens).astype(dtype)
     x, y = walk[:-1].reshape(n, length), walk[1:].reshape(n, length)
-    return data.checked(((x, y), (x[:4], y[:4])), "mine")
+    return datasets.checked(((x, y), (x[:4], y[:4])), "mine")
 
 
 def in_graph(model, function, *values):
@@ -40,7 +40,7 @@ def in_graph(model, function, *values):
 @pytest.mark.parametrize("dtype", [np.uint8, np.int32])
 def test_it_gives_logits_for_each_place(dtype):
     dataset = sequences(dtype=dtype)
-    model = models.build("transformer", dataset, **SIZES)
+    model = keras_model.build("transformer", dataset, **SIZES)
     assert model.keras_model.output_shape == (None, 5, 7) and model.keras_model.input.dtype == "int32"
     assert model.minimizes == "sparse categorical crossentropy of logits" and model.places == 5
     found = in_graph(model, lambda p, x, y: model.evaluate(p, [], x, y, batch_size=3), *dataset.test)
@@ -53,7 +53,7 @@ def test_it_gives_logits_for_each_place(dtype):
 def test_gradient_is_that_of_keras():
     """Of both embeddings, too, that of the places among them, which all samples of a batch have in common."""
     dataset = sequences()
-    model = models.build("transformer", dataset, **SIZES)
+    model = keras_model.build("transformer", dataset, **SIZES)
     loss, gradient, _ = in_graph(model, lambda p, x, y: model.loss_and_gradient(p, [], x, y), *dataset.train)
     with tensorflow.GradientTape() as tape:
         logits = model.keras_model(dataset.x_train)
@@ -69,7 +69,7 @@ def test_gradient_is_that_of_keras():
 @pytest.mark.slow
 def test_a_place_sees_itself_and_those_before():
     dataset = sequences(length=6)
-    model = models.build("transformer", dataset, **SIZES).keras_model
+    model = keras_model.build("transformer", dataset, **SIZES).keras_model
     x, changed = dataset.x_test[:1].astype(int), dataset.x_test[:1].astype(int)
     changed[0, 3] = (x[0, 3] + 1) % 7
     change = np.abs(model.predict_on_batch(x) - model.predict_on_batch(changed)).max(axis=-1)[0]
@@ -78,7 +78,7 @@ def test_a_place_sees_itself_and_those_before():
 
 @pytest.mark.slow
 def test_the_same_number_at_two_places_is_not_the_same():
-    model = models.build("transformer", sequences(), **SIZES).keras_model
+    model = keras_model.build("transformer", sequences(), **SIZES).keras_model
     logits = model.predict_on_batch(np.full([1, 5], 3))[0]
     assert np.abs(logits[1:] - logits[:-1]).max(axis=-1).min() > 1e-4
 
@@ -87,20 +87,20 @@ def test_the_same_number_at_two_places_is_not_the_same():
 def test_size_before_it_is_built(monkeypatch, sizes):
     """By which one that memory cannot hold is refused."""
     dataset, counted = sequences(), []
-    monkeypatch.setattr(models, "_check_size", lambda what, count, hint: counted.append(count))
-    assert models.build("transformer", dataset, **sizes).size == counted[0]
-    assert models.build("linear", dataset).size == counted[1] == 7 * 7
+    monkeypatch.setattr(keras_model, "_check_size", lambda what, count, hint: counted.append(count))
+    assert keras_model.build("transformer", dataset, **sizes).size == counted[0]
+    assert keras_model.build("linear", dataset).size == counted[1] == 7 * 7
 
 
 def test_default_sizes():
-    assert models.build("transformer", load("text")).size == 66_592
+    assert keras_model.build("transformer", load("text")).size == 66_592
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ["transformer", "linear"])
 def test_saved_model_needs_nothing_of_this_project(tmp_path, spec):
     dataset = sequences()
-    model = models.build(spec, dataset, **SIZES)
+    model = keras_model.build(spec, dataset, **SIZES)
     model.save(2 * model.initial_parameters, [], tmp_path / "model.keras")
     with zipfile.ZipFile(tmp_path / "model.keras") as archive:
         config = archive.read("config.json").decode()
@@ -113,7 +113,7 @@ def test_saved_model_needs_nothing_of_this_project(tmp_path, spec):
 def test_linear_model_of_sequences_is_a_table():
     """With the logarithms of how often each number follows each, its loss is that of counting pairs."""
     dataset = sequences(n=40)
-    model = models.build("linear", dataset)
+    model = keras_model.build("linear", dataset)
     pairs = np.full([7, 7], 0.1)
     np.add.at(pairs, (dataset.x_train, dataset.y_train), 1)
     table = np.log(pairs / pairs.sum(axis=1, keepdims=True))
@@ -167,30 +167,30 @@ ONE_HOT = np.eye(4, dtype=int)[np.arange(9) % 4]
 )
 def test_data_that_do_not_fit(user_error, spec, x, y, text):
     with user_error(f"--model={spec}", text):
-        models.build(spec, data.checked(((x, y), (x, y)), "mine"))
+        keras_model.build(spec, datasets.checked(((x, y), (x, y)), "mine"))
 
 
 def test_digits_are_no_sequences(user_error):
     with user_error("--model=transformer needs sequences of whole numbers", "float32 of shape [8, 8, 1], its label int32 of"):
-        models.build("transformer", load("digits"))
+        keras_model.build("transformer", load("digits"))
 
 
 def test_larger_than_memory(user_error):
     expected = "--model=transformer --layers=1 --width=2000000000 would have", "of memory, but the machine has", "a smaller"
     with user_error(*expected):
-        models.build("transformer", sequences(), width=2_000_000_000, heads=1)
+        keras_model.build("transformer", sequences(), width=2_000_000_000, heads=1)
 
 
 def test_a_number_in_a_column_is_no_sequence():
     """As some files have it: the linear model multiplies it."""
     x = np.arange(9)[:, None]
-    assert models.build("linear", data.checked(((x, x % 2), (x, x % 2)), "mine")).shapes == [(1, 2), (2,)]
+    assert keras_model.build("linear", datasets.checked(((x, x % 2), (x, x % 2)), "mine")).shapes == [(1, 2), (2,)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, spec", [(name, spec) for name in flags.FITTING for spec in flags.FITTING[name]])
 def test_what_is_not_checked_before_a_run_fits(name, spec):
-    models.build(spec, load(name))
+    keras_model.build(spec, load(name))
 
 
 # --- Runs --------------------------------------------------------------------------------------------------------------
@@ -205,16 +205,14 @@ def test_what_is_not_checked_before_a_run_fits(name, spec):
     ],
 )
 def test_unit_of_the_loss(name, loss, unit):
-    assert training.unit_of(flags.Settings(data=name), flags.Settings(minimizes=loss)) == unit
+    assert loop.unit_of(flags.Settings(data=name), flags.Settings(minimizes=loss)) == unit
 
 
 def test_a_sequence_makes_a_round_long():
     """So a call need not have many rounds, and its graph is soon prepared."""
     text, digits = load("text"), load("digits")
-    rounds = [
-        training.rounds_worth_a_call(model, 1, 1)
-        for model in (models.build("transformer", text), models.build("linear", text), models.build("mlp", digits))
-    ]
+    names = ("transformer", text), ("linear", text), ("mlp", digits)
+    rounds = [loop.rounds_worth_a_call(keras_model.build(name, of_name), 1, 1) for name, of_name in names]
     assert rounds == [1, 10, 10]
 
 

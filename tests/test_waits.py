@@ -5,11 +5,11 @@ import types
 import pytest
 
 from common import tf
-from common.cluster import ending
+from common.cluster import membership
 from common.cluster.hooks import Gate, MeetingHook, StartHook
-from common.core import words
-from common.core.coordination import Clocks, Lock
-from common.launch import launch
+from common.core import task_status
+from common.core.locks import Clocks, Lock
+from common.launch import launcher
 
 HOSTS = {"ps": ["127.0.0.1:1"], "worker": ["host:1", "host:2"]}
 
@@ -17,17 +17,17 @@ HOSTS = {"ps": ["127.0.0.1:1"], "worker": ["host:1", "host:2"]}
 @pytest.fixture
 def waiting(monkeypatch):
     """The waits of a worker 0, a list of what it says, and a clock."""
-    wait, said, clock = words._Wait(), list[str](), types.SimpleNamespace(now=100.0)
-    monkeypatch.setattr(words, "_wait", wait)
-    monkeypatch.setattr(words, "_progress", (0, "", False, None, 0.0, None))
+    wait, said, clock = task_status._Wait(), list[str](), types.SimpleNamespace(now=100.0)
+    monkeypatch.setattr(task_status, "_wait", wait)
+    monkeypatch.setattr(task_status, "_progress", (0, "", False, None, 0.0, None))
     fake = types.SimpleNamespace(
         monotonic=lambda: clock.now, time=lambda: clock.now, localtime=lambda at: at, strftime=lambda _, at: f"{at:.0f}"
     )
-    monkeypatch.setattr(words, "time", fake)
-    monkeypatch.setattr(words, "tell", said.append)
-    monkeypatch.setattr(words, "_why_unreachable", lambda address: "")
+    monkeypatch.setattr(task_status, "time", fake)
+    monkeypatch.setattr(task_status, "tell", said.append)
+    monkeypatch.setattr(task_status, "_why_unreachable", lambda address: "")
     wait.is_looked_at = True
-    words.say_waits_of("worker 0", HOSTS)
+    task_status.say_waits_of("worker 0", HOSTS)
 
     def look():
         wait.look()
@@ -41,28 +41,28 @@ def waiting(monkeypatch):
 
 
 def test_wait_is_said_after_five_seconds_and_when_it_is_over(waiting):
-    words.doing("a call", whom=lambda: ["worker 1"])
+    task_status.doing("a call", whom=lambda: ["worker 1"])
     waiting.clock.now += 4.9
     assert waiting.look() == []
     waiting.clock.now += 0.1
     assert waiting.look() == ["worker 0 has waited 5 s, since 100, for worker 1 at host:2"]
     waiting.clock.now += 10
     assert waiting.look() == []  # nothing new
-    words.doing("a call", whom=lambda: ["worker 1"])
+    task_status.doing("a call", whom=lambda: ["worker 1"])
     assert waiting.said == ["worker 0 no longer waits for worker 1 at host:2: it took 15 s"]
 
 
 def test_each_call_begins_anew(waiting):
     for _ in range(5):
-        words.doing("a call", whom=lambda: ["worker 1"])
+        task_status.doing("a call", whom=lambda: ["worker 1"])
         waiting.clock.now += 4
         assert waiting.look() == []
 
 
 def test_work_is_no_wait(waiting):
     """Nor is a call that takes long while no task is missing."""
-    for whom in None, words.nobody:
-        words.doing("a call", whom=whom)
+    for whom in None, task_status.nobody:
+        task_status.doing("a call", whom=whom)
         waiting.clock.now += 60
         assert waiting.look() == []
 
@@ -74,19 +74,19 @@ def test_ps_that_does_not_answer_comes_first(waiting, monkeypatch):
         asked.append(1)
         return ["worker 1"]
 
-    words.doing("a call", whom=whom)
-    monkeypatch.setattr(words, "_why_unreachable", lambda address: "Connection refused")
+    task_status.doing("a call", whom=whom)
+    monkeypatch.setattr(task_status, "_why_unreachable", lambda address: "Connection refused")
     waiting.clock.now += 5
     assert waiting.look() == ["worker 0 has waited 5 s, since 100, for ps 0 at 127.0.0.1:1 (Connection refused)"]
     assert not asked  # that would take a ps
-    monkeypatch.setattr(words, "_why_unreachable", lambda address: "")
+    monkeypatch.setattr(task_status, "_why_unreachable", lambda address: "")
     waiting.clock.now += 5
     assert waiting.look() == ["worker 0 has waited 10 s, since 100, for worker 1 at host:2"]
 
 
 def test_wait_that_is_over_while_the_same_goes_on(waiting):
     missing = ["worker 1"]
-    words.doing("a call", whom=lambda: missing)
+    task_status.doing("a call", whom=lambda: missing)
     waiting.clock.now += 5
     waiting.look()
     missing.clear()
@@ -95,17 +95,17 @@ def test_wait_that_is_over_while_the_same_goes_on(waiting):
 
 
 def test_many_are_not_all_named(waiting):
-    words.doing("a call", whom=lambda: [f"worker {i}" for i in range(2, 9)])
+    task_status.doing("a call", whom=lambda: [f"worker {i}" for i in range(2, 9)])
     waiting.clock.now += 5
     assert waiting.look()[0].endswith("for worker 2, worker 3, worker 4, worker 5 and 3 others")
 
 
 def test_address_where_nobody_listens():
-    with launch.reserved_port() as reserved:
-        assert words._why_unreachable(f"127.0.0.1:{reserved.getsockname()[1]}") == "Connection refused"
+    with launcher.reserved_port() as reserved:
+        assert task_status._why_unreachable(f"127.0.0.1:{reserved.getsockname()[1]}") == "Connection refused"
         reserved.listen()
-        assert words._why_unreachable(f"127.0.0.1:{reserved.getsockname()[1]}") == ""
-    assert words._why_unreachable(f"{'a' * 64}.invalid:1")  # no name of a host
+        assert task_status._why_unreachable(f"127.0.0.1:{reserved.getsockname()[1]}") == ""
+    assert task_status._why_unreachable(f"{'a' * 64}.invalid:1")  # no name of a host
 
 
 @pytest.mark.parametrize(
@@ -152,8 +152,8 @@ def test_meeting_names_workers(graph):
 
 def test_ring_names_workers_that_do_not_answer(waiting, monkeypatch):
     hook = MeetingHook(types.SimpleNamespace(vote=None, enter=(), left=None, come=None, behind=None))
-    words.doing("a call", whom=hook.missing)
-    monkeypatch.setattr(words, "_why_unreachable", lambda address: "Connection refused" if address == "host:2" else "")
+    task_status.doing("a call", whom=hook.missing)
+    monkeypatch.setattr(task_status, "_why_unreachable", lambda address: "Connection refused" if address == "host:2" else "")
     waiting.clock.now += 5
     assert waiting.look() == ["worker 0 has waited 5 s, since 100, for worker 1 at host:2 (Connection refused)"]
 
@@ -170,7 +170,7 @@ def test_start_names_workers(servers, graph):
 
 def test_end_names_workers(servers, graph):
     worker, server = servers(1)
-    rendezvous = ending.Rendezvous(types.SimpleNamespace(num_workers=3, shard_index=0, num_ps=1), 1)
+    rendezvous = membership.Rendezvous(types.SimpleNamespace(num_workers=3, shard_index=0, num_ps=1), 1)
     assert rendezvous.missing() == ["worker 1", "worker 2"]
     rendezvous._came = {0, 2}
     assert rendezvous.missing() == ["worker 1"]

@@ -126,9 +126,9 @@ def write(samples, state):
 
 DATA = '''
 import os, numpy as np
-import common.core.words
-assert not hasattr(common.core.words, "left_by_a_run"), "state of another run"
-common.core.words.left_by_a_run = {state}
+import common.core.task_status
+assert not hasattr(common.core.task_status, "left_by_a_run"), "state of another run"
+common.core.task_status.left_by_a_run = {state}
 assert os.environ.get("OWN") == {state!r}
 
 def load():

@@ -71,7 +71,7 @@ def _serve(connection):
         arguments, environ, folder = connection.recv()
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            isolation.die_with_parent(server)
+            sandbox.die_with_parent(server)
             os.setsid()
             os.environ.clear()
             os.environ.update(environ)
@@ -90,7 +90,7 @@ if __name__ == "__main__":
     import tensorflow  # noqa: F401
     from ipykernel import kernelapp
 
-    from common.launch import isolation
+    from common.launch import sandbox
 
     gc.collect()
     gc.freeze()  # a garbage collection in a kernel need not look through these

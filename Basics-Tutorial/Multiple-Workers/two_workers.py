@@ -9,8 +9,8 @@ from pathlib import Path
 
 from common import tf
 from common.cli import notebook
-from common.cluster import ending
-from common.data import data
+from common.cluster import membership
+from common.data import datasets
 
 PS = "/job:ps/task:0"
 WORKER_1, WORKER_2, OBSERVER = range(3)  # the notebooks; the observer, which has started the ps, trains nothing
@@ -60,7 +60,7 @@ def build_update(me, learning_rate=0.05, batch_size=8):
 
     Returns a dictionary: `pulled_step` and `pulled`, the global step and w that the gradient is of; `step` and `w` after it.
     """
-    x, y = data.shard(data.load("linear"), me.task.index, 2)
+    x, y = datasets.shard(datasets.load("linear"), me.task.index, 2)
     with me.graph.as_default():
         with tf.device(PS):
             pulled_step = me.shared.step.read_value()
@@ -81,4 +81,4 @@ def build_update(me, learning_rate=0.05, batch_size=8):
 def leave(me):
     """Says to the ps that this task needs it no more."""
     me.session.close()
-    ending.say_done(me.task, me.server)
+    membership.say_done(me.task, me.server)

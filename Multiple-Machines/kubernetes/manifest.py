@@ -35,7 +35,7 @@ NOT_THEIRS = (
 
 MOST_TASKS = 10_000  # of a kind: --name leaves room for the digits of 9999
 
-# What says that a process is a task of a cluster, see common/cluster/cluster.py
+# What says that a process is a task of a cluster, see common/cluster/task_spec.py
 CLUSTER_VARIABLES = {"TF_CONFIG", "JOB_NAME", "TASK_INDEX", "PS_HOSTS", "WORKER_HOSTS", "MASTER_HOST"}
 
 

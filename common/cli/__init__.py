@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from common.front_door import front_door
 
 if TYPE_CHECKING:  # the front door: what others may import
-    from common.cli import fit, notebook
-    from common.cli.folders import flags_of_one_run, folder_of
+    from common.cli import api, notebook
     from common.cli.program import main
     from common.cli.recommend import steps_per_message
+    from common.cli.schemes import flags_of_one_run, folder_of
 
 __getattr__, __dir__ = front_door(__name__)

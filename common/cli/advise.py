@@ -16,8 +16,8 @@ import numpy as np
 from absl import flags as absl_flags
 
 from common.cli import notebook
-from common.cli.folders import flags_of_one_run, folder_of
 from common.cli.recommend import recommend, rules
+from common.cli.schemes import flags_of_one_run, folder_of
 from common.core import UserError, flags
 from common.simulation import Costs, VirtualTime
 
@@ -163,7 +163,7 @@ def of_scheme(settings, script, name, window=None):
 
 def all_schemes(settings):
     """Returns the `Estimate`s of all schemes, a list, and for each of the others why there is none: {name: text}."""
-    from common.cli.fit import script_of
+    from common.cli.api import script_of
 
     found, without = [], {}
     folder = script_of("Synchronous-SGD").parent

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common import tf
-from common.cluster import cluster
-from common.launch import isolation, launch
+from common.cluster import task_spec
+from common.launch import launcher, sandbox
 
 _open: set[object] = set()  # keeps clusters alive to which no variable refers
 
@@ -95,11 +95,11 @@ class LocalCluster:
         self.hosts = {job: [self._reserve(port) for port in of_job] for job, of_job in ports.items()}
 
     def _reserve(self, port):
-        return f"127.0.0.1:{self._stack.enter_context(launch.reserved_port(port)).getsockname()[1]}"
+        return f"127.0.0.1:{self._stack.enter_context(launcher.reserved_port(port)).getsockname()[1]}"
 
     def task(self, job, index):
         """Returns the `TaskSpecDef` of a ps or a worker, in a cluster that has both."""
-        return cluster.TaskSpecDef(job, index, ps_hosts=self.hosts["ps"], worker_hosts=self.hosts["worker"])
+        return task_spec.TaskSpecDef(job, index, ps_hosts=self.hosts["ps"], worker_hosts=self.hosts["worker"])
 
     def target(self, job, index):
         """Returns what a session takes to run on the server of that task, `grpc://host:port`."""
@@ -162,12 +162,12 @@ def shared_cluster(path, **jobs):
 
 
 def _main(hosts, job, index):
-    isolation.die_with_parent(int(os.environ["LAUNCHER_PID"]))
+    sandbox.die_with_parent(int(os.environ["LAUNCHER_PID"]))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a server waits outside Python, which would never see the signal
     quiet()
     local, index = json.loads(hosts), int(index)
     if job == "ps" and "worker" in local:
-        cluster.TaskSpecDef(job, index, ps_hosts=local["ps"], worker_hosts=local["worker"]).create_server()
+        task_spec.TaskSpecDef(job, index, ps_hosts=local["ps"], worker_hosts=local["worker"]).create_server()
     else:
         tf.train.Server(tf.train.ClusterSpec(local), job, index).join()
 

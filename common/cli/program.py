@@ -18,9 +18,20 @@ from pathlib import Path
 
 from absl import flags as absl_flags
 
-from common.cluster import cluster, ending, slurm
-from common.core import TrainingFailed, UserError, devices, flags, limits, progress, run_dir, signals, why_unwritable, words
-from common.launch import isolation, launch, places, supervisor
+from common.cluster import membership, slurm, task_spec
+from common.core import (
+    TrainingFailed,
+    UserError,
+    devices,
+    flags,
+    limits,
+    progress,
+    run_folder,
+    signals,
+    task_status,
+    why_unwritable,
+)
+from common.launch import control, launcher, sandbox, supervisor
 
 
 def main(scheme=None, train=None, pace="own", without=(), check=None, evaluate=None, optimizer_on="ps", **defaults):
@@ -29,7 +40,7 @@ def main(scheme=None, train=None, pace="own", without=(), check=None, evaluate=N
     Args:
       scheme: generator function, see `common.scheme.steps`.
       train: instead, for a script with a main loop of its own: a function `train(task, settings)` as in `common.training`. The
-        loop says `words.doing(...)` at each call, or the launcher takes it for hanging.
+        loop says `task_status.doing(...)` at each call, or the launcher takes it for hanging.
       pace: "own" if each worker goes at its own; "together" if workers wait for each other at the ps, as with `center.together`
         and `center.pace`; "ring" if they do among themselves, with `center.ring`: then all are started again when one has died.
       check: function of the flags, a namespace, that raises a `UserError` if they do not go together.
@@ -49,7 +60,7 @@ def main(scheme=None, train=None, pace="own", without=(), check=None, evaluate=N
     failed = supervisor.FAILED_FOR_GOOD if os.environ.get("LAUNCHER_KEY") else 1
     try:
         status = _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, sys.argv[1:], defaults)
-        words.work_is_done()  # this end is ours: a function of the user's may end the process, too, with sys.exit
+        task_status.work_is_done()  # this end is ours: a function of the user's may end the process, too, with sys.exit
         sys.exit(status)
     except UserError as error:
         sys.exit(_say(2, f"{script.name}: {error}"))
@@ -68,10 +79,10 @@ def main(scheme=None, train=None, pace="own", without=(), check=None, evaluate=N
 
 def _stale_launcher():
     """Returns a line if the environment says that a launcher has started this process, and none has."""
-    given = [name for name in (*words.VARIABLES, *words.MORE_VARIABLES) if os.environ.get(name)]
+    given = [name for name in (*task_status.VARIABLES, *task_status.MORE_VARIABLES) if os.environ.get(name)]
     is_of_parent = os.environ.get("LAUNCHER_PID") == str(os.getppid())
     # A launcher gives its tasks all of them; a program of a user may give its number alone, so that a task ends with it.
-    if not given or is_of_parent and (given == ["LAUNCHER_PID"] or set(words.VARIABLES) <= set(given)):
+    if not given or is_of_parent and (given == ["LAUNCHER_PID"] or set(task_status.VARIABLES) <= set(given)):
         return None
     values = ", ".join(f"{name}={os.environ[name]}" for name in given)
     return f"{values} in the environment, but no launcher has started this process: unset it"
@@ -81,7 +92,7 @@ def _log_to(path):
     """Sends the standard error of C++ code to a file: tensorflow's start-up messages are not for a terminal."""
     sys.stderr.flush()
     terminal = os.dup(2)
-    log = run_dir.open_own(path, os.O_WRONLY | os.O_APPEND)
+    log = run_folder.open_own(path, os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 2)
     os.close(log)
     sys.stderr = signals.lasting(sys.stderr, terminal)  # Python's own errors stay visible
@@ -92,7 +103,7 @@ def _have_environment(task):
     addresses = task.hosts[task.job]
     here = addresses[task.job_index].rpartition(":")[0] if addresses else None
     neighbours = sum(address.rpartition(":")[0] == here for address in task.hosts["worker"])
-    environ = launch.environment(max(1, neighbours))
+    environ = launcher.environment(max(1, neighbours))
     if not environ.items() <= os.environ.items():
         sys.stdout.flush()
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environ)
@@ -114,7 +125,7 @@ def _serve(task):
         timer.start()
         is_asked.set()
         print(f"asked to end: waits until the workers have left, {supervisor.STOP_SECONDS} s at most", flush=True)
-        threading.Thread(target=ending.count_left_as_done, args=(task, task.start_server()), daemon=True).start()
+        threading.Thread(target=membership.count_left_as_done, args=(task, task.start_server()), daemon=True).start()
 
     signals.hear_signals((signal.SIGTERM, signal.SIGHUP), hear)
     task.create_server()
@@ -123,7 +134,7 @@ def _serve(task):
 
 
 def _say(status, line):
-    words.say_last(line)
+    task_status.say_last(line)
     with contextlib.suppress(OSError):  # on a full disk there is no place in the log either
         print(line, file=sys.stderr)
     return status
@@ -148,9 +159,9 @@ def _check_places(settings, pace, evaluate, has_launcher, task, num_workers_give
 
 
 def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, arguments, defaults):
-    launcher = os.environ.get("LAUNCHER_PID")
-    if launcher:
-        isolation.die_with_parent(int(launcher))
+    parent = os.environ.get("LAUNCHER_PID")
+    if parent:
+        sandbox.die_with_parent(int(parent))
     of_scheme = sorted(flags.own_names(absl_flags.FLAGS))  # at this point only the script has defined flags
     values = flags.define(defaults)
     if train or pace != "own":  # workers that wait for each other begin together
@@ -170,7 +181,7 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
     settings = settings.but(scheme=script.parent.name, began=time.monotonic(), pace=pace, steps_per_call=1)
     settings = settings.but(optimizer_on=optimizer_on, decay=0 if "weight_decay" in of_scheme else settings.weight_decay)
     settings = settings.but(of_scheme={name: getattr(settings, name) for name in of_scheme})
-    task = cluster.task_from(settings) if "job_name" not in without else None
+    task = task_spec.task_from(settings) if "job_name" not in without else None
     if task and evaluate:
         # TF_CONFIG has a type of its own for an evaluator, which is no member of the cluster: no worker has to be taken for it.
         is_by_tf_config = settings.job_name is None and os.environ.get("TF_CONFIG", "").strip()
@@ -214,47 +225,47 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
     if check:
         check(settings)
     if launches and settings.validation and settings.data in flags.FITTING:  # other data is looked at by a process
-        from common.data import data
+        from common.data import datasets
 
-        data.hold_out(data.load(settings.data, settings.seed), settings.validation, settings.seed)
+        datasets.hold_out(datasets.load(settings.data, settings.seed), settings.validation, settings.seed)
     if settings.check:
-        from common.data import data, streams
+        from common.data import datasets, streams
 
-        if launcher:
-            words.tell_warnings()
-        words.doing(words.LOADING)
-        dataset = data.load(settings.data, settings.seed) if train else streams.load(settings)
+        if parent:
+            task_status.tell_warnings()
+        task_status.doing(task_status.LOADING)
+        dataset = datasets.load(settings.data, settings.seed) if train else streams.load(settings)
         workers = settings.num_workers if launches else 1
         some = dataset.first if isinstance(dataset, streams.Stream) else dataset
-        data.check_batch(some.x_train, some.y_train, settings.batch_size, settings.window, workers)
-        from common.training import training
+        datasets.check_batch(some.x_train, some.y_train, settings.batch_size, settings.window, workers)
+        from common.training import loop
 
-        words.doing(words.BUILDING)
-        training.check(settings, dataset, scheme)
-        if isinstance(dataset, data.Data) and (shared := os.environ.get("LAUNCHER_DATA")):
-            data.share(dataset, int(shared))
+        task_status.doing(task_status.BUILDING)
+        loop.check(settings, dataset, scheme)
+        if isinstance(dataset, datasets.Data) and (shared := os.environ.get("LAUNCHER_DATA")):
+            datasets.share(dataset, int(shared))
         if found := os.environ.get("LAUNCHER_FOUND"):
             Path(found).write_text(json.dumps(streams.to_keep(settings, dataset)))
-        words.doing(words.CHECKED)
+        task_status.doing(task_status.CHECKED)
         return 0
     if launches:
-        return launch.launch(script, arguments, settings)
-    if task and not launcher:
+        return launcher.launch(script, arguments, settings)
+    if task and not parent:
         _have_environment(task)
-    settings = settings.but(code=places.code_of(script.parent)[1] if settings.max_workers and not launcher else None)
+    settings = settings.but(code=control.code_of(script.parent)[1] if settings.max_workers and not parent else None)
     index = task.shard_index if task else 0
-    if not launcher:
-        path, _ = run_dir.prepare_run_dir(settings, task)  # which is locked from now on until this process ends
+    if not parent:
+        path, _ = run_folder.prepare_run_dir(settings, task)  # which is locked from now on until this process ends
         settings = settings.but(run_dir=path)
-        run_dir.watch_locks(path)
+        run_folder.watch_locks(path)
         if os.environ.get("PLACES") and task and task.is_master():
             about = {"scheme": settings.scheme, "ps": task.ps_hosts, "worker": task.worker_hosts, "arguments": arguments}
-            run_dir.write_json(Path(settings.run_dir, slurm.CLUSTER), about)
-        _log_to(Path(settings.run_dir, "logs", f"{run_dir.task_name(task)}.log"))
+            run_folder.write_json(Path(settings.run_dir, slurm.CLUSTER), about)
+        _log_to(Path(settings.run_dir, "logs", f"{run_folder.task_name(task)}.log"))
     if task and task.is_ps():
         print(f"ps {task.index} serves at {task.ps_hosts[task.index]} until all workers are done", flush=True)
-        if launcher:
-            words.doing("serving", waits=True)
+        if parent:
+            task_status.doing("serving", waits=True)
             task.create_server()
             return 0
         return _serve(task)
@@ -265,18 +276,18 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
 
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.heeded())  # see training.Interruption
     from common.core import checkpoints  # and with it tensorflow
-    from common.training import training  # and with it tensorflow
+    from common.training import loop  # and with it tensorflow
 
     if train and index == 0:
         checkpoints.list_anew(Path(settings.run_dir, "checkpoints"))
-    train = train or functools.partial(training.train, scheme)
-    if launcher:
+    train = train or functools.partial(loop.train, scheme)
+    if parent:
         return train(task, settings)
     with progress.Display(settings, [index] if task else range(getattr(settings, "num_threads", 1))) as display:
-        display.doing = lambda worker: words.present() or "starting"
+        display.doing = lambda worker: task_status.present() or "starting"
         status = train(task, settings)
         if task and status == 130:
-            ending.say_left(task, task.create_server())
+            membership.say_left(task, task.create_server())
     if index == 0:
         progress.summary(settings, status)
     return status

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from absl import flags as absl_flags
 
-from common.core import TrainingFailed, UserError, devices, flags, limits, progress, run_dir, signals
-from common.launch import launch, supervisor
+from common.core import TrainingFailed, UserError, devices, flags, limits, progress, run_folder, signals
+from common.launch import launcher, supervisor
 
 PROGRAM = "common.run"
 
@@ -52,13 +52,13 @@ def _run(arguments):
         settings = devices.with_gpus(settings, flags.present(values, "num_workers"))
     limits.check_tasks(settings.num_ps, settings.num_workers)
     settings = settings.but(pace="own", ends_with_chief=False, num_evaluators=0, hang_secs=None, check_secs={})
-    launch.check_isolation(settings)
+    launcher.check_isolation(settings)
     log_dir = Path(settings.log_dir or f"runs/{script.stem}/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S.%f}")
     with (
-        run_dir.lock_folder(log_dir, "--log_dir", ["logs"]),
-        launch.fork_server(settings, log_dir, preloads=False) as server,
+        run_folder.lock_folder(log_dir, "--log_dir", ["logs"]),
+        launcher.fork_server(settings, log_dir, preloads=False) as server,
     ):
-        hosts = launch.reserved_hosts(server, settings.num_ps, settings.num_workers)
+        hosts = launcher.reserved_hosts(server, settings.num_ps, settings.num_workers)
 
         def task(job, index):
             config = {"cluster": hosts, "task": {"type": job, "index": index}}
@@ -74,6 +74,6 @@ def _run(arguments):
             progress.say(devices.say_gpus(settings))
         if server.problem:
             progress.say(f"the ports of this run can be reached from outside: {server.problem}")
-        return supervisor.Run(
+        return supervisor.Supervisor(
             [task(job, index) for job in hosts for index in range(len(hosts[job]))], server, settings, progress.say
         ).run()

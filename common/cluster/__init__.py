@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from common.front_door import front_door
 
 if TYPE_CHECKING:  # the front door: what others may import
-    from common.cluster import cluster, ending, slurm
-    from common.cluster.cluster import TaskSpecDef
-    from common.cluster.ending import serve
+    from common.cluster import membership, slurm, task_spec
     from common.cluster.giving_up import GiveUpHook
     from common.cluster.hooks import EarlyStoppingHook, Gate, MeetingHook, StartHook, WarmStartHook
+    from common.cluster.membership import serve
     from common.cluster.session import Saver, monitored_session
+    from common.cluster.task_spec import TaskSpecDef
 
 __getattr__, __dir__ = front_door(__name__)

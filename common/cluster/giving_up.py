@@ -5,8 +5,8 @@ import threading
 import time
 
 from common import tf
-from common.cluster import ending
-from common.core import signals, words
+from common.cluster import membership
+from common.core import signals, task_status
 
 LOOK_SECS = 1.0
 
@@ -39,7 +39,7 @@ class GiveUpHook(tf.train.SessionRunHook):
     def _run(self):
         secs, since, known, pause = self._settings.give_up_secs, 0.0, None, threading.Event()
         while not pause.wait(min(LOOK_SECS, secs / 4)):
-            away = words.away()
+            away = task_status.away()
             if self._session is None and self._task.is_master() and not self._is_ps(away):
                 away = []  # it waits for those that have not come yet, for --start_secs
             seen = away, self._read(away)
@@ -62,15 +62,15 @@ class GiveUpHook(tf.train.SessionRunHook):
 
     def _give_up(self, names):
         secs, workers = self._settings.give_up_secs, {int(name[7:]) for name in names if name.startswith("worker ")}
-        who = f"{', '.join(map(words.with_address, names))} could not be reached for --give_up_secs={secs:g}"
+        who = f"{', '.join(map(task_status.with_address, names))} could not be reached for --give_up_secs={secs:g}"
         if self._rendezvous.is_gathering and workers:
-            words.tell(f"{who}: the result is without {'it' if len(workers) == 1 else 'them'}")
+            task_status.tell(f"{who}: the result is without {'it' if len(workers) == 1 else 'them'}")
             self._rendezvous.give_up(workers)
             return
         how = "restart all tasks with --resume, which continues from the newest checkpoint"
         print(f"{self._settings.scheme}: {who}: {how}", file=sys.stderr, flush=True)
         what = self._task, self._server, sorted(workers)
-        saying = threading.Thread(target=ending.say_done, args=what, daemon=True)
+        saying = threading.Thread(target=membership.say_done, args=what, daemon=True)
         saying.start()
-        saying.join(ending.LEFT_SECONDS)  # the ps may be those that are away
+        saying.join(membership.LEFT_SECONDS)  # the ps may be those that are away
         signals.exit_at_once(1)

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from common import tf
-from common.cluster import ending
+from common.cluster import membership
 from common.cluster.session import restoring
 from common.core import Clocks, Lock, UserError, meanwhile, tell, workers_away
 
@@ -21,7 +21,7 @@ class Gate:
         with tf.device(device), tf.control_dependencies(None):
             self.variable = tf.get_variable("gate", initializer=True, trainable=False, collections=[])
             self._end = self.variable.assign(False, read_value=False)
-            self._came = ending.gate_table(device)
+            self._came = membership.gate_table(device)
             self._who_came = tf.raw_ops.LookupTableExportV2(table_handle=self._came, Tkeys=tf.int64, Tvalues=tf.int64).keys
             self._is_open = self.variable.is_initialized()
 
@@ -29,7 +29,7 @@ class Gate:
         """Returns a tensor of names, empty when the gate is open, for the `ready_for_local_init_op` of worker `index`. To read
         it says that this worker has come."""
         with tf.device(self.variable.device):
-            with tf.control_dependencies([ending.came_to_gate(self.variable.device, index)]):
+            with tf.control_dependencies([membership.came_to_gate(self.variable.device, index)]):
                 return tf.report_uninitialized_variables([self.variable])
 
     def is_open(self, session):

@@ -5,7 +5,7 @@ import os
 import re
 
 from common import tf
-from common.cluster import ending
+from common.cluster import membership
 from common.core import UserError, checkpoints_in, devices, meanwhile, newest_good_checkpoint, nobody, writing_into
 
 
@@ -156,7 +156,7 @@ class _LeavingSession(tf.train.MonitoredSession):
 
     def _leave(self):
         if self._task_spec and self._task_spec.create_server():
-            ending.say_done(self._task_spec, self._task_spec.create_server())
+            membership.say_done(self._task_spec, self._task_spec.create_server())
 
 
 _DEFAULT = object()

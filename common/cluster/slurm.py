@@ -151,7 +151,7 @@ def _free(run_dir, num_workers):
 
 
 def _is_locked(run_dir, worker):
-    """Whether this worker holds the lock of its part of the folder, see `common.core.run_dir`."""
+    """Whether this worker holds the lock of its part of the folder, see `common.core.run_folder`."""
     try:
         with open(Path(run_dir, f"lock-worker-{worker}")) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

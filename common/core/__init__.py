@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from common.front_door import front_door
 
 if TYPE_CHECKING:  # the front door: what others may import
-    from common.core import checkpoints, deaths, devices, flags, limits, plots, progress, run_dir, signals, words
+    from common.core import checkpoints, devices, exit_reasons, flags, limits, plots, progress, run_folder, signals, task_status
+    from common.core.checkpoint_parts import TABLES, TablePart, check_shape, pieces_of, rows_in, spec_of
     from common.core.checkpoints import Keeper, Trained, checkpoints_in, newest_good_checkpoint, times, writing_into
-    from common.core.coordination import AWAY, FINISHED, Clocks, Lock
-    from common.core.deaths import NOTHING, RAN_OUT, count_oom_kills, killed_by, last_error, of_memory
+    from common.core.exit_reasons import NOTHING, RAN_OUT, count_oom_kills, killed_by, last_error, of_memory
     from common.core.finite import loss_of_failed, must_be_finite
     from common.core.flags import (
         FITTING,
@@ -32,10 +32,10 @@ if TYPE_CHECKING:  # the front door: what others may import
         sizes,
         why_unwritable,
     )
-    from common.core.parts import TABLES, Part, check_shape, pieces_of, rows_in, spec_of
+    from common.core.locks import AWAY, FINISHED, Clocks, Lock
     from common.core.plots import median_and_range, read_metrics
     from common.core.progress import counted
-    from common.core.run_dir import (
+    from common.core.run_folder import (
         SOCKET,
         check_contents,
         check_locks,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:  # the front door: what others may import
         prepare_run_dir,
         write_json,
     )
-    from common.core.words import (
+    from common.core.task_status import (
         BUILDING,
         LOADING,
         STANDS_IN,

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from common import tf
-from common.core.clock import TrainingClock
-from common.core.coordination import Lock
+from common.core.checkpoint_parts import TABLES, rows_in
 from common.core.flags import TrainingFailed, UserError, why_unwritable
-from common.core.parts import TABLES, rows_in
-from common.core.words import say
+from common.core.locks import Lock
+from common.core.task_status import say
+from common.core.training_clock import TrainingClock
 
 DROPPED = "gradients_dropped"
 KEPT = 5  # checkpoints in a folder; older ones are removed

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from common import tf
-from common.core.deaths import last_error
+from common.core.exit_reasons import last_error
 from common.core.flags import UserError
 
 MEMORY_LIMIT = 2048  # MB of a logical GPU. Of one GPU several are for trying out, not for speed, so this is not much

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from common.core import progress
-from common.core.words import say
+from common.core.task_status import say
 
 
 def read_metrics(run_dir):

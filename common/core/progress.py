@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common.core.words import print_at_once
+from common.core.task_status import print_at_once
 
 SHARES, LEAST_SECS = 15, 1.0  # the time left is by the last so many looks, if they are so many seconds apart
 QUIET_SECS = 5.0  # without a line, after which one says what the first worker does

@@ -8,8 +8,8 @@ import numpy as np
 
 from common import tf
 from common.core import open_own
-from common.data.data import arrays_in, check_batch, mapped
-from common.data.rows import Rows
+from common.data.datasets import arrays_in, check_batch, mapped
+from common.data.mapped import Rows
 
 
 class Position:

@@ -14,11 +14,11 @@ import numpy as np
 
 from common import tf
 from common.core import TrainingFailed, UserError, limits, progress
-from common.data import data
-from common.data.data import arrays_in
-from common.data.records import (
+from common.data import datasets
+from common.data.datasets import arrays_in
+from common.data.files import (
     HELD,
-    Part,
+    FilePart,
     Tables,
     TFRecords,
     check_elements,
@@ -71,7 +71,7 @@ class Stream:
         self.name, self.shares, self.test, self.held_out, self.known, self._about = name, shares, test, held_out, known, about
         self.classes, self._failures = classes, []
         train, of_test = (self._first(share, half) for share, half in ((shares[0], "training"), (test, "test")))
-        self.first = data.checked((train, of_test), name.removeprefix("--data="))
+        self.first = datasets.checked((train, of_test), name.removeprefix("--data="))
         if classes and self.first.is_classification:  # they are known, though not of which samples
             self.first.y_train.flat[0], self.first.y_train.flat[-1] = classes
         for i, share in enumerate(shares):
@@ -129,7 +129,7 @@ class Stream:
         try:
             for samples in share.read(skip, size, order):
                 at = f"{self.name}: samples {skip:,} and later {whose}"
-                found = data.typed(samples, at)
+                found = datasets.typed(samples, at)
                 skip += len(arrays_in(found[0])[0])
                 if hasattr(self, "first"):
                     self._compare(found, at)
@@ -201,7 +201,7 @@ class Stream:
 
 
 def _taken(samples, which):
-    return tuple(data.mapped(lambda array: array[which], part) for part in samples)
+    return tuple(datasets.mapped(lambda array: array[which], part) for part in samples)
 
 
 def _ahead(blocks):
@@ -242,7 +242,7 @@ class StreamedBatches:
         self._kept: list[Any] = []
 
     def _check_batch(self, window):
-        data.check_batch(self._stream.first.x_train, self._stream.first.y_train, self.batch_size, window)
+        datasets.check_batch(self._stream.first.x_train, self._stream.first.y_train, self.batch_size, window)
 
     def next(self, window, most=None):
         """Returns what `samples` takes for the next batches, `[window]`; see `common.data.Batches.next`.
@@ -322,19 +322,19 @@ def load(settings):
     if kind:
         return _of_files(settings, kind, _known(settings))
     if ":" not in spec:
-        return data.load(spec, settings.seed)
-    if (arrays := data.shared()) is not None:
+        return datasets.load(spec, settings.seed)
+    if (arrays := datasets.shared()) is not None:
         return arrays
-    return of_function(settings, data.user_function("--data", spec))
+    return of_function(settings, datasets.user_function("--data", spec))
 
 
 def of_function(settings, function):
     """Returns the `common.data.Data`, or the `Stream`, of what a function of the user's returns."""
     spec, shards_itself = settings.data, _takes_two(function)
     arguments = [(settings.num_workers, i) for i in range(settings.num_workers)] if shards_itself else [()]
-    pairs = [data.call("--data", spec, function, *each) for each in arguments]
+    pairs = [datasets.call("--data", spec, function, *each) for each in arguments]
     if not shards_itself and not is_of_datasets(pairs[0]):
-        return data.checked(pairs[0], spec)
+        return datasets.checked(pairs[0], spec)
     for pair in pairs:
         if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(map(_is_dataset, pair))):
             raise UserError(f"--data={spec} must give (training set, test set), two tf.data.Datasets")
@@ -385,13 +385,13 @@ def _of_files(settings, kind, known):
     if kind == "tfrecord":
         if settings.parse is None:
             raise UserError(f"{name} needs --parse=FILE.py:FUNCTION, from a record, a scalar string tensor, to (x, y)")
-        parse = data.user_function("--parse", settings.parse)
+        parse = datasets.user_function("--parse", settings.parse)
     reader: Any = TFRecords(parse) if parse else Tables(kind, settings.label, known and known["about"])
     if known is None:
         known = _look_at(settings, reader)
     held = None if known["test"] else False
-    parts = [Part(path, n, held) for path, n in known["train"].items()]
-    of_test = [Part(path, n) for path, n in known["test"].items()] or [part._replace(held=True) for part in parts]
+    parts = [FilePart(path, n, held) for path, n in known["train"].items()]
+    of_test = [FilePart(path, n) for path, n in known["test"].items()] or [part._replace(held=True) for part in parts]
     held_out, validation = None, _validation(settings)
     if validation:
         total = sum(part.count for part in parts)
@@ -572,7 +572,7 @@ def in_memory(dataset):
         return tf.nest.map_structure(lambda *parts: np.concatenate(parts), *blocks)
 
     halves = every(dataset.shares, "training"), every([dataset.test], "test")
-    return data.checked(halves, dataset.name.removeprefix("--data="))
+    return datasets.checked(halves, dataset.name.removeprefix("--data="))
 
 
 @contextlib.contextmanager

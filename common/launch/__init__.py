@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from common.front_door import front_door
 
 if TYPE_CHECKING:  # the front door: what others may import
-    from common.launch import isolation, launch, places, supervisor, warm
-    from common.launch.isolation import die_with_parent
-    from common.launch.places import join, leave
+    from common.launch import control, launcher, sandbox, supervisor, warm
+    from common.launch.control import join, leave
+    from common.launch.sandbox import die_with_parent
     from common.launch.supervisor import PS_SECONDS, STOP_SECONDS
 
 __getattr__, __dir__ = front_door(__name__)

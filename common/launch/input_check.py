@@ -7,9 +7,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from common.core import FITTING, KNOWN, NOTHING, UserError, last_error, of_memory, progress, words
-from common.launch.forkserver import EARLY, ForkServer
-from common.launch.supervisor import Run, Task
+from common.core import FITTING, KNOWN, NOTHING, UserError, last_error, of_memory, progress, task_status
+from common.launch.fork_server import EARLY, ForkServer
+from common.launch.supervisor import Supervisor, Task
 
 CHECK_SECONDS = 5  # after which the user is told that the input is being looked at
 
@@ -18,7 +18,7 @@ def check_input(script, arguments, settings, process, shared=None):
     """Lets one task look at data and model before any other starts. For the built-in ones nothing can be wrong.
 
     Args:
-      script, arguments, settings: as `common.launch.launch` gets them.
+      script, arguments, settings: as `common.launch.launcher` gets them.
       process: the `warm.WarmProcess` of the run.
       shared: descriptor of an empty file, in which it leaves large arrays to the tasks, see `common.data.share`.
 
@@ -50,7 +50,7 @@ def check_input(script, arguments, settings, process, shared=None):
         raise UserError(check.why_failed(errors.read(), script.name))
 
 
-class _Check(Run):
+class _Check(Supervisor):
     """The run of the task that looks at data and model."""
 
     def __init__(self, task, server, settings, shown):
@@ -82,7 +82,7 @@ class _Check(Run):
 
     def _flag(self):
         """Returns the flag, with its value, whose function is called just now; an empty text for other things."""
-        flags = {words.LOADING: f"--data={self._settings.data}", words.BUILDING: f"--model={self._settings.model}"}
+        flags = {task_status.LOADING: f"--data={self._settings.data}", task_status.BUILDING: f"--model={self._settings.model}"}
         return flags.get(self._doing, "")
 
     def _limit(self, progress):
@@ -90,7 +90,7 @@ class _Check(Run):
         return self._settings.hang_secs * (1 if ":" in self._flag() else 10)
 
     def has_passed(self):
-        return self._doing == words.CHECKED and self._task.status == 0
+        return self._doing == task_status.CHECKED and self._task.status == 0
 
     def why_failed(self, printed, script_name):
         """One line on how it ended, with this on its standard error."""

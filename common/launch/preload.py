@@ -17,7 +17,7 @@ import time
 from multiprocessing.connection import Connection, wait
 
 import common
-from common.launch import forkserver, isolation, warm
+from common.launch import fork_server, sandbox, warm
 
 
 def _main(owner, descriptor, *options):
@@ -25,14 +25,14 @@ def _main(owner, descriptor, *options):
     owner, sock = int(owner), socket.socket(fileno=int(descriptor))
     folder = os.path.dirname(sock.getsockname()) if "--listen" in options else None
     signal.signal(signal.SIGTERM, lambda *_: _exit(folder))
-    isolation.die_with_parent(owner, signal.SIGTERM)
-    isolation.adopt_orphans()
+    sandbox.die_with_parent(owner, signal.SIGTERM)
+    sandbox.adopt_orphans()
     if not _has_writable_home():
         common.private_caches(is_writable=False)
     signature = warm.signature(os.environ)  # of the code as it is before the import
     if "--preload" in options:
         _load()
-    isolation.die_with_parent(owner, signal.SIGCONT)  # from now on it looks itself, and ends what it has forked first
+    sandbox.die_with_parent(owner, signal.SIGCONT)  # from now on it looks itself, and ends what it has forked first
     os.chdir("/")  # no folder is in use by a process that waits
     if folder:
         Forking(owner, signature, sock).run()
@@ -46,7 +46,7 @@ def _has_writable_home():
     pid = os.fork()
     if pid == 0:
         with contextlib.suppress(OSError):
-            isolation.give_up_power()
+            sandbox.give_up_power()
         os._exit(not common.is_home_writable())
     return os.waitpid(pid, 0)[1] == 0
 
@@ -60,9 +60,9 @@ def _load():
     import setproctitle
 
     setproctitle.setproctitle(f"warm process of {os.getppid()}")
-    from common.training import training  # and with it tensorflow and keras
+    from common.training import loop  # and with it tensorflow and keras
 
-    os.register_at_fork(after_in_child=training.np.random.seed)  # or all tasks would draw the same
+    os.register_at_fork(after_in_child=loop.np.random.seed)  # or all tasks would draw the same
     _freeze()
 
 
@@ -123,7 +123,7 @@ class Forking:
                 for pid in self._forked:
                     os.kill(pid, signal.SIGKILL)
             listening = [self._listening] if self._listening else []
-            for ready in wait([self._woken, *listening, *self._connections], forkserver.BEAT_SECONDS):
+            for ready in wait([self._woken, *listening, *self._connections], fork_server.BEAT_SECONDS):
                 if ready is self._woken:
                     os.read(self._woken, 1000)
                     self._reap()
@@ -168,7 +168,7 @@ class Forking:
                 os.close(end)
             for other in [*([self._listening] if self._listening else []), *self._connections]:
                 other.close()
-            forkserver.serve(parent, descriptors, **request)
+            fork_server.serve(parent, descriptors, **request)
         self._forked[pid] = connection
         for descriptor in descriptors:
             os.close(descriptor)
@@ -186,7 +186,7 @@ class Forking:
                 if pid in self._forked:
                     with contextlib.suppress(OSError):  # its launcher has ended
                         self._forked.pop(pid).send(("ended", pid, os.waitstatus_to_exitcode(status)))
-        forkserver.kill_orphans(self._forked)
+        fork_server.kill_orphans(self._forked)
 
 
 if __name__ == "__main__":

@@ -24,10 +24,10 @@ from common.core import (
     last_error,
     of_memory,
     signals,
-    words,
+    task_status,
 )
-from common.launch import places
-from common.launch.forkserver import EARLY, LEFT
+from common.launch import control
+from common.launch.fork_server import EARLY, LEFT
 
 STOP_SECONDS = 60  # to save a checkpoint and leave, before a task is killed
 WRITE_SECONDS = 5  # to write a checkpoint whose values were read, when a ps has died meanwhile
@@ -52,7 +52,7 @@ class Task:
     started: float = -math.inf  # when it was last started, as time.monotonic()
     status: int | None = None  # how it ended, None until it has
     heard: float = math.inf  # when it gave the last sign of life, as time.monotonic(); it begins with one
-    progress: Any = None  # a `words.Progress`, None for a program that tells none
+    progress: Any = None  # a `task_status.TaskProgress`, None for a program that tells none
     progressed: float = math.inf  # when it last got something done, as far as is known here
     last_line: str = ""  # what it said that it ended with
     why_killed: str = ""  # by this process
@@ -84,7 +84,7 @@ class Task:
         self.is_asked, self.is_leaving, self.has_left, self.born = False, self.stands_in, False, None
         with contextlib.suppress(OSError):
             self.log_begins = self.log.stat().st_size
-        environ = self.environ | {words.STANDS_IN: "1"} if self.stands_in else self.environ
+        environ = self.environ | {task_status.STANDS_IN: "1"} if self.stands_in else self.environ
         server.start(self.name, self.command, None if self.is_shown else str(self.log), environ)
 
     def end(self, status):
@@ -103,14 +103,14 @@ class Task:
         now = time.monotonic()
         self.heard = now
         self.born = self.born or now
-        if text.startswith(words.PROGRESS):
-            known, told = self.progress, words.read_progress(text)
+        if text.startswith(task_status.PROGRESS):
+            known, told = self.progress, task_status.read_progress(text)
             if known is None or told.number >= known.number:  # two threads of a task tell it, and the older may come later
                 self.progress = told
                 if known is None or told.number > known.number:
                     self.progressed = now
-        elif text.startswith(words.LAST):
-            self.last_line = text.removeprefix(words.LAST)
+        elif text.startswith(task_status.LAST):
+            self.last_line = text.removeprefix(task_status.LAST)
         else:
             return text
         return ""
@@ -152,7 +152,7 @@ MOST_PAUSE = 30  # seconds before a restart
 SERVER_SECS = 10  # without a sign of life from the process that starts the tasks, at least, until that is taken for hanging
 
 
-class Run:
+class Supervisor:
     """The tasks of a run from start to end.
 
     A task is killed that gives no sign of life for `hang_secs`, or that makes no progress: that does the same thing for longer
@@ -209,10 +209,10 @@ class Run:
 
     def _hear(self, name, text):
         task = self._tasks[name]
-        if text == words.ASKED:
+        if text == task_status.ASKED:
             task.is_asked = True
             self._events.put(task)
-        elif text == words.LEAVING:
+        elif text == task_status.LEAVING:
             task.is_leaving = True
         elif text := task.hear(text):
             self._events.put(text)  # to be shown by the main thread: a terminal may block the thread that writes to it
@@ -245,7 +245,7 @@ class Run:
             if isinstance(event, Task):
                 self._heed(event)
                 continue
-            if isinstance(event, places.Request):
+            if isinstance(event, control.Request):
                 self._answer(event)
                 continue
             name, status = event
@@ -288,24 +288,24 @@ class Run:
     def _join(self, request):
         """Starts workers in places that are empty; returns a line that names them. Raises a `UserError` if that cannot be."""
         if self._is_stopping or self._has_ended():
-            raise UserError(places.ENDING["join"])
+            raise UserError(control.ENDING["join"])
         if request.hosts:
             raise UserError("the run is on one machine: `bash common/join.sh RUN COUNT` lets workers join")
-        places.check_code(request, self.code)
-        those = places.first(request.count, [task for task in self._workers if task.has_left], len(self._workers))
+        control.check_code(request, self.code)
+        those = control.first(request.count, [task for task in self._workers if task.has_left], len(self._workers))
         for task in those:
             task.start(self._server)
-        return places.joining(those)
+        return control.joining(those)
 
     def _leave(self, count):
         """Asks the last workers to leave; returns a line that names them. Raises a `UserError` if that cannot be."""
         if self._is_stopping or self._has_ended():
-            raise UserError(places.ENDING["leave"])
-        going = places.last(count, [task for task in self._workers[1:] if task.is_running and not task.is_leaving])
+            raise UserError(control.ENDING["leave"])
+        going = control.last(count, [task for task in self._workers[1:] if task.is_running and not task.is_leaving])
         for task in going:
             task.is_leaving = True
             self._server.signal(task.name, signal.SIGTERM)
-        return places.leaving(going)
+        return control.leaving(going)
 
     def _what_to_do(self):
         """Says at the end of a line that `--resume` goes on, unless it would find nothing."""

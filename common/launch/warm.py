@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from common.core import TrainingFailed, deaths, progress
+from common.core import TrainingFailed, exit_reasons, progress
 
 VARIABLE = "WARM_PROCESS"  # in the environment of a launcher: the path of the socket of a warm process
 IMPORT_SECONDS = 600  # for the import, on a busy machine with a slow disk
@@ -187,8 +187,8 @@ class WarmProcess:
         self._errors.seek(0)
         printed = self._errors.read().decode(errors="replace")
         if status < 0:
-            return deaths.killed_by(-status)
-        return deaths.of_memory(printed) or f"failed ({status}): {deaths.last_error(printed, '')}"
+            return exit_reasons.killed_by(-status)
+        return exit_reasons.of_memory(printed) or f"failed ({status}): {exit_reasons.last_error(printed, '')}"
 
     def _found(self):
         """Returns a connection to the process that the environment names, if it is to be relied on; else None, after a line."""

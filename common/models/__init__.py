@@ -8,6 +8,6 @@ from typing import TYPE_CHECKING
 from common.front_door import front_door
 
 if TYPE_CHECKING:  # the front door: what others may import
-    from common.models import models, transformer
+    from common.models import keras_model, transformer
 
 __getattr__, __dir__ = front_door(__name__)

@@ -9,10 +9,11 @@ from common.front_door import front_door
 
 if TYPE_CHECKING:  # the front door: what others may import
     from common.scheme import tables
+    from common.scheme.barriers import Pace, Ring, Together
     from common.scheme.center import GlobalParameters, fragments_of
     from common.scheme.compression import BIASED, Compression, compression_of, pack_sparse
+    from common.scheme.learning_rates import Rate, check_rates, hyperparameters, schedule_of
     from common.scheme.local import LocalParameters
-    from common.scheme.schedules import Rate, check_rates, hyperparameters, schedule_of
     from common.scheme.steps import (
         PARTS,
         Rounds,
@@ -25,6 +26,5 @@ if TYPE_CHECKING:  # the front door: what others may import
         timed_rounds,
     )
     from common.scheme.tables import found_by
-    from common.scheme.together import Pace, Ring, Together
 
 __getattr__, __dir__ = front_door(__name__)

@@ -8,15 +8,15 @@ from typing import Any
 
 from common import tf
 from common.core import ROOM, Clocks, Lock, UserError
+from common.scheme.atomic import Exact
+from common.scheme.barriers import Pace, Ring, Together
 from common.scheme.compression import Packed, PackedPieces, Packing, pack_sparse, read_packed
-from common.scheme.dynamic import Dynamic
-from common.scheme.exact import Exact
+from common.scheme.learning_rates import factor_is
+from common.scheme.local_steps import Dynamic
 from common.scheme.messages import AtUpdate, arrived, gradient_of, parts_of, tensors_of
-from common.scheme.schedules import factor_is
 from common.scheme.steps import Optimizers, Step, before_read, before_write, check_pieces, made_with, number_of_packed, worker
 from common.scheme.tables import ROW_BY_ROW_ON_PS, SCHEMES, Table, WithRows, find_on_ps
-from common.scheme.together import Pace, Ring, Together
-from common.scheme.vocabulary import Vocabulary
+from common.scheme.unbounded import Vocabulary
 
 
 class GlobalParameters:
@@ -31,7 +31,7 @@ class GlobalParameters:
       compression: a `common.scheme.Compression` of what workers send and get; None for none.
       fragments: parts of the vector that are exchanged each on its own, see `fragments_of`; each lies on all ps tasks.
       tables: the `common.scheme.Spec`s of tables beside the vector, of which workers pull and push rows.
-      max_rows: of each table without an end, see `common.scheme.vocabulary`.
+      max_rows: of each table without an end, see `common.scheme.unbounded`.
 
     Attributes:
       size: of the vector.
@@ -84,7 +84,7 @@ class GlobalParameters:
             raise UserError("--compress: rows of tables (common.Embedding) are sent uncompressed: leave it out")
         kinds = [(spec, (Table, ()) if spec.rows else (Vocabulary, (max_rows,))) for spec in tables]
         self.tables = [kind(spec, num_ps, device_fn, *more) for spec, (kind, more) in kinds]
-        self.optimizer_of_rows = None  # else one in place of the scheme's, for all tables; `common.scheme.schedules` sets it
+        self.optimizer_of_rows = None  # else one in place of the scheme's, for all tables; learning_rates.py sets it
         self.targets = self.pieces + [piece for table in self.tables for piece in table.pieces]
         self.find = find_on_ps(self.tables) if tables else None
         with tf.device(device_fn):

@@ -8,7 +8,7 @@ from typing import Any
 from common import tf
 from common.core import UserError, must_be_finite
 from common.data import assign_part, local_variable, make_local
-from common.scheme.schedules import factor_is
+from common.scheme.learning_rates import factor_is
 from common.scheme.steps import (
     Optimizers,
     ReadAhead,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common import tf
-from common.core import ROOM, TABLES, Part, UserError, limits, rows_in
+from common.core import ROOM, TABLES, TablePart, UserError, limits, rows_in
 from common.data import arrays_in, local_variable, make_local, mapped
 from common.scheme.steps import before_local, before_read
 
@@ -79,7 +79,7 @@ class Spec(NamedTuple):
 
     name: str  # of its variable
     layer: str  # the name of the layer
-    rows: Any  # how many; None for a table without an end, see `common.scheme.vocabulary`
+    rows: Any  # how many; None for a table without an end, see `common.scheme.unbounded`
     width: int  # numbers in a row
     initial: Any  # function of uniform numbers between 0 and 1, float32, that returns the values with which rows begin
     seed: int = 0  # of these numbers
@@ -297,9 +297,9 @@ class Table:
         return []
 
     def parts(self, variables):
-        """Returns what is saved of it, a list: as `common.core.Part`. Of `variables` that which lies beside it, too."""
+        """Returns what is saved of it, a list: as `common.core.TablePart`. Of `variables` that which lies beside it, too."""
         names = tuple(f"{piece.op.name}/" for piece in self.pieces)
-        return [Part(v) for v in [*self.pieces, *(v for v in variables if v.op.name.startswith(names))]]
+        return [TablePart(v) for v in [*self.pieces, *(v for v in variables if v.op.name.startswith(names))]]
 
     def cut(self, places):
         """Returns sorted places as lists of rows of each piece."""

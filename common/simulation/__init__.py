@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from common.front_door import front_door
 
 if TYPE_CHECKING:  # the front door: what others may import
-    from common.simulation import simulation, timeline
+    from common.simulation import engine, timeline
+    from common.simulation.engine import facts_of, facts_of_size, messages_of, shards_of
     from common.simulation.replay import Replay
-    from common.simulation.simulation import facts_of, facts_of_size, messages_of, shards_of
     from common.simulation.timeline import COLORS
     from common.simulation.virtual_time import Action, Costs, VirtualTime, Waiting
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from common import tf
 from common.data import arrays_in, mapped
-from common.simulation.simulation import Engine
+from common.simulation.engine import Engine
 from common.simulation.virtual_time import Turns
 
 

@@ -10,8 +10,8 @@ are drawn in a lane of their own, under the bar of the worker.
 import heapq
 from typing import NamedTuple
 
-from common.data import Batches, data
-from common.models import models
+from common.data import Batches, datasets
+from common.models import keras_model
 from common.simulation.replay import Replay
 
 COLORS = {
@@ -60,13 +60,13 @@ def spans(scheme, hp, seconds=(1.0, 1.2, 1.7), message=0.6, until=20.0):
       message: how long a pull, or a push, takes; a `send` or a `receive`, too, while the worker goes on.
       until: no step begins later.
     """
-    line, n = data.load("linear"), len(seconds)
+    line, n = datasets.load("linear"), len(seconds)
 
     def make_batches(i):
-        x, y = data.shard(line, i, n)
+        x, y = datasets.shard(line, i, n)
         return Batches(x, y, 32, seed=i, name=f"batches_{i}")
 
-    replay = Replay(scheme, hp, models.build("linear", line), make_batches, n)
+    replay = Replay(scheme, hp, keras_model.build("linear", line), make_batches, n)
     found: list[Span] = []
     waiting: dict[int, float] = {}
     latest = [0] * n  # of each worker, the number of its last span

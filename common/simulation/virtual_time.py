@@ -113,7 +113,7 @@ class Costs:
     num_ps: int = 1
 
 
-class Span(NamedTuple):
+class Activity(NamedTuple):
     """What a worker, or its link, does for a while."""
 
     worker: int
@@ -122,7 +122,7 @@ class Span(NamedTuple):
     end: float
 
 
-class Schedule(NamedTuple):
+class Timetable(NamedTuple):
     """What happened, in its order: arrays of equal length, one element per step of a worker.
 
     Attributes:
@@ -213,7 +213,7 @@ class VirtualTime:
     Attributes:
       now: the time of the last event.
       updates, dropped: how many there were.
-      spans: list of `Span`.
+      spans: list of `Activity`.
       step_means: array `[n]`, the mean time of a local step of each worker.
       busy: seconds for which the ps's link received.
     """
@@ -236,7 +236,7 @@ class VirtualTime:
         self._follows = [each.is_at_ps and not each.needs_worker and not each.ahead for each in self.actions]
         self._noise: dict[int, tuple[list[float], int]] = {}
         self.now, self.updates, self.dropped, self.busy = 0.0, 0, 0, 0.0
-        self.spans: list[Span] = []
+        self.spans: list[Activity] = []
         self._spans_until = spans_until
         self._heap: list[tuple] = []
         self._count = 0  # of events that were put into the heap, to order those of the same time
@@ -273,7 +273,7 @@ class VirtualTime:
                 self._push(until, worker, "back", 0)
 
     def run(self, updates=None, until=math.inf):
-        """Goes on until there are so many updates in all, or until a time; returns the `Schedule` of what happened meanwhile.
+        """Goes on until there are so many updates in all, or until a time; returns the `Timetable` of what happened meanwhile.
 
         It ends before if no worker can go on.
         """
@@ -548,14 +548,14 @@ class VirtualTime:
 
     def _note(self, worker, part, start, end):
         if start < self._spans_until and end > start:
-            self.spans.append(Span(worker, part, start, end))
+            self.spans.append(Activity(worker, part, start, end))
 
 
 class _Out:
     """The schedule that is being written. A worker's own steps are written before their time has come."""
 
     def __init__(self):
-        self._columns = [array(kind) for kind in "iiddqq"]  # as those of `Schedule`
+        self._columns = [array(kind) for kind in "iiddqq"]  # as those of `Timetable`
         self._add = [column.append for column in self._columns]
 
     def add(self, step, worker, time, pulled, updated, seconds=0.0):
@@ -578,10 +578,10 @@ class _Out:
         self._add = [column.append for column in self._columns]
 
     def take(self, now):
-        """Returns the `Schedule` until this time, and forgets it."""
+        """Returns the `Timetable` until this time, and forgets it."""
         times = np.array(self._columns[2])
         order = np.argsort(times, kind="stable")
         order = order[times[order] <= now]
-        taken = Schedule(*(np.array(column)[order] for column in self._columns))
+        taken = Timetable(*(np.array(column)[order] for column in self._columns))
         self._keep(times > now)
         return taken

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 from common.front_door import front_door
 
 if TYPE_CHECKING:  # the front door: what others may import
-    from common.training import training
-    from common.training.metrics import EvaluationHook, MetricsHook, MetricsLog, measured
-    from common.training.training import (
+    from common.training import loop
+    from common.training.loop import (
         ENDED,
         STOP,
         Interruption,
@@ -28,5 +27,6 @@ if TYPE_CHECKING:  # the front door: what others may import
         updates_before,
         write_result,
     )
+    from common.training.metrics import EvaluationHook, MetricsHook, MetricsLog, measured
 
 __getattr__, __dir__ = front_door(__name__)

@@ -8,7 +8,7 @@ import threading
 import time
 
 from common.core import doing, tell
-from common.data import data
+from common.data import datasets
 
 BEHIND = 100  # calls that wait, from which on a line says so
 
@@ -76,7 +76,8 @@ class Callback:
                     self._stop()
             except (Exception, SystemExit) as error:
                 if not self._has_failed:
-                    tell(f"{self._flag} raised {data.one_line(error)}; training goes on, and its later errors are not shown")
+                    said = f"{self._flag} raised {datasets.one_line(error)}"
+                    tell(f"{said}; training goes on, and its later errors are not shown")
                 self._has_failed = True
             for line in printed.getvalue().splitlines():
                 tell(line)

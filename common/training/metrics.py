@@ -145,7 +145,7 @@ class MetricsHook(tf.train.SessionRunHook):
       log: a `MetricsLog`.
       samples_per_update: how many this worker draws for each, a `Fraction` if a round has several.
       drawn: function that is told after each call how many samples it was made of, or None.
-      batch_size: for rounds whose number of local steps changes, see `common.scheme.dynamic`.
+      batch_size: for rounds whose number of local steps changes, see `common.scheme.local_steps`.
 
     Raises:
       TrainingFailed: after a call whose loss was not finite.

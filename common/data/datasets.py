@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common.core import UserError, limits, words
-from common.data.rows import LARGE, Rows, chunks, is_mapped
+from common.core import UserError, limits, task_status
+from common.data.mapped import LARGE, Rows, chunks, is_mapped
 
 
 class Data(NamedTuple):
@@ -500,7 +500,7 @@ def share(data, descriptor):
 def shared():
     """Returns the `Data` that was left for this task, or None. Only the process that forks tasks says which file it is in: a
     program with that variable in its environment would unpickle any."""
-    descriptor = int(os.environ.get("LAUNCHER_DATA") or -1) if words.is_fork else -1
+    descriptor = int(os.environ.get("LAUNCHER_DATA") or -1) if task_status.is_fork else -1
     if descriptor < 0 or not (size := os.fstat(descriptor).st_size):
         return None
     length = int.from_bytes(os.pread(descriptor, 8, size - 8), sys.byteorder)

@@ -23,7 +23,7 @@ from common.cluster import (
     Saver,
     StartHook,
     WarmStartHook,
-    ending,
+    membership,
     monitored_session,
 )
 from common.core import (
@@ -38,7 +38,7 @@ from common.core import (
     limits,
     nobody,
     plots,
-    run_dir,
+    run_folder,
     say_asked,
     say_leaving,
     signals,
@@ -57,11 +57,11 @@ from common.data import (
     Stream,
     StreamedBatches,
     TestSet,
-    data,
+    datasets,
     fed,
     streams,
 )
-from common.models import models
+from common.models import keras_model
 from common.scheme import (
     BIASED,
     PARTS,
@@ -101,7 +101,7 @@ def train(scheme, task, settings):
     begin_workers = settings.begin_workers if settings.max_workers else num_workers
     waits_for_others = settings.pace != "own"
     leaver = Leaver(task, settings) if index > 0 and (settings.max_workers or not waits_for_others) else None
-    had_left = run_dir.forget_left(settings.run_dir, index)
+    had_left = run_folder.forget_left(settings.run_dir, index)
     interruption = Interruption(leaver, waits_for_others)
     if leaver and os.environ.get(STANDS_IN):
         interruption.requested = interruption.leaves = True
@@ -110,7 +110,7 @@ def train(scheme, task, settings):
         leaver.server.set()
     if settings.max_workers and settings.code and not interruption.leaves:
         doing("comparing its code with that of worker 0", whom=nobody)
-        if not ending.has_code_of_chief(task, server, settings.code):
+        if not membership.has_code_of_chief(task, server, settings.code):
             raise UserError(
                 "the code in common/ or of the scheme differs from that of worker 0: join with the code of the run"
             )
@@ -129,7 +129,7 @@ def train(scheme, task, settings):
         center = GlobalParameters(model.initial_parameters, *about, fragments_of(settings), *of_tables)
         with tf.device(task and task.device):
             if settings.max_workers:
-                center.present = ending.Present(center.step.device)
+                center.present = membership.Present(center.step.device)
                 position, ledger = None, Ledger(center.step.device)
                 x, y, *weights = dataset.train
                 leased = LeasedBatches(
@@ -449,14 +449,14 @@ def run_worker(plan, task, settings, server, interruption, open_session):
             if settings.patience and not settings.num_evaluators:
                 log.listeners.append(Patience(settings.patience, stop.touch))
             if settings.callback:
-                function = data.user_function("--callback", settings.callback)
+                function = datasets.user_function("--callback", settings.callback)
                 callback = Callback(f"--callback={settings.callback}", function, stop.touch, settings.hang_secs / 2)
                 log.listeners.append(callback)
         early_stopping = EarlyStoppingHook(stop if index == 0 else None, stop_session=False)
         hooks.append(early_stopping)
     meeting = None
     size = len(REPORT) + len(PARTS) + len(STAY)
-    kept = functools.partial(run_dir.read_left, settings.run_dir, task.num_workers if task else 1, size)
+    kept = functools.partial(run_folder.read_left, settings.run_dir, task.num_workers if task else 1, size)
     if plan.waits:
         come = [plan.keeper.clock.come] if plan.keeper else []
         meeting = MeetingHook(plan.waits, kept, *come)
@@ -476,7 +476,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
         expected = None
         if settings.max_workers and plan.gate:
             expected = lambda opened: {*range(begin_workers), *plan.gate.who_came(opened)}  # noqa: E731
-        rendezvous = ending.Rendezvous(task, size, kept, expected)
+        rendezvous = membership.Rendezvous(task, size, kept, expected)
     if task and not os.environ.get("LAUNCHER_KEY"):  # a launcher starts again what has died
         hooks.append(GiveUpHook(task, server, settings, plan.step, rendezvous))
     seconds = plan.keeper.clock.seconds if plan.keeper else time.monotonic
@@ -553,7 +553,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
                 if callback:
                     callback.close()
                 if index == 0 and task:
-                    ending.say_done_for(task, server, rendezvous.absent(session))
+                    membership.say_done_for(task, server, rendezvous.absent(session))
                 return Outcome(130, session.run(plan.final) if index == 0 else None)
             doing("ending", whom=nobody)
             stop_time = seconds()
@@ -575,7 +575,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
             report += [time.monotonic() - settings.began, log.now() if leaves else 0.0]
             if leaves:
                 session.run(plan.farewell)
-                run_dir.write_left(settings.run_dir, index, report)
+                run_folder.write_left(settings.run_dir, index, report)
                 rendezvous.leave(session, report)
                 session.run(plan.farewell)  # all once more: a ps that has died meanwhile has taken this worker in again
                 if meeting:
@@ -612,12 +612,12 @@ def run_worker(plan, task, settings, server, interruption, open_session):
     if settings.num_evaluators and index == 0:
         ended.touch()  # now that the last checkpoint is saved
     if task and leaves:
-        ending.say_left(task, server)
+        membership.say_left(task, server)
     elif task:
         doing("telling the ps that it is done")
         # For those that have left, and for places that nobody has; all others say it themselves.
         there = [] if outcome.reports is None else [int(report[0]) for report in outcome.reports if not report[-1]]
-        ending.say_done(task, server, [i for i in range(task.num_workers) if index == 0 and i not in there])
+        membership.say_done(task, server, [i for i in range(task.num_workers) if index == 0 and i not in there])
     return outcome
 
 
@@ -670,7 +670,7 @@ def build_model(settings, dataset, index=0, tables_on_ps=False):
     """
     # Of the initial values only the chief's count; the seeds of Dropout are to differ.
     options = {"tables_on_ps": tables_on_ps, "tables_seed": settings.seed, **sizes(settings)}
-    model = models.build(settings.model, dataset, settings.seed + index, settings.loss, **options)
+    model = keras_model.build(settings.model, dataset, settings.seed + index, settings.loss, **options)
     model.draw_apart(index)
     if index == 0:
         _check_model(settings, model)
@@ -690,7 +690,7 @@ def _check_model(settings, model):
             named = [f"{v[0]} {v[1]}" if v else "none" for v in (was, now)]
             raise UserError(f"--resume: the model has changed: it had {named[0]}, and now has {named[1]}")
     else:
-        run_dir.write_json(path, {"variables": model.description})
+        run_folder.write_json(path, {"variables": model.description})
 
 
 def optimizers_of(center, local):
@@ -728,7 +728,7 @@ def _samples_text(dataset, num_workers, is_own, are_leased=False):
     each = ", which workers lease piece by piece" if are_leased else each
     if is_stream:
         return f"{dataset.num_samples:,} samples{each}, {dataset.text()}"
-    arrays = [array for part in dataset.train for array in data.arrays_in(part)]
+    arrays = [array for part in dataset.train for array in datasets.arrays_in(part)]
     whole, mapped = (sum(a.nbytes for a in some) for some in (arrays, [a for a in arrays if isinstance(a, Rows)]))
     kept = f"of which {limits.as_bytes(mapped)} are mapped, not copied" if mapped else "in memory"
     where = f", from arrays of {limits.as_bytes(whole)}{',' * bool(mapped)} {kept}" if is_own else ""
@@ -746,7 +746,7 @@ def samples_of(dataset, settings):
     """Returns a `common.data.Data` that tells shapes and types: of a stream, some of its samples."""
     if not isinstance(dataset, Stream):
         return dataset
-    if settings.model in models.BUILT_IN and dataset.first.is_classification and not dataset.classes:
+    if settings.model in keras_model.BUILT_IN and dataset.first.is_classification and not dataset.classes:
         why = f"the number of classes in {dataset.name} is not known before it is read"
         raise UserError(f"--model={settings.model}: {why}; bring a model of your own, --model=FILE.py:FUNCTION")
     return dataset.first
@@ -756,7 +756,7 @@ def batches_of(dataset, settings, index, num_workers, position):
     """Returns the batches of worker `index`, from a `common.data.Position` on."""
     if isinstance(dataset, Stream):
         return StreamedBatches(dataset, index, settings.batch_size, settings.seed + index, position.value)
-    x, y, *weights = data.shard(dataset, index, num_workers)
+    x, y, *weights = datasets.shard(dataset, index, num_workers)
     weights = weights[0] if weights else None
     return Batches(x, y, settings.batch_size, settings.seed + index, weights=weights, position=position)
 
@@ -787,7 +787,7 @@ def split(dataset, settings):
         return dataset, None
     if isinstance(dataset, Stream):
         return dataset, dataset.validation
-    return data.hold_out(dataset, settings.validation, settings.seed)
+    return datasets.hold_out(dataset, settings.validation, settings.seed)
 
 
 def position_of(settings, index, num_workers, num_samples):
@@ -875,7 +875,7 @@ def write_result(
     numbers = {name: value if math.isfinite(value) else None for name, value in measured(evaluated).items()}
     result.update(numbers, restarts=0, restarts_of_workers=[], **more)
     result["of_last_start"] = [name for name in OF_LAST_START if name in result]
-    run_dir.write_json(Path(settings.run_dir, "result.json"), result)
+    run_folder.write_json(Path(settings.run_dir, "result.json"), result)
     plots.draw_curve(settings.run_dir)  # last, as it may fail
 
 
@@ -1032,9 +1032,9 @@ class Leaver:
         if report is None:  # it has not trained yet
             report = [task.shard_index, *[0.0] * (len(REPORT) - 1), *[math.nan] * len(PARTS), 0.0, 0.0]
         report = [*report[: -len(STAY)], time.monotonic() - settings.began, time.time()]
-        run_dir.write_left(settings.run_dir, task.shard_index, report)
+        run_folder.write_left(settings.run_dir, task.shard_index, report)
         self.server.wait()
-        ending.say_gone(task, task.start_server(), report)
+        membership.say_gone(task, task.start_server(), report)
         say_left(task.shard_index, settings, report)
         signals.exit_at_once(status_of_leaving())
 
@@ -1058,16 +1058,16 @@ def check(settings, dataset, scheme=None):
     """
     dataset, held_out = split(dataset, settings)
     if settings.callback is not None:
-        data.user_function("--callback", settings.callback)
+        datasets.user_function("--callback", settings.callback)
     _check_leases(settings, dataset)
     if not isinstance(dataset, Stream):
-        data.shard(dataset, 0, settings.num_workers if settings.launch else 1)
+        datasets.shard(dataset, 0, settings.num_workers if settings.launch else 1)
     num_samples, is_stream, dataset = dataset.num_samples, isinstance(dataset, Stream), samples_of(dataset, settings)
     options = {"tables_on_ps": scheme is not None, **sizes(settings)}
-    model = models.build(settings.model, dataset, settings.seed, settings.loss, **options)
+    model = keras_model.build(settings.model, dataset, settings.seed, settings.loss, **options)
     schedule, of_update = schedule_of(settings), None
     if settings.model not in FITTING.get(settings.data, ()):
-        with models.named(settings.model):
+        with keras_model.named(settings.model):
             _trace(model, dataset)
     compression = compression_of(settings)
     if scheme:
@@ -1081,7 +1081,7 @@ def check(settings, dataset, scheme=None):
             pieces = {"num_ps": settings.num_ps or 1, "fragments": fragments_of(settings), "tables": model.tables}
             pieces["max_rows"] = settings.max_rows
             center = GlobalParameters(model.initial_parameters, **pieces, compression=compression)
-            center.present = ending.Present("") if settings.max_workers else None
+            center.present = membership.Present("") if settings.max_workers else None
             batches = batches_of(dataset, settings, 0, 1, None)
             own = center, model, batches, "worker_0", 0, settings.max_workers or settings.num_workers
             local = LocalParameters(*own, begin_workers=settings.begin_workers if settings.max_workers else None)
@@ -1115,7 +1115,7 @@ def _trace(model, dataset):
     """
 
     def placeholders(samples):
-        return [data.mapped(lambda array: tf.placeholder(array.dtype, [2, *array.shape[1:]]), part) for part in samples]
+        return [datasets.mapped(lambda array: tf.placeholder(array.dtype, [2, *array.shape[1:]]), part) for part in samples]
 
     with tf.Graph().as_default(), tables.found_by(tables.Asked(model.tables)):
         values = tf.placeholder(tf.float32, [model.size]), [tf.placeholder(v.dtype, v.shape) for v in model.initial_state]

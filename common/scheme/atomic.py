@@ -7,8 +7,8 @@ from typing import Any
 from common import tf
 from common.core import UserError
 from common.data import local_variable
+from common.scheme.learning_rates import factor_is
 from common.scheme.messages import AtUpdate, arrived, gradient_of, tensors_of
-from common.scheme.schedules import factor_is
 from common.scheme.steps import Step, before_read, check_pieces
 
 

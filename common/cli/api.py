@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from common.core import Settings, TrainingFailed, UserError, plots, progress, sizes
-from common.data import Rows, data, streams
+from common.data import Rows, datasets, streams
 from common.launch import warm
 
 ROOT = Path(__file__).resolve().parents[2]  # of the folders of the schemes
@@ -41,17 +41,17 @@ FUNCTIONS = {"callback", "learning_rate_schedule"}  # flags that may be function
 DEFAULTS: dict[str, Any] = {"epochs": 1, "batch_size": 32, "learning_rate": 0.01}  # of a scheme that is a function
 
 # What a scheme's script finds in the folder: the first for flags that name a function, the second for a scheme that is one.
-_PROBLEM = '''"""Data and model of a notebook, or a program; see common/cli/fit.py."""
+_PROBLEM = '''"""Data and model of a notebook, or a program; see common/cli/api.py."""
 
-from common.cli.fit import receive
+from common.cli.api import receive
 
 
 def __getattr__(name):
     return receive(__file__, name)
 '''
-_SCHEME = '''"""A scheme of a notebook, or a program; see common/cli/fit.py."""
+_SCHEME = '''"""A scheme of a notebook, or a program; see common/cli/api.py."""
 
-from common.cli.fit import receive
+from common.cli.api import receive
 from common.cli.program import main
 
 scheme, settings = receive(__file__, "scheme")
@@ -125,7 +125,7 @@ class Run:
           UserError: if they were not saved.
         """
         from common.core import checkpoints_in
-        from common.models import models
+        from common.models import keras_model
         from common.scheme import tables
 
         flags = {**self._flags, "num_workers": self.result["num_workers"], "run_dir": self.path}
@@ -135,9 +135,9 @@ class Run:
             raise UserError(f"{self.path} has no model.keras, as its tables were not saved: `common.rows_of` reads rows")
         with tables.on_ps(self.result["tables_seed"]) if were_on_ps else contextlib.nullcontext():
             if isinstance(self._model, str):
-                built = models.build(self._model, dataset, loss=loss, **sizes(Settings(**self._flags)))
+                built = keras_model.build(self._model, dataset, loss=loss, **sizes(Settings(**self._flags)))
             else:
-                built = models.checked(self._model(), dataset, loss)
+                built = keras_model.checked(self._model(), dataset, loss)
         if were_on_ps:
             built.fill(tables.whole(checkpoints_in(self.path / "checkpoints")[-1], spec) for spec in built.tables)
         with warnings.catch_warnings():
@@ -267,7 +267,7 @@ class _Arrays:
 
     def __init__(self, dataset, folder):
         self._folder, self._count = str(folder), 0
-        self._parts = [None if part is None else data.mapped(self._save, part) for part in dataset]
+        self._parts = [None if part is None else datasets.mapped(self._save, part) for part in dataset]
 
     def _save(self, array):
         if isinstance(array, Rows):
@@ -289,7 +289,7 @@ class _Arrays:
         def load(saved):
             return saved if isinstance(saved, Rows) else np.load(Path(self._folder, saved), mmap_mode="r")
 
-        x, y, x_test, y_test, *weights = (None if part is None else data.mapped(load, part) for part in self._parts)
+        x, y, x_test, y_test, *weights = (None if part is None else datasets.mapped(load, part) for part in self._parts)
         return (x, y, weights[0]), (x_test, y_test, weights[1])
 
 
@@ -308,7 +308,7 @@ class _SentModel:
                     warnings.simplefilter("ignore")  # it is not built yet; it has a lambda, which is a risk to others
                     keras_model.save(path)
             except Exception as error:
-                raise _cannot_be_sent(data.one_line(error)) from error
+                raise _cannot_be_sent(datasets.one_line(error)) from error
             self._saved = path.read_bytes()
         _check_losses(keras_model)
         main = vars(sys.modules["__main__"])
@@ -334,7 +334,7 @@ class _SentModel:
             again = self()
         except Exception as error:  # whatever Keras, or a class of the user's, raises
             causes = re.findall(r"(?:xception encountered|during deserialization): (.+)", str(error))
-            raise _cannot_be_sent(causes[-1] if causes else data.one_line(error).partition(". ")[0]) from error
+            raise _cannot_be_sent(causes[-1] if causes else datasets.one_line(error).partition(". ")[0]) from error
         before, after = ([type(layer) for layer in model._flatten_layers()] for model in (keras_model, again))
         if before != after:
             raise _cannot_be_sent(f"Keras rebuilds it from its config with {len(after)} layers instead of {len(before)}")
@@ -436,7 +436,7 @@ def _dump(value, path, what):
     try:
         pickled = cloudpickle.dumps(value)
     except Exception as error:
-        raise UserError(f"{what} cannot be sent to the workers: {data.one_line(error)}") from error
+        raise UserError(f"{what} cannot be sent to the workers: {datasets.one_line(error)}") from error
     path.write_bytes(pickle.dumps(sys.path) + pickled)
 
 
@@ -548,7 +548,7 @@ def _loaded(given, flags=None):
         if spec:
             dataset = streams.load(settings)
         else:
-            dataset = streams.of_function(settings, given) if callable(given) else data.checked(given, "")
+            dataset = streams.of_function(settings, given) if callable(given) else datasets.checked(given, "")
     except UserError as error:
         said = re.sub("^--data= must give", "the data must be", str(error))
         raise UserError(re.sub("^--data=(?=:)", "the data", said)) from None

@@ -12,11 +12,11 @@ import time
 from pathlib import Path
 
 from common.core import TrainingFailed, UserError, check_locks, devices, prepare_run_dir, progress, write_json
-from common.launch import isolation, places, warm
-from common.launch.forkserver import ForkServer
-from common.launch.forkserver import reserved_port as reserved_port  # for those that start tasks themselves
+from common.launch import control, sandbox, warm
+from common.launch.fork_server import ForkServer
+from common.launch.fork_server import reserved_port as reserved_port  # for those that start tasks themselves
 from common.launch.input_check import check_input
-from common.launch.supervisor import STARTER, Run, StarterEnded, Task
+from common.launch.supervisor import STARTER, StarterEnded, Supervisor, Task
 
 
 def launch(script, arguments, settings):
@@ -79,10 +79,10 @@ def _launch(script, arguments, settings, process=None, shared=None):
         if settings.gpus is not None:
             display.say(devices.say_gpus(settings))
         display.doing = functools.partial(_doing, {task.index: task for task in tasks if task.job == "worker"})
-        run = Run(tasks, server, settings, display.say)
+        run = Supervisor(tasks, server, settings, display.say)
         if settings.max_workers:
-            run.code = places.code_of(Path(script).parent)
-            stack.enter_context(places.heard(settings.run_dir, run.hear_request))
+            run.code = control.code_of(Path(script).parent)
+            stack.enter_context(control.heard(settings.run_dir, run.hear_request))
         try:
             status = run.run()
         except StarterEnded:
@@ -134,7 +134,7 @@ def check_isolation(settings):
     """Raises a `UserError` if there has to be a network for the run alone, and there cannot be."""
     if settings.require_isolation and not settings.isolation:
         raise UserError("--require_isolation and --noisolation contradict each other: leave one out")
-    problem = isolation.why_no_own_network() if settings.require_isolation else None
+    problem = sandbox.why_no_own_network() if settings.require_isolation else None
     if problem:
         raise UserError(f"--require_isolation: this run cannot have a network of its own: {problem}")
 

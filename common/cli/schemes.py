@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from absl import flags as absl_flags
 
-from common.cli import fit, program
+from common.cli import api, program
 from common.core import UserError, flags
 
 
@@ -29,7 +29,7 @@ def folder_of(name):
     Raises:
       UserError: if there is none, or if it is no scheme.
     """
-    script = Path(name) if name.endswith(".py") else fit.script_of(name)
+    script = Path(name) if name.endswith(".py") else api.script_of(name)
     if not script.is_file():
         raise UserError(f"there is no script {name}")
     found: list[Folder] = []

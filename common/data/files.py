@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.core import UserError
-from common.data.data import OF_STRINGS, one_line, rounded
+from common.data.datasets import OF_STRINGS, one_line, rounded
 
 HELD = 10  # without --test_data every tenth record of each file is for the test
 LABELS = ("label", "target", "y")  # what the column of labels may be called, if --label does not say
 _ROWS = 8192  # of a table that are read at once
 
 
-class Part(NamedTuple):
+class FilePart(NamedTuple):
     """Some records of a file: of all, of those for the test, or of the others, every `step`-th from number `first` on.
 
     Before every `step`-th is taken, a share may be held out for validation, evenly spread.
@@ -82,7 +82,7 @@ def split(parts, index, num_workers):
     Otherwise a worker has every n-th record.
     """
     if len(parts) >= num_workers:
-        shares: list[list[Part]] = [[] for _ in range(num_workers)]
+        shares: list[list[FilePart]] = [[] for _ in range(num_workers)]
         sizes = [0] * num_workers
         for part in sorted(parts, key=lambda part: -part.count):
             least = sizes.index(min(sizes))

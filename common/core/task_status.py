@@ -26,7 +26,7 @@ LOADING, BUILDING = "loading the data", "building the model"
 CHECKED = "ending the check"
 
 
-class Progress(NamedTuple):
+class TaskProgress(NamedTuple):
     """A task's report of its progress."""
 
     number: int  # counts the calls of `doing`
@@ -35,14 +35,14 @@ class Progress(NamedTuple):
     longest: float | None  # seconds that this took at most, if it has done the same again and again; None for the first time
 
 
-# As `Progress`, when that began, and for whom it may wait; replaced as a whole: another thread reads it.
+# As `TaskProgress`, when that began, and for whom it may wait; replaced as a whole: another thread reads it.
 _progress: tuple = (0, "", False, None, 0.0, None)
 is_done = False
 is_fork = False  # of the process that starts the tasks, which tells the launcher how this one has ended
 
 
 def doing(what, waits=False, whom=None):
-    """Notes what this task does from now on; the launcher kills one that does the same for too long (`common.launch.Run`).
+    """Notes what this task does from now on; the launcher kills one that does the same for too long (supervisor.py).
 
     Costs less than a microsecond if it is the same as before, once more: a call of the main loop, say.
 
@@ -224,8 +224,8 @@ def _look_often():
 
 
 def read_progress(text):
-    """Returns the `Progress` that a task has told in `text`, which begins with `PROGRESS`."""
-    return Progress(*json.loads(text.removeprefix(PROGRESS)))
+    """Returns the `TaskProgress` that a task has told in `text`, which begins with `PROGRESS`."""
+    return TaskProgress(*json.loads(text.removeprefix(PROGRESS)))
 
 
 def say_progress():

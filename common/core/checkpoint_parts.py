@@ -41,7 +41,7 @@ def rows_in(path, name, shape, first=0, count=None, width=None, dtype=None):
             yield first + start, another.submit(read, spec_of(shape, first + start, n)).result()
 
 
-class Part:
+class TablePart:
     """The rows of a table on one ps, or what an optimizer keeps of them: read and written a few at a time.
 
     Args:

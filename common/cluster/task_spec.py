@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common import tf
-from common.cluster import ending, slurm
+from common.cluster import membership, slurm
 from common.core import UserError, say_waits_of, signals
 
 
@@ -180,7 +180,7 @@ class TaskSpecDef:
             return self.start_server()
         if self._server is None:
             with _default_interrupt():  # a ps waits outside Python, which would never see the signal
-                ending.serve(self, self.start_server())
+                membership.serve(self, self.start_server())
         return None
 
     def target(self):

@@ -22,8 +22,8 @@ import time
 import traceback
 from multiprocessing.connection import Connection, Pipe, wait
 
-from common.core import TrainingFailed, UserError, open_own, words
-from common.launch import isolation, warm
+from common.core import TrainingFailed, UserError, open_own, task_status
+from common.launch import sandbox, warm
 
 BEAT_SECONDS = 0.5  # from one sign of life, of a task or of the process that starts them, to the next
 START_SECONDS = 120  # for an answer of that process
@@ -183,7 +183,7 @@ def serve(parent, descriptors, environment, log, is_isolated, preloads, folder, 
     status = 1
     try:
         connection, pipe, output, terminal, *shared = descriptors
-        isolation.die_with_parent(parent, signal.SIGCONT)  # then it hears of the launcher's end, also if it was stopped
+        sandbox.die_with_parent(parent, signal.SIGCONT)  # then it hears of the launcher's end, also if it was stopped
         os.setsid()
         _set_environment(environment | {"LAUNCHER_DATA": str(DATA) if shared else ""})
         os.chdir(folder)
@@ -232,12 +232,12 @@ def _set_title(title):
 
 def _serve(connection, pipe, terminal, is_isolated, preloads):
     """Returns in each task, with its command; in the process itself when it is to stop."""
-    problem = isolation.why_no_own_network() if is_isolated else None
+    problem = sandbox.why_no_own_network() if is_isolated else None
     if is_isolated and not problem:
-        isolation.enter_own_network()
-        isolation.give_up_power()
-    isolation.give_up_new_privileges()
-    isolation.adopt_orphans()
+        sandbox.enter_own_network()
+        sandbox.give_up_power()
+    sandbox.give_up_new_privileges()
+    sandbox.adopt_orphans()
     reserved = contextlib.ExitStack()
     running: dict[str, int] = {}
     keys: dict[int, str] = {}
@@ -247,7 +247,7 @@ def _serve(connection, pipe, terminal, is_isolated, preloads):
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
     while True:
-        words.write(pipe, "", "")  # a sign of life of this process
+        task_status.write(pipe, "", "")  # a sign of life of this process
         try:
             ready = wait([connection, wakeup], BEAT_SECONDS)
             if wakeup in ready:
@@ -279,7 +279,7 @@ def _serve(connection, pipe, terminal, is_isolated, preloads):
                 _become_task(server, key, pipe, log, terminal, environ)
                 return command
             running[key], keys[pid] = pid, key
-            words.write(pipe, key, "")  # the first sign of life, also of one that is stopped before it can give any
+            task_status.write(pipe, key, "")  # the first sign of life, also of one that is stopped before it can give any
         elif request == "signal":
             key, number = arguments
             if key in running:
@@ -314,7 +314,7 @@ def _reap(connection, running, keys, preloads):
             _kill_group(pid)
             key, code = keys.pop(pid), os.waitstatus_to_exitcode(status)
             del running[key]
-            connection.send((key, {0: EARLY, _DONE: 0, words.LEFT: LEFT}.get(code, code) if preloads else code))
+            connection.send((key, {0: EARLY, _DONE: 0, task_status.LEFT: LEFT}.get(code, code) if preloads else code))
     kill_orphans(keys)
 
 
@@ -343,8 +343,8 @@ def _end_all(keys):
 
 def _become_task(server, key, pipe, log, terminal, environ):
     os.setsid()
-    isolation.die_with_parent(server)
-    isolation.adopt_orphans()  # so they are its children, and those of the process that starts the tasks when it has ended
+    sandbox.die_with_parent(server)
+    sandbox.adopt_orphans()  # so they are its children, and those of the process that starts the tasks when it has ended
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher may ignore it, and asks its tasks by it to end
@@ -361,7 +361,7 @@ def _write_to(log, key, pipe):
     try:
         descriptor = open_own(log, os.O_WRONLY | os.O_APPEND)
     except (OSError, UserError) as error:
-        words.write(pipe, key, f"{key} goes on without its log: {error}")
+        task_status.write(pipe, key, f"{key} goes on without its log: {error}")
         descriptor = os.dup(2)
     for standard in (1, 2):
         os.dup2(descriptor, standard)
@@ -372,9 +372,9 @@ def _run(command, preloads):
     """Runs a task's program, as `python SCRIPT ARGUMENTS` would."""
     if not preloads:
         os.execv(command[0], command)
-    words.is_fork = True
+    task_status.is_fork = True
     _set_title(" ".join(command))
-    words.doing("starting")
+    task_status.doing("starting")
     threading.Thread(target=_beat, daemon=True).start()
     sys.argv = command[1:]
     sys.path.insert(0, os.path.dirname(os.path.abspath(command[1])))
@@ -396,14 +396,14 @@ def _run(command, preloads):
             sys.stdout.flush()
             sys.stderr.flush()
         # As multiprocessing does it: to take the interpreter apart would take seconds, in which there is no sign of life.
-        os._exit(_DONE if status == 0 and words.is_done else status)
+        os._exit(_DONE if status == 0 and task_status.is_done else status)
 
 
 def _beat():
     log = os.environ["LAUNCHER_LOG"]
     while True:
-        words.say_progress()
-        words.look_for_waits()
+        task_status.say_progress()
+        task_status.look_for_waits()
         log = _made_again(log)
         time.sleep(BEAT_SECONDS)
 

@@ -10,8 +10,8 @@ from typing import Any
 from common import tf
 from common.core import AWAY, FINISHED, UserError
 from common.data import assign_part, local_variable
+from common.scheme.learning_rates import factor_is
 from common.scheme.messages import AtUpdate, arrived, gradient_of, parts_of, tensors_of
-from common.scheme.schedules import factor_is
 from common.scheme.steps import Step, before_all, before_early_read, before_read, spent
 
 

@@ -56,9 +56,9 @@ def build(spec, data, seed=0, loss=None, tables_on_ps=False, tables_seed=0, **si
 
 def by_labels(keras_model, is_classification):
     """Returns the `Model` of a Keras model that is built and not compiled, by whether its labels are classes or numbers."""
-    from common.models import objectives
+    from common.models import losses
 
-    objectives.by_labels(keras_model, is_classification)
+    losses.by_labels(keras_model, is_classification)
     outputs = np.zeros([2, *keras_model.output_shape[1:]], np.float32)
     labels = outputs.argmax(axis=-1) if is_classification else outputs
     return Model(keras_model, list(keras_model.compute_metrics(None, labels, outputs)))
@@ -230,7 +230,7 @@ def checked(keras_model, data, loss=None, last_operation=None):
     Raises:
       UserError: if it cannot be trained with these samples.
     """
-    from common.models import objectives
+    from common.models import losses
 
     _refuse_layers(keras_model)  # before they are called: Keras's own complaints about them say something else
     _refuse_strings(keras_model)
@@ -252,7 +252,7 @@ def checked(keras_model, data, loss=None, last_operation=None):
     _refuse_what_is_not_honoured(keras_model)
     own_optimizer = type(keras_model.optimizer).__name__ if keras_model.compiled and keras_model.optimizer else None
     last_operation = last_operation or (lambda: _last_operation(keras_model, x, outputs))
-    minimizes = objectives.choose(keras_model, outputs, last_operation, data, loss)
+    minimizes = losses.choose(keras_model, outputs, last_operation, data, loss)
     with _as_user_error(f"the loss, {minimizes.removeprefix('the loss of ')}, does not fit the labels"):
         keras_model._compute_loss(x, y, outputs, *weights)
         if data.num_samples > 2:  # shapes that differ may fit by chance, with as many samples as one of them has
@@ -376,7 +376,7 @@ def _last_operation(keras_model, x, outputs):
     """
     import tensorflow
 
-    from common.models import objectives
+    from common.models import losses
 
     with _as_user_error("the model cannot be a part of a graph"), _scope(keras_model):
         call = tensorflow.function(lambda x: keras_model(x, **_training(keras_model, False)), autograph=False)  # as in a run
@@ -394,7 +394,7 @@ def _last_operation(keras_model, x, outputs):
             waiting += moved
             sources |= set() if moved else {operation.type}
     are_within = all((y >= 0).all() and (y <= 1).all() for y in given)
-    return min(sources) if are_within and sources and sources <= objectives.PROBABILITIES.keys() else None
+    return min(sources) if are_within and sources and sources <= losses.PROBABILITIES.keys() else None
 
 
 def _scope(keras_model, *values):
@@ -512,11 +512,11 @@ class Model:
     """
 
     def __init__(self, keras_model, measures, own_optimizer=None, places=1):
-        from common.models import objectives
+        from common.models import losses
 
         _make_constant(keras_model)
         self._measures, self._saving, self.places = measures, threading.Lock(), places
-        self.keras_model, self.minimizes, self.own_optimizer = keras_model, objectives.text(keras_model), own_optimizer
+        self.keras_model, self.minimizes, self.own_optimizer = keras_model, losses.text(keras_model), own_optimizer
         self.shapes = [tuple(v.shape) for v in keras_model.trainable_variables]
         self.sizes = [int(np.prod(shape, dtype=int)) for shape in self.shapes]
         self._on_ps = [layer for layer in keras_model._flatten_layers() if getattr(layer, "is_on_ps", False)]
