@@ -2,4 +2,4 @@
 # Starts more workers of a run that was begun with --max_workers: `bash common/join.sh FOLDER [COUNT]`.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$here/setup.sh"
-exec "$PYTHON" "$here/launch/places.py" join "$@"
+exec "$PYTHON" "$here/launch/control.py" join "$@"

@@ -2,4 +2,4 @@
 # Asks workers of a run that was begun with --max_workers to leave: `bash common/leave.sh FOLDER [COUNT]`.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$here/setup.sh"
-exec "$PYTHON" "$here/launch/places.py" leave "$@"
+exec "$PYTHON" "$here/launch/control.py" leave "$@"

@@ -52,7 +52,7 @@ def test_tf_config():
 @pytest.mark.parametrize("chief", ["chief", "master"])
 def test_chief_of_tf_config_is_the_first_worker(chief):
     cluster = {"ps": ["p:1"], chief: ["c:2"], "worker": ["v:3", "w:4"]}
-    hosts = {"ps_hosts": "p:1", "worker_hosts": "v:3,w:4", "master": "c:2"}
+    hosts: dict = {"ps_hosts": "p:1", "worker_hosts": "v:3,w:4", "master": "c:2"}
     assert task(tf_config(cluster, chief, 0)) == TaskSpecDef(**hosts)
     assert task(tf_config(cluster, "worker", 0)) == TaskSpecDef("worker", 0, **hosts)
     assert task(tf_config(cluster, "ps", 0)) == TaskSpecDef("ps", 0, **hosts)

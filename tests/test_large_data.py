@@ -15,7 +15,7 @@ from common.cli import api
 from common.core import task_status
 from common.data import datasets
 from common.data.batches import Batches, Position, fed
-from common.data.mapped import Rows
+from common.data.mapped_rows import Rows
 from common.models import keras_model
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters

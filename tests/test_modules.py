@@ -108,3 +108,12 @@ def test_to_import_the_packages_brings_in_no_large_library():
     code = f"import sys, common, {packages}; print(*{{'tensorflow', 'keras', 'matplotlib'}} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert found.stdout.split() == []
+
+
+@pytest.mark.parametrize("package", table())
+def test_no_function_has_the_name_of_a_module_beside_it(package):
+    """Python sets the attribute of a package to the module when that is imported, whatever the front door says."""
+    tree = ast.parse((ROOT / "common" / package / "__init__.py").read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and str(node.module).count(".") == 2:
+            assert not {alias.name for alias in node.names} & set(table()[package])

@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING
 from common.front_door import front_door
 
 if TYPE_CHECKING:  # the front door: what others may import
-    from common.core import checkpoints, devices, exit_reasons, flags, limits, plots, progress, run_folder, signals, task_status
+    from common.core import (
+        checkpoints,
+        devices,
+        exit_reasons,
+        flags,
+        limits,
+        plots,
+        progress,
+        run_folder,
+        signals,
+        startup,
+        task_status,
+    )
     from common.core.checkpoint_parts import TABLES, TablePart, check_shape, pieces_of, rows_in, spec_of
     from common.core.checkpoints import Keeper, Trained, checkpoints_in, newest_good_checkpoint, times, writing_into
     from common.core.exit_reasons import NOTHING, RAN_OUT, count_oom_kills, killed_by, last_error, of_memory

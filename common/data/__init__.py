@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # the front door: what others may import
     from common.data.batches import Batches, Position, assign_part, fed, local_variable, make_local, order_of
     from common.data.datasets import OF_STRINGS, arrays_in, call_user_function, digits, mapped, one_line
     from common.data.ledger import LeasedBatches, LeaseHook, Ledger
-    from common.data.mapped import Rows, chunks
+    from common.data.mapped_rows import Rows, chunks
     from common.data.streams import Stream, StreamedBatches, TestSet
 
 __getattr__, __dir__ = front_door(__name__)

@@ -9,7 +9,7 @@ import numpy as np
 from common import tf
 from common.core import open_own
 from common.data.datasets import arrays_in, check_batch, mapped
-from common.data.mapped import Rows
+from common.data.mapped_rows import Rows
 
 
 class Position:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.core import UserError, limits, task_status
-from common.data.mapped import LARGE, Rows, chunks, is_mapped
+from common.data.mapped_rows import LARGE, Rows, chunks, is_mapped
 
 
 class Data(NamedTuple):

@@ -16,7 +16,7 @@ import sys
 import time
 from multiprocessing.connection import Connection, wait
 
-import common
+from common.core import startup
 from common.launch import fork_server, sandbox, warm
 
 
@@ -28,7 +28,7 @@ def _main(owner, descriptor, *options):
     sandbox.die_with_parent(owner, signal.SIGTERM)
     sandbox.adopt_orphans()
     if not _has_writable_home():
-        common.private_caches(is_writable=False)
+        startup.private_caches(is_writable=False)
     signature = warm.signature(os.environ)  # of the code as it is before the import
     if "--preload" in options:
         _load()
@@ -47,7 +47,7 @@ def _has_writable_home():
     if pid == 0:
         with contextlib.suppress(OSError):
             sandbox.give_up_power()
-        os._exit(not common.is_home_writable())
+        os._exit(not startup.is_home_writable())
     return os.waitpid(pid, 0)[1] == 0
 
 
@@ -84,7 +84,7 @@ def _exit(folder):
     """Removes the folders of socket and caches, and ends this process: to take the interpreter apart would take seconds."""
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
-    common.remove_private_caches()
+    startup.remove_private_caches()
     os._exit(0)
 
 
