@@ -13,10 +13,10 @@ check_system()
 open_standard_streams()
 private_caches()
 
+from common.core.doors import front_door  # noqa: E402
 from common.core.tensorflow import tf as tf  # noqa: E402
-from common.front_door import front_door  # noqa: E402
 
-if TYPE_CHECKING:  # the front door, as that of each package
+if TYPE_CHECKING:  # the public names, see common/core/doors.py
     from common.cli.api import train
     from common.cluster.hooks import EarlyStoppingHook, LoadCheckpoint, SemiSyncRunHook, StopAtTimeHook
     from common.cluster.session import DistributedSession

@@ -1,4 +1,4 @@
-"""The program `python -m common.advise`, which says where to start: see common/cli/advise.py."""
+"""The program `python -m common.advise`, which recommends a scheme: see common/cli/advise.py."""
 
 import sys
 

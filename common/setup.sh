@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Finds the Python that runs this project: the active virtual (or Conda) environment, if it has what requirements.txt lists and
-# imports `common` from this checkout; else `.venv`, made by `uv` if that is installed, or by venv and pip. It is completed when
-# requirements.txt or pyproject.toml has changed, and made again if its Python or its place has, or if it was left unfinished.
+# Finds the Python for this project: the active virtual (or Conda) environment, if it satisfies requirements.txt and imports
+# `common` from this checkout; else `.venv`, created by `uv` if installed, otherwise by venv and pip. `.venv` is updated after a
+# change of requirements.txt or pyproject.toml, and recreated after a change of its Python or path, or an unfinished setup.
 #
-#     source common/setup.sh      # sets PYTHON, or exits: 1 after one line that says what to do, 130 on Ctrl-C
+#     source common/setup.sh      # sets PYTHON, or exits: 1 after a one-line error with the remedy, 130 on Ctrl-C
 
 if [[ ${BASH_SOURCE[0]} != "$0" ]]; then
-    # The work is done in a shell of its own, so that its traps, locks and variables don't reach the caller's.
+    # A separate shell keeps traps, locks and variables out of the caller's.
     PYTHON=$(bash "${BASH_SOURCE[0]}") || exit $?
     unset PYTHONHOME # as `activate` does: it would give .venv another Python's library
-    # PYTHONPATH goes before installed packages, and may hold another clone's `common`. An empty part of it is the current folder.
+    # PYTHONPATH precedes installed packages, and may contain another clone's `common`. An empty entry is the current folder.
     PYTHONPATH=${PYTHONPATH:-}
     while [[ $PYTHONPATH == *::* ]]; do PYTHONPATH=${PYTHONPATH//::/:}; done
     PYTHONPATH=${PYTHONPATH#:} PYTHONPATH=${PYTHONPATH%:}
@@ -24,16 +24,16 @@ use() { printf '%s\n' "$1/bin/python"; exit 0; }
     "run it under WSL2 or in a container, see book/guide/install.md"
 CDPATH='' cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")/.." || exit 1
 venv=$PWD/.venv stamp=$PWD/.venv/setup-stamp log=$PWD/.venv-setup.log
-unset PYTHONHOME PYTHONPATH; export LC_ALL=C PIP_NO_INPUT=1 PIP_USER=0 # in an environment pip refuses a user's PIP_USER=1
+unset PYTHONHOME PYTHONPATH; export LC_ALL=C PIP_NO_INPUT=1 PIP_USER=0 # pip refuses a user's PIP_USER=1 in an environment
 
-# The stamp says what .venv was made from; until that is done, "making" and the place. `-V` costs 3 ms.
+# The stamp records the inputs of .venv; during setup, "making" and the path. `-V` costs 3 ms.
 basis() { printf '%s\n' made "$PWD" "$("$venv/bin/python" -V 2>&1)"; }
 ingredients() { basis && printf '%s\n' "$(<requirements.txt)" "$(<pyproject.toml)"; }
 up_to_date() { [[ -f $stamp && -x $venv/bin/python && $(<"$stamp") == "$(ingredients)" ]]; }
 
-shortcoming() { # says in a few words why the environment $1 won't do, and nothing if it will
+shortcoming() { # prints why the environment $1 is unusable, or nothing if it is usable
     [[ -x $1/bin/python ]] || { echo "has no Python"; return; }
-    "$1/bin/python" -I - <<'END' 2>&1 | tail -n 1 # -I: without the user's site. Of a traceback, the error
+    "$1/bin/python" -I - <<'END' 2>&1 | tail -n 1 # -I: no user site. tail: only the error of a traceback
 import importlib.util, os, sys
 try:
     from importlib.metadata import version
@@ -54,18 +54,18 @@ active=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
 if [[ -n $active && ! $active -ef $venv ]]; then
     why=$(shortcoming "$active")
     [[ -n $why ]] || use "$active"
-    # Conda activates `base` in every terminal: that says nothing about what the user wants here
+    # Conda activates `base` in every terminal, so it is no choice of the user's
     [[ -z ${VIRTUAL_ENV:-} && ${CONDA_DEFAULT_ENV:-} == base ]] || say "the active environment $active $why; using .venv"
 fi
 up_to_date && use "$venv"
 
-{ exec 9>>"$log"; } 2>/dev/null || die "$PWD is not writable" # a lock on it ends with this shell and its children
+{ exec 9>>"$log"; } 2>/dev/null || die "$PWD is not writable" # its lock ends with this shell and its children
 flock -n 9 || [[ $? != 1 ]] || { say "another run is setting up .venv; waiting for it"; flock 9; }
 up_to_date && use "$venv"
 trap 'say "stopped; the next run sets up again"; exit 130' INT
 old=$(cat "$stamp" 2>/dev/null) why=$(shortcoming "$venv") uv=$(type -P uv)
 
-watch() { # the seconds so far; how much pip or uv has downloaded or installed and how long the rest takes, or their last line
+watch() { # shows elapsed seconds, and the progress of pip or uv with the remaining time, or their last line
     while sleep 1 && kill -0 $$; do
         said=("$venv"/lib/*/site-packages/*.dist-info)
         read -r have all what < <(awk -v installed="${#said[@]}" -f common/setup_progress.awk "$log")
@@ -77,13 +77,13 @@ watch() { # the seconds so far; how much pip or uv has downloaded or installed a
     done 2>/dev/null >/dev/tty
 }
 
-step() { # runs a command, on a terminal with a line of its progress; if it fails, one line says so
+step() { # runs a command, with a progress line on a terminal; a failure prints one line
     local watcher='' status=0
     [[ ! -t 2 ]] || { watch 9>&- & watcher=$!; }
     "$@" >>"$log" 2>&1 </dev/null || status=$?
     [[ -z $watcher ]] || { kill "$watcher" && wait "$watcher"; printf '\r\e[K' >/dev/tty; } 2>/dev/null
     [[ $status != 0 ]] || return 0
-    # An update that has changed nothing so far, as without a network, leaves .venv as good as it was
+    # A failed update that changed no file, as without a network, leaves .venv as usable as before
     [[ -z $old || -n $(find "$venv/lib/" -newer "$stamp" -print -quit) ]] || printf '%s\n' "$old" >"$stamp"
     said=$(grep -io 'error: .* .*' "$log" || cat "$log") # in words: not pip's "error: subprocess-exited-with-error"
     die "\`$*\` failed: ${said##*$'\n'} (it needs the network and 4 GB of disk; log: $log)"
@@ -97,12 +97,12 @@ begin() { # from here on .venv is unfinished
 if [[ $old == "$(basis)"$'\n'* ]]; then
     [[ -n $why ]] || { ingredients >"$stamp" && use "$venv"; } # a setting has changed
     begin "updating .venv, which $why"
-elif [[ -n $(ls -A "$venv" 2>/dev/null) ]] && # the user's own (an older stamp says "found"), or a link to another clone's
+elif [[ -n $(ls -A "$venv" 2>/dev/null) ]] && # made by the user (an older stamp says "found"), or a link to another clone's
     [[ ! -f $stamp || $old == found* || (-L $venv && $(sed -n 2p "$stamp") != "$PWD") ]]; then
     [[ -n $why ]] || use "$venv"
     die "$venv was not made by this script for this folder, and $why: remove it, or install requirements.txt into it"
 else
-    for python in python3 python3.13 python3.12 python3.11 python3.10 ''; do # pyenv has a shim for each on PATH: try it
+    for python in python3 python3.13 python3.12 python3.11 python3.10 ''; do # pyenv has a shim for each on PATH, so run it
         "$python" -I -c 'import sys, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' && break
     done 2>/dev/null
     [[ -n $uv$python ]] || die "install uv, or Python 3.10 to 3.13 with venv (on Debian: sudo apt-get install python3-venv)"
@@ -111,7 +111,7 @@ else
     [[ -n $uv ]] || step "$python" -I -m venv "$(realpath "$venv")"
     [[ -z $uv ]] || step uv venv --seed --allow-existing --python '>=3.10,<3.14' "$(realpath "$venv")"
 fi
-# From 25 on, pip can write how much it has downloaded.
+# pip 25 and later can report download progress.
 [[ -n $uv ]] || ! "$venv/bin/python" -I -m pip install -q --retries 0 'pip>=25' >>"$log" 2>&1 </dev/null || export PIP_PROGRESS_BAR=raw
 [[ -n $uv ]] || step "$venv/bin/python" -I -m pip install --disable-pip-version-check -r requirements.txt
 [[ -z $uv ]] || step uv pip install --python "$venv/bin/python" -r requirements.txt

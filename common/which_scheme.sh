@@ -1,5 +1,5 @@
-# For the run.sh of a problem that any scheme can train: reads --scheme and --run_dir from its arguments. It is sourced, after `here`, the
-# folder of that run.sh, and `scheme`, the default, are set. Sets `scheme`, `run_dir`, and `given`, the arguments but for --scheme.
+# Sourced by the run.sh of a problem that any scheme can train, after it has set `here`, its folder, and `scheme`, the default.
+# Reads --scheme and --run_dir from the arguments; sets `scheme`, `run_dir`, and `given`, the arguments without --scheme.
 run_dir=runs/$(basename "$here")/$(date +%Y-%m-%d_%H-%M-%S) previous='' given=()
 for argument in "$@"; do
     [[ $previous =~ ^--?run_dir$ ]] && run_dir=$argument

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# {("core", "flags"): its syntax tree}; the package of common/front_door.py is ""
+# {("core", "flags"): its syntax tree}; the package of common/run.py is ""
 MODULES = {
     (path.parent.name if path.parent.name != "common" else "", path.stem): ast.parse(path.read_text())
     for path in sorted((ROOT / "common").rglob("*.py"))
@@ -19,10 +19,12 @@ MODULES = {
 }
 
 
+MAP = (ROOT / "CONTRIBUTING.md").read_text().partition("## Where things are")[2].partition("## Set up")[0]
+
+
 def table():
     """Returns {package: its modules} as CONTRIBUTING.md has them, the highest package first."""
-    section = (ROOT / "CONTRIBUTING.md").read_text().partition("## Where things are")[2]
-    rows = re.findall(r"^\| `(\w+)` \|.*\| (`.*`) \|$", section, re.M)
+    rows = re.findall(r"^\| `(\w+)` \|.*\| (`.*`) \|$", MAP, re.M)
     return {package: re.findall(r"`(\w+)`", modules) for package, modules in rows}
 
 
@@ -54,6 +56,30 @@ def code_outside():
             source = "".join(cell["source"])
             if cell["cell_type"] == "code" and "common." in source and not source.startswith("%%"):
                 yield path, ast.parse("\n".join(line for line in source.splitlines() if line.lstrip()[:1] not in ("%", "!")))
+
+
+def test_picture_has_the_imports_of_the_packages():
+    """It leaves out arrows that other arrows imply."""
+    imported: dict = {package: set() for package in table()}
+    for (package, _), tree in MODULES.items():
+        if package:
+            imported[package] |= {other for other, *_ in imports(tree)} - {package}
+    direct = {
+        package: {other for other in others if not any(other in imported[by] for by in others - {other})}
+        for package, others in imported.items()
+    }
+    drawn = re.findall(r"^(\w+) +→  (.*)$", MAP, re.M)
+    assert {package: set(others.split(", ")) for package, others in drawn} == {p: direct[p] for p in direct if direct[p]}
+
+
+def test_walks_name_what_is_there():
+    named = re.findall(r"`(\w+)/(\w+)\.py` `([\w.]+)`", MAP)
+    assert len(named) > 40
+    for package, module, name in named:
+        body = MODULES[package, module].body
+        for part in name.split("."):
+            [found] = [node for node in body if getattr(node, "name", None) == part]
+            body = getattr(found, "body", [])
 
 
 def test_table_has_every_module_once():

@@ -5,9 +5,9 @@ Begin with `main`, which each scheme's script calls.
 
 from typing import TYPE_CHECKING
 
-from common.front_door import front_door
+from common.core import front_door
 
-if TYPE_CHECKING:  # the front door: what others may import
+if TYPE_CHECKING:  # the public names
     from common.cli import api, notebook
     from common.cli.program import main
     from common.cli.recommend import steps_per_message

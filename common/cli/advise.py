@@ -1,10 +1,10 @@
-"""Says what each scheme would cost on your machines and links, and which one to begin with:
+"""Estimates the cost of each scheme on your machines and links, and recommends one to begin with:
 
     python -m common.advise --parameters=25e6 --workers=8 --mbit=1000 --latency_ms=5 --step_ms=80
 
-`common.cli.recommend` picks the scheme, by rules that were made from measured runs. The cost model is the simulator's: a
-round is read off the scheme's own graph (`common.simulation`), and `common.simulation.virtual_time` says when each step of it
-happens. Nothing is trained here.
+`common.cli.recommend` picks the scheme, by rules derived from measured runs. The cost model is the simulator's: the steps of a
+round come from the scheme's own graph (`common.simulation`), their times from `common.simulation.virtual_time`. Nothing is
+trained.
 """
 
 import functools
@@ -24,7 +24,7 @@ from common.simulation import Costs, VirtualTime
 PROGRAM = "common.advise"
 MOST_WORKERS, MOST_WINDOW = 1000, 100_000
 MBIT = 1e6 / 8  # bytes per second
-YES = {  # facts of `common.cli.recommend` that are true or not
+YES = {  # boolean facts of `common.cli.recommend`
     "tables": "whether the model has tables that are larger than a worker's memory",
     "exact": "whether each update must equal that of one machine with a larger batch, reproducibly",
     "come_and_go": "whether workers come and go, or die",
@@ -36,29 +36,29 @@ SCHEMES = (
     *("Synchronous-SGD-different-learning-rates", "DOWNPOUR-Easy", "DOWNPOUR", "AGN", "AEASGD", "AEAMSGD", "SAGN", "Local-SGD"),
     *("DiLoCo", "Streaming-DiLoCo", "SparseLoCo", "Asynchronous-DiLoCo", "Write-Your-Own-Scheme"),
 )
-# Further ways to run one of them, each a script of its own, of which the simulator says why it knows none
+# Variants of a scheme with their own script; the simulator cannot run them, and its error states the reason
 SCRIPTS = {
     "Synchronous-SGD --by=all_reduce": "all_reduce.py",
     "Synchronous-SGD --by=sync_replicas_optimizer": "sync_replicas_optimizer.py",
 }
 # Tried where messages are slow; 500 is H in DiLoCo's paper
 WINDOWS = (20, 50, 100, 200, 500)
-ENOUGH = 0.8  # share of their time that workers compute, from which on a scheme need not send less
+ENOUGH = 0.8  # share of worker time spent computing; below it, a scheme should send less
 
 
 class Estimate(NamedTuple):
-    """What a scheme costs once it runs evenly.
+    """The steady-state cost of a scheme.
 
     Attributes:
-      name: of its folder.
+      name: folder of the scheme.
       window: its `--window`; 1 if it has none.
-      local_steps: of a worker in a round.
-      round_seconds: from the beginning of a round of a worker to that of its next one, the mean over the workers.
-      computing: the share of the workers' time that goes into local steps; the rest is waiting, for messages or others.
-      barrier: the share of their time in which workers have to wait for other workers.
-      bytes_per_hour: of all workers, to the ps and from them.
+      local_steps: local steps per worker and round.
+      round_seconds: time from the start of a worker's round to the start of its next, the mean over workers.
+      computing: share of worker time spent in local steps; the rest is waiting, for messages or other workers.
+      barrier: share of worker time spent waiting for other workers.
+      bytes_per_hour: traffic of all workers, to and from the ps.
       steps_per_second: local steps of all workers.
-      ps_load: the share of time for which the busier direction of the ps's links is in use; 0 if they have no limit.
+      ps_load: utilization of the ps's links in the busier direction; 0 if their bandwidth is unlimited.
     """
 
     name: str
@@ -73,17 +73,17 @@ class Estimate(NamedTuple):
 
 
 def estimate(name, window, actions, waiting, num_workers, costs, seed=0):
-    """Returns the `Estimate` of a scheme from its rounds: the first few are left out, as all workers begin at once.
+    """Returns the `Estimate` of a scheme from its rounds; the first few are left out, as all workers start at once.
 
     Args:
       name, window: of the scheme, see `Estimate`.
       actions, waiting: see `common.simulation.Facts`.
       num_workers, costs, seed: see `common.simulation.VirtualTime`.
     """
-    few = min(40, max(8, 4000 // num_workers))  # rounds of each worker, on average
+    few = min(40, max(8, 4000 // num_workers))  # rounds per worker, on average
     first = max(2, few // 8)
     if waiting.staleness is not None and math.isfinite(waiting.staleness):
-        first += math.ceil(4 * waiting.staleness)  # until fast workers are as far ahead as they may be
+        first += math.ceil(4 * waiting.staleness)  # until fast workers have reached the staleness bound
     last = first + few
     clock = VirtualTime(actions, num_workers, costs, waiting, seed, spans_until=math.inf)
     local_steps = sum(action.local_steps for action in actions)
@@ -96,7 +96,7 @@ def estimate(name, window, actions, waiting, num_workers, costs, seed=0):
     ends = times[steps == len(actions) - 1]
     start, end = ends[first * num_workers - 1], ends[last * num_workers - 1]
     worked = num_workers * (end - start)
-    rounds = few * num_workers / (end - start)  # a second
+    rounds = few * num_workers / (end - start)  # per second
     trained = seconds[(times > start) & (times <= end)].sum()
     waited = sum(max(0.0, min(s.end, end) - max(s.start, start)) for s in clock.spans if s.part == "wait")
     up, down = (sum(getattr(action, key) for action in actions) for key in ("up", "down"))
@@ -114,7 +114,7 @@ def estimate(name, window, actions, waiting, num_workers, costs, seed=0):
 
 
 def costs_of(settings):
-    """Returns the `common.simulation.Costs` that the flags name."""
+    """Returns the `common.simulation.Costs` given by the flags."""
     step = np.full(settings.workers, settings.step_ms / 1000)
     step[-1] *= settings.slow
     link, of_ps = (mbit * MBIT if mbit else math.inf for mbit in (settings.mbit, settings.ps_mbit or settings.mbit))
@@ -136,11 +136,11 @@ def of_scheme(settings, script, name, window=None):
     Args:
       settings: those of this program.
       script: the scheme's folder, or the path of its script.
-      name: what the `Estimate` calls it.
-      window: local steps of a round, for schemes that make several; None for `--window`, or else its own default.
+      name: name for the `Estimate`.
+      window: local steps per round, for schemes with several; None for `--window`, or else the scheme's default.
 
     Raises:
-      UserError: if the simulator does not know it, or it takes no such flags.
+      UserError: if the simulator cannot run the scheme, or its script rejects the flags.
     """
     from common.scheme import compression_of
     from common.simulation import facts_of_size
@@ -162,7 +162,7 @@ def of_scheme(settings, script, name, window=None):
 
 
 def all_schemes(settings):
-    """Returns the `Estimate`s of all schemes, a list, and for each of the others why there is none: {name: text}."""
+    """Returns the list of `Estimate`s, and the reason for each scheme without one: {name: text}."""
     from common.cli.api import script_of
 
     found, without = [], {}
@@ -178,7 +178,7 @@ def all_schemes(settings):
 def with_window(found, at_window):
     """Returns the `Estimate` of a scheme with the shortest window at which its workers compute for `ENOUGH` of their time.
 
-    If none of `WINDOWS` does, that with the longest one.
+    If none of `WINDOWS` suffices, the longest one is used.
 
     Args:
       found: its `Estimate` with the default window.
@@ -191,9 +191,9 @@ def with_window(found, at_window):
 
 
 def main(arguments):
-    """What the command does; returns its exit status."""
+    """Runs the command; returns its exit status."""
     settings = parse(define(), arguments)
-    notebook.quiet()  # only now, as it takes seconds to import tensorflow
+    notebook.quiet()  # after the flags are checked, as importing tensorflow takes seconds
     estimates, without = all_schemes(settings)
     print("\n".join([assumed(settings), "", *table(estimates, settings)]))
     for name, why in without.items():
@@ -232,10 +232,10 @@ def define():
 
 
 def parse(values, arguments):
-    """Returns the settings that a command line asks for.
+    """Returns the settings of a command line.
 
     Raises:
-      UserError: if it is not understood.
+      UserError: if the command line is invalid.
     """
     settings = flags.parse(values, arguments, PROGRAM)
     for name, example in ("parameters", "25e6"), ("workers", "8"), ("step_ms", "80"):
@@ -247,7 +247,7 @@ def parse(values, arguments):
 
 
 def assumed(settings):
-    """Returns a line that says for which machines and links the figures are."""
+    """Returns a line that describes the assumed machines and links."""
     link, of_ps = (f"{mbit:,g} Mbit/s" if mbit else "any speed" for mbit in (settings.mbit, settings.ps_mbit or settings.mbit))
     slow = f", {settings.slow:g} times as long on one of them" if settings.slow > 1 else ""
     return (
@@ -270,21 +270,21 @@ def table(estimates, settings):
 
 
 def three(value):
-    """Returns a positive number as text, with three digits that count."""
+    """Returns a positive number as text, with about three significant digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value >= 1e-4 else f"{value:.1e}"
 
 
 def facts_of(settings):
-    """Returns the facts that `common.cli.recommend` takes."""
+    """Returns the facts for `common.cli.recommend`."""
     names = ("parameters", "workers", "step_ms", "latency_ms", "slow", "step_cv", *YES)
     return {name: float(getattr(settings, name)) for name in names} | {"mbit": settings.mbit or 0.0}
 
 
 def advice(estimates, without, settings):
-    """Returns the lines that say which scheme to begin with, why, and what was not measured.
+    """Returns the lines of the recommendation: the scheme, the reason, and the facts outside the measured range.
 
     Args:
-      estimates, without: what `all_schemes` has returned.
+      estimates, without: results of `all_schemes`.
     """
     known = rules()
     rule, notes = recommend(facts_of(settings), known)

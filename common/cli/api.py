@@ -6,8 +6,8 @@
     run.model.evaluate(x_test, y_test)
     run.plot()
 
-The processes of the cluster are new ones. They get what they need from this one in a folder of files (`_send`), which a
-scheme's script reads as it reads any FILE.py:FUNCTION (`receive`).
+The processes of the cluster are new. They get data, model and functions from this one through a folder of files (`_send`),
+which a scheme's script reads like any FILE.py:FUNCTION (`receive`).
 """
 
 import contextlib
@@ -36,11 +36,11 @@ from common.core import Settings, TrainingFailed, UserError, plots, progress, si
 from common.data import Rows, datasets, streams
 from common.launch import warm
 
-ROOT = Path(__file__).resolve().parents[2]  # of the folders of the schemes
+ROOT = Path(__file__).resolve().parents[2]  # parent of the schemes' folders
 FUNCTIONS = {"callback", "learning_rate_schedule"}  # flags that may be functions, called with arguments
-DEFAULTS: dict[str, Any] = {"epochs": 1, "batch_size": 32, "learning_rate": 0.01}  # of a scheme that is a function
+DEFAULTS: dict[str, Any] = {"epochs": 1, "batch_size": 32, "learning_rate": 0.01}  # of a scheme given as a function
 
-# What a scheme's script finds in the folder: the first for flags that name a function, the second for a scheme that is one.
+# The modules in that folder: the first for flags that name a function, the second for a scheme given as a function.
 _PROBLEM = '''"""Data and model of a notebook, or a program; see common/cli/api.py."""
 
 from common.cli.api import receive
@@ -69,17 +69,17 @@ def train(scheme, model, data, *, run_dir=None, pace="own", verbose=True, **flag
     Args:
       scheme: the name of a folder of this project, as "DOWNPOUR"; or a scheme, a generator function of (center, local, hp), see
         Write-Your-Own-Scheme.
-      model: a `keras.Model`, which is not changed, and whose weights are where training begins; a function that returns one;
+      model: a `keras.Model`, left unchanged, whose weights are the initial parameters; a function that returns one;
         or "linear", "dense", "mlp", "cnn", "cnn1d", "transformer".
-      data: ((x_train, y_train), (x_test, y_test)), each pair with weights of the samples as a third if they have some; a
+      data: ((x_train, y_train), (x_test, y_test)), each pair optionally with sample weights as a third; a
         function that returns that, or a pair of `tf.data.Dataset`s; files, as "DIR/*.csv"; or "digits", "linear", "mnist",
         "mnist1d", "quadratic", "text". See book/guide/data-and-models.md.
-      run_dir: folder for all that the run writes; runs/SCHEME/TIME by default.
-      pace: of a scheme that is a function, see `common.cli.main`.
-      verbose: whether to show the progress meanwhile.
+      run_dir: output folder of the run; runs/SCHEME/TIME by default.
+      pace: of a scheme given as a function, see `common.cli.main`.
+      verbose: whether to show progress.
       **flags: the flags of the folder's run.sh, as num_workers=4; `bash DOWNPOUR/run.sh --help` lists them. `callback` and
-        `learning_rate_schedule` may be functions. A callback is called in a process of its own, not in this one: what it
-        prints is shown here, what it assigns to is not changed here.
+        `learning_rate_schedule` may be functions. A callback runs in another process than this one: its output
+        is shown here, its assignments have no effect here.
 
     Raises:
       UserError: if model, data or a flag cannot be used.
@@ -110,7 +110,7 @@ class Run:
 
     Attributes:
       path: of its folder.
-      result: what `result.json` says: speed, samples, staleness, loss and metrics on the test set.
+      result: contents of `result.json`: speed, samples, staleness, loss and metrics on the test set.
     """
 
     def __init__(self, path, model, data, flags):
@@ -119,10 +119,10 @@ class Run:
 
     @functools.cached_property
     def model(self):
-        """The trained `keras.Model`, compiled with what was minimized; with its tables, if it has some (`common.Embedding`).
+        """The trained `keras.Model`, compiled with the minimized loss; with its tables, if any (`common.Embedding`).
 
         Raises:
-          UserError: if they were not saved.
+          UserError: if the tables were not saved.
         """
         from common.core import checkpoints_in
         from common.models import keras_model
@@ -147,19 +147,19 @@ class Run:
 
     @functools.cached_property
     def metrics(self):
-        """The lines that the workers wrote while they trained, a list of dicts: loss, speed, staleness of each half second."""
+        """The lines that the workers wrote during training, a list of dicts: loss, speed, staleness of each half second."""
         return plots.read_metrics(self.path)
 
     @property
     def history(self):
-        """Loss and metrics on the test set while training went on: {name: list}, with "global_step" and "seconds"."""
+        """Loss and metrics on the test set during training: {name: list}, with "global_step" and "seconds"."""
         keys = [key for _, key, _ in progress.measures(self.metrics) if key.startswith("test_")]
         lines = list({line["global_step"]: line for line in self.metrics if all(key in line for key in keys)}.values())
         found = {"global_step": [n["global_step"] for n in lines], "seconds": [n["time"] - lines[0]["time"] for n in lines]}
         return {**found, **{key: [n[key] for n in lines] for key in keys}}
 
     def plot(self):
-        """Draws loss, metrics and speed over time, and returns the figure of Matplotlib; a notebook shows it, once."""
+        """Draws loss, metrics and speed over time, and returns the Matplotlib figure; a notebook shows it once."""
         import matplotlib.pyplot as plt
 
         figure: Any = plt.figure(layout="constrained")
@@ -181,7 +181,7 @@ class Run:
 
 
 def _script_of(scheme, pace, flags, sent):
-    """Returns the path of a scheme's script; of one that is a function it is made in the folder `sent`."""
+    """Returns the path of a scheme's script; for a scheme given as a function, writes it to the folder `sent`."""
     if isinstance(scheme, str):
         script = script_of(scheme)
         if pace != "own":
@@ -206,7 +206,7 @@ def script_of(name):
     scripts = {}
     for path in ROOT.glob("*/run.sh"):
         if script := re.search(r'/([$\w]+)\.py" --launch', path.read_text()):
-            first = path.parent.name.lower().replace("-", "_")  # where a flag of run.sh chooses between two
+            first = path.parent.name.lower().replace("-", "_")  # used if a flag of run.sh chooses between two
             scripts[path.parent.name] = path.with_name(f"{first if script[1][0] == '$' else script[1]}.py")
     if name not in scripts:
         near = difflib.get_close_matches(name, scripts, 1, 0.5)
@@ -216,7 +216,7 @@ def script_of(name):
 
 
 def as_arguments(flag, value):
-    """Returns the arguments of a command line that give a flag this value."""
+    """Returns the command-line arguments that set a flag to this value."""
     if callable(value):
         raise UserError(f"{flag} must be 'FILE.py:FUNCTION', not a function of this program")
     if value is None:
@@ -227,7 +227,7 @@ def as_arguments(flag, value):
 
 
 def _send(value, flag, problem):
-    """Returns the --data, or --model, for this value; writes it beside the file `problem` if it has to be sent."""
+    """Returns a flag's command-line value; a `value` other than a string is pickled beside the file `problem`."""
     if isinstance(value, str):
         return value
     if flag == "data" and not callable(value):
@@ -244,9 +244,9 @@ def _is_model(value):
 
 
 def _check_keras(model):
-    """Raises a `UserError` if this program has changed settings of Keras that a function's model would not get in a task.
+    """Raises a `UserError` if this program has changed Keras settings that a model built by a function in a task would lack.
 
-    The layers of a model that is there are sent with theirs.
+    A `keras.Model` is sent with the settings of its layers.
     """
     keras = sys.modules.get("keras")
     if keras is None or _is_model(model):
@@ -263,7 +263,7 @@ def _check_keras(model):
 
 
 class _Arrays:
-    """Arrays on their way to other processes: each is a file, which all of them map. So a machine has them in memory once."""
+    """Arrays for other processes, each in a file that all processes map, so that a machine holds it in memory once."""
 
     def __init__(self, dataset, folder):
         self._folder, self._count = str(folder), 0
@@ -294,10 +294,10 @@ class _Arrays:
 
 
 class _SentModel:
-    """A Keras model on its way to another process: as Keras saves it, and the classes and functions of its own.
+    """A Keras model for another process: the file that Keras saves, and the user's own classes and functions.
 
     Raises:
-      UserError: if another process would not get the same model.
+      UserError: if another process would load a different model.
     """
 
     def __init__(self, keras_model):
@@ -305,7 +305,7 @@ class _SentModel:
             path = Path(folder, "model.keras")
             try:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # it is not built yet; it has a lambda, which is a risk to others
+                    warnings.simplefilter("ignore")  # that it is not built yet, or has a lambda
                     keras_model.save(path)
             except Exception as error:
                 raise _cannot_be_sent(datasets.one_line(error)) from error
@@ -314,7 +314,7 @@ class _SentModel:
         main = vars(sys.modules["__main__"])
         with zipfile.ZipFile(io.BytesIO(self._saved)) as archive:
             texts = set(_strings_in(json.loads(archive.read("config.json"))))
-        found = {text: main.get(text.rpartition(">")[2]) for text in texts}  # a registered one is called PACKAGE>NAME
+        found = {text: main.get(text.rpartition(">")[2]) for text in texts}  # a registered object is named PACKAGE>NAME
         self._own = {text: value for text, value in found.items() if getattr(value, "__module__", None) == "__main__"}
         self._kinds = {type(layer) for layer in keras_model._flatten_layers() if _is_own(layer)}
         _check_settings(keras_model)
@@ -324,7 +324,7 @@ class _SentModel:
         import keras
 
         with tempfile.TemporaryDirectory() as folder, _made_from_config(self._kinds), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Skipping variable loading for optimizer")  # which no scheme uses
+            warnings.filterwarnings("ignore", "Skipping variable loading for optimizer")  # unused by schemes
             path = Path(folder, "model.keras")
             path.write_bytes(self._saved)
             return keras.models.load_model(path, custom_objects=self._own, safe_mode=False)
@@ -332,7 +332,7 @@ class _SentModel:
     def _check_same(self, keras_model):
         try:
             again = self()
-        except Exception as error:  # whatever Keras, or a class of the user's, raises
+        except Exception as error:  # from Keras or from a user's class
             causes = re.findall(r"(?:xception encountered|during deserialization): (.+)", str(error))
             raise _cannot_be_sent(causes[-1] if causes else datasets.one_line(error).partition(". ")[0]) from error
         before, after = ([type(layer) for layer in model._flatten_layers()] for model in (keras_model, again))
@@ -356,8 +356,10 @@ def _is_own(value):
 
 @contextlib.contextmanager
 def _made_from_config(kinds):
-    """Keras makes layers of these classes, and models, from what it has saved, also where their __init__ takes no `trainable`,
-    `dtype` or `name`, which Keras adds to the arguments of every class that has no `get_config` of its own."""
+    """Lets Keras rebuild objects of these classes even if their `__init__` takes no `trainable`, `dtype` or `name`.
+
+    Keras adds these to the saved arguments of every class without a `get_config` of its own.
+    """
     import keras
 
     def from_config(kind, config):
@@ -384,9 +386,9 @@ def _made_from_config(kinds):
 
 
 def _check_settings(keras_model):
-    """Raises a `UserError` if Keras does not save with which arguments an object of a class of the user's own was made.
+    """Raises a `UserError` if Keras does not save the constructor arguments of an object of a user's own class.
 
-    In 3.15 it saves those of a layer; those of a subclassed model as if all had been left away; of losses and metrics none.
+    Keras 3.15 saves those of a layer, but not those of a subclassed model, a loss or a metric.
     """
     import keras
 
@@ -408,14 +410,14 @@ def _check_settings(keras_model):
 
 
 def _check_losses(keras_model):
-    """Raises a `UserError` if Keras does not save all of a compiled loss: in 3.15 a Huber loss comes back without its delta."""
+    """Raises a `UserError` if Keras does not save all of a compiled loss: in 3.15 a Huber loss loses its delta."""
     import keras
 
     for loss in keras.tree.flatten(getattr(keras_model, "loss", None)):
         if isinstance(loss, keras.losses.Loss) and hasattr(loss, "_fn_kwargs"):
             try:
                 again = type(loss).from_config(loss.get_config())
-            except Exception:  # of a class that is loaded in another way
+            except Exception:  # of a class with another way of loading
                 continue
             if repr(again._fn_kwargs) != repr(loss._fn_kwargs):
                 raise _cannot_be_sent(f"Keras does not save the settings {loss._fn_kwargs} of its loss {type(loss).__name__}")
@@ -430,7 +432,7 @@ def _strings_in(value):
 
 
 def _dump(value, path, what):
-    """Pickles a value, and what was defined for it in a notebook or a program; modules go by their name."""
+    """Pickles a value with its definitions in a notebook or a program; modules are pickled by name."""
     import cloudpickle
 
     try:
@@ -441,10 +443,10 @@ def _dump(value, path, what):
 
 
 def receive(file, name):
-    """Returns what was sent: a function; for a scheme that and its defaults.
+    """Returns the sent object: a function; for a scheme, the function and its defaults.
 
     Args:
-      file: of the module that asks, beside which it lies.
+      file: path of the calling module, beside the pickle.
       name: "data", "model", "scheme", or one of `FUNCTIONS`.
 
     Raises:
@@ -454,21 +456,21 @@ def receive(file, name):
     if not path.exists():
         raise AttributeError(name)
     with open(path, "rb") as pickled:
-        sys.path += [folder for folder in pickle.load(pickled) if folder not in sys.path]  # of modules that go by their name
+        sys.path += [folder for folder in pickle.load(pickled) if folder not in sys.path]  # of modules pickled by name
         return pickle.load(pickled)
 
 
 def _run(command, program, names, verbose):
-    """Runs a launcher to its end, and shows what it says. It ends with this process, at the latest.
+    """Runs a launcher to its end, and shows its output. It ends, at the latest, with this process.
 
     Args:
       command: its command line.
-      program: what its last line begins with if it fails.
-      names: {text: what stands for it} in that line.
-      verbose: whether to show what it says.
+      program: prefix of its last line if it fails.
+      names: {text: replacement} in its output.
+      verbose: whether to show its output.
 
     Raises:
-      UserError, TrainingFailed: what it ended with.
+      UserError, TrainingFailed: by its exit status, if not 0.
       KeyboardInterrupt: if this process was interrupted; the launcher has saved a checkpoint by then.
     """
     is_notebook = "ipykernel" in sys.modules
@@ -487,7 +489,7 @@ def _run(command, program, names, verbose):
             env=environ,
             text=True,
             errors="replace",
-            start_new_session=True,  # so that Ctrl-C reaches this process alone, which hands it on
+            start_new_session=True,  # so that Ctrl-C reaches only this process, which forwards it
         )
         is_interrupted = False
         try:
@@ -499,7 +501,7 @@ def _run(command, program, names, verbose):
                     launcher.wait()
                 except KeyboardInterrupt:
                     is_interrupted = True
-                    print()  # the line of progress stays as it is
+                    print()  # keeps the progress line
                     launcher.send_signal(signal.SIGINT)
         finally:
             if launcher.poll() is None:
@@ -511,21 +513,21 @@ def _run(command, program, names, verbose):
         return
     if is_interrupted or launcher.returncode == 130:
         interrupted: Any = KeyboardInterrupt()
-        interrupted._render_traceback_ = lambda: ["KeyboardInterrupt"]  # for IPython: the launcher has said what came of it
+        interrupted._render_traceback_ = lambda: ["KeyboardInterrupt"]  # for IPython: the launcher has reported the outcome
         raise interrupted
     line = _named(line.removeprefix(f"{program}: "), names)
     raise UserError(line) if launcher.returncode == 2 else TrainingFailed(line)
 
 
 def _named(line, names):
-    """Returns a line of the launcher as it is to be said to those who call `train`."""
+    """Returns a line of the launcher in the terms of a caller of `train`."""
     for text, name in names.items():
         line = line.replace(text, name)
     return re.sub(r"--resume --run_dir=(.+) goes on from", r"train(..., run_dir='\1', resume=True) goes on from", line)
 
 
 def _shown(lines, is_notebook):
-    """Yields what to print of a launcher's lines: in a notebook a line of progress takes the place of the one before."""
+    """Yields a launcher's lines for printing; in a notebook, a progress line replaces the previous one."""
     width = 0
     for line in lines or ():
         if is_notebook and line.startswith("step "):
@@ -538,7 +540,7 @@ def _shown(lines, is_notebook):
 
 
 def _loaded(given, flags=None):
-    """Returns the `common.data.Data` of what `train` got; of data that are read while it trains, some samples."""
+    """Returns the `common.data.Data` that `train` was given; for data streamed during training, some samples."""
     own = {name: (flags or {}).get(name) for name in ("label", "parse", "test_data", "seconds", "steps", "run_dir")}
     spec, number = given if isinstance(given, str) else "", (flags or {}).get("num_workers", 1)
     settings = Settings(**own, data=spec, num_workers=number, seed=0, check=False)

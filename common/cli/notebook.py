@@ -1,6 +1,6 @@
-"""Clusters for notebooks: tasks as processes on this machine, which end with the notebook's kernel at the latest.
+"""Clusters for notebooks: tasks as processes on this machine that end, at the latest, with the notebook's kernel.
 
-As a program it is one of these tasks: `python common/cli/notebook.py '{"ps": ["localhost:2222"], ...}' ps 0`.
+Run as a program, it is one of these tasks: `python common/cli/notebook.py '{"ps": ["localhost:2222"], ...}' ps 0`.
 """
 
 import contextlib
@@ -17,32 +17,32 @@ from common import tf
 from common.cluster import task_spec
 from common.launch import launcher, sandbox
 
-_open: set[object] = set()  # keeps clusters alive to which no variable refers
+_open: set[object] = set()  # keeps unreferenced clusters alive
 
 
 def quiet():
-    """Imports tensorflow, without what its C++ code writes to standard error; that is silent from now on.
+    """Imports tensorflow, and silences the log of its C++ code on standard error from now on.
 
-    To be called before anything else imports tensorflow, as `from common import DistributedSession` does.
+    Call it before any other import of tensorflow, such as `from common import DistributedSession`.
     """
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-    tf.train  # noqa: B018, any attribute: the first one imports tensorflow, which reads it
+    tf.train  # noqa: B018, any attribute: its first use imports tensorflow, which reads the variable
 
 
 class Message(NamedTuple):
-    """A message from one task to another in a call."""
+    """A message from one task to another in a session call."""
 
     sender: str  # /job:ps/task:0
     receiver: str
-    name: str  # of the operation that it comes from
-    shape: tuple | None  # None: no tensor, only the signal that the operation is done
-    size: int | None  # bytes; None if it is not known before it is sent
+    name: str  # of the source operation
+    shape: tuple | None  # None: only a completion signal, or the tensor's shape is unknown
+    size: int | None  # bytes; None if unknown before sending
 
 
 def messages(session, fetches):
-    """Runs `fetches`, and returns the `Message`s between tasks that this takes, in no particular order.
+    """Runs `fetches`, and returns the `Message`s between tasks, in no particular order.
 
-    TensorFlow cuts a graph into a part for each task. Where an edge was cut, one part sends and the other receives.
+    TensorFlow partitions a graph by task: each cut edge becomes a send in one part and a receive in the other.
     """
     metadata = tf.RunMetadata()
     session.run(fetches, options=tf.RunOptions(output_partition_graphs=True), run_metadata=metadata)
@@ -56,10 +56,10 @@ def messages(session, fetches):
             continue
         name = send["tensor_name"].s.decode().split("_", 2)[2]  # edge_12_NAME
         shape: Any = None
-        size: Any = 0  # an empty tensor is sent, as the signal that this operation is done
+        size: Any = 0  # an empty tensor signals the completion of this operation
         if node.input[0].partition(":")[0] == name:
             size = None
-            with contextlib.suppress(KeyError):  # of an operation that was made when the graph was optimized
+            with contextlib.suppress(KeyError):  # for an operation added by graph optimization
                 output = session.graph.get_operation_by_name(name).outputs[0]
                 shape, count = tuple(output.shape), output.shape.num_elements()
                 size = None if count is None else output.dtype.size * count
@@ -68,25 +68,24 @@ def messages(session, fetches):
 
 
 class LocalCluster:
-    """A cluster on this machine: addresses for its tasks, and processes for those that the notebook is not itself.
+    """A cluster on this machine: addresses for its tasks, and processes for the tasks other than the notebook.
 
         local = LocalCluster(ps=1, worker=2)
         local.start("ps", 0)
         server = local.task("worker", 0).create_server()
 
-    The ports stay reserved until `close`. Processes that still run are killed then, or when the kernel ends, however it ends
-    (Linux).
+    The ports stay reserved until `close`, which kills the remaining processes; so does any end of the kernel (Linux).
 
     Args:
-      hosts: {job: addresses}; None makes addresses with free ports.
+      hosts: {job: addresses}; None for addresses with free ports.
       jobs: without hosts, the number of tasks of each job.
 
     Attributes:
-      hosts: {job: addresses}, what `tf.train.ClusterSpec` takes.
+      hosts: {job: addresses}, as for `tf.train.ClusterSpec`.
     """
 
     def __init__(self, hosts=None, **jobs):
-        os.environ["TF_GRPC_REUSE_PORT"] = "true"  # servers may listen on ports that are reserved
+        os.environ["TF_GRPC_REUSE_PORT"] = "true"  # lets servers listen on reserved ports
         self._stack = contextlib.ExitStack()
         _open.add(self)
         self._stack.callback(_open.discard, self)
@@ -102,15 +101,15 @@ class LocalCluster:
         return task_spec.TaskSpecDef(job, index, ps_hosts=self.hosts["ps"], worker_hosts=self.hosts["worker"])
 
     def target(self, job, index):
-        """Returns what a session takes to run on the server of that task, `grpc://host:port`."""
+        """Returns the session target for the server of a task, `grpc://host:port`."""
         return f"grpc://{self.hosts[job][index]}"
 
     def start(self, job, index):
-        """Starts a task as a process of its own, and returns its `subprocess.Popen`: a server that runs what it is sent.
+        """Starts the server of a task as a process of its own, and returns its `subprocess.Popen`.
 
         If it fails, its error appears under the notebook's cell.
 
-        A ps of a cluster with workers ends by itself when each of these has said that it is done (`ending.say_done`).
+        A ps of a cluster with workers exits once each worker has reported that it is done (`membership.say_done`).
         """
         process = subprocess.Popen(
             [sys.executable, __file__, json.dumps(self.hosts), job, str(index)],
@@ -133,10 +132,10 @@ def _end(process):
 
 
 def shared_cluster(path, **jobs):
-    """Returns the `LocalCluster` of several notebooks that run at the same time, in kernels of their own.
+    """Returns the `LocalCluster` shared by several notebooks that run at the same time, each in its own kernel.
 
-    The first kernel writes the addresses to the file `path`; they hold as long as one of the kernels lives. Each kernel
-    reserves all the ports, so no other process gets them, whichever kernel ends.
+    The first kernel writes the addresses to the file `path`; they stay valid while one of the kernels lives. Each kernel
+    reserves all the ports, so that no other process can take them after the end of one kernel.
 
     Args:
       path: a file, the same for all.
@@ -144,11 +143,11 @@ def shared_cluster(path, **jobs):
     """
     path = Path(path)
     with open(path.with_suffix(".lock"), "a") as turn:
-        fcntl.flock(turn, fcntl.LOCK_EX)  # one after the other
+        fcntl.flock(turn, fcntl.LOCK_EX)  # one kernel at a time
         file = open(path, "a+")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # there are others, each of which holds the lock below
+        except BlockingIOError:  # other kernels hold the shared lock below
             file.seek(0)
             local = LocalCluster(json.load(file))
         else:
@@ -163,7 +162,7 @@ def shared_cluster(path, **jobs):
 
 def _main(hosts, job, index):
     sandbox.die_with_parent(int(os.environ["LAUNCHER_PID"]))
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a server waits outside Python, which would never see the signal
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a server blocks in C++, so Python would never handle the signal
     quiet()
     local, index = json.loads(hosts), int(index)
     if job == "ps" and "worker" in local:
@@ -173,5 +172,5 @@ def _main(hosts, job, index):
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this folder, whose names are not for all to import
+    sys.path.pop(0)  # this folder, to keep its module names out of other imports
     _main(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Runs `python SCHEME.py`: reads the flags, then starts a cluster on this machine, or is a task of one.
+"""Runs `python SCHEME.py`: reads the flags, then starts a cluster on this machine or runs one task of a cluster.
 
 A script is its update rule and one call:
 
@@ -39,15 +39,16 @@ def main(scheme=None, train=None, pace="own", without=(), check=None, evaluate=N
 
     Args:
       scheme: generator function, see `common.scheme.steps`.
-      train: instead, for a script with a main loop of its own: a function `train(task, settings)` as in `common.training`. The
-        loop says `task_status.doing(...)` at each call, or the launcher takes it for hanging.
-      pace: "own" if each worker goes at its own; "together" if workers wait for each other at the ps, as with `center.together`
-        and `center.pace`; "ring" if they do among themselves, with `center.ring`: then all are started again when one has died.
-      check: function of the flags, a namespace, that raises a `UserError` if they do not go together.
+      train: instead of `scheme`, for a script with its own main loop: a function `train(task, settings)` as in
+        `common.training`. The loop calls `task_status.doing(...)` at each call, or the launcher treats it as hung.
+      pace: "own" for workers without a barrier; "together" for workers that wait for each other at the ps, as with
+        `center.together` and `center.pace`; "ring" for workers that wait among themselves, with `center.ring`: all are
+        restarted when one has died.
+      check: function of the flags, a namespace, that raises a `UserError` for an invalid combination.
       evaluate: function `evaluate(task, settings)` that the last worker of a cluster runs instead of training.
-      optimizer_on: "ps" or "worker", the place of the optimizer of the scheme's paper: its learning rates follow a schedule,
+      optimizer_on: "ps" or "worker", the place of the optimizer in the scheme's paper: its learning rates follow a schedule,
         and weight decay shrinks the parameters there, see `common.scheme.hyperparameters`.
-      without: names of flags that mean nothing to this script; those of a cluster for one that always trains alone.
+      without: names of flags without meaning for this script, as the cluster flags for one that always trains alone.
       **defaults: the scheme's own defaults, by the name of the flag.
     """
     if not os.environ.get("LAUNCHER_PID"):
@@ -60,7 +61,7 @@ def main(scheme=None, train=None, pace="own", without=(), check=None, evaluate=N
     failed = supervisor.FAILED_FOR_GOOD if os.environ.get("LAUNCHER_KEY") else 1
     try:
         status = _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, sys.argv[1:], defaults)
-        task_status.work_is_done()  # this end is ours: a function of the user's may end the process, too, with sys.exit
+        task_status.work_is_done()  # marks a regular exit: a user's function may call sys.exit, too
         sys.exit(status)
     except UserError as error:
         sys.exit(_say(2, f"{script.name}: {error}"))
@@ -78,10 +79,10 @@ def main(scheme=None, train=None, pace="own", without=(), check=None, evaluate=N
 
 
 def _stale_launcher():
-    """Returns a line if the environment says that a launcher has started this process, and none has."""
+    """Returns an error line if the environment has a launcher's variables, but no launcher started this process; else None."""
     given = [name for name in (*task_status.VARIABLES, *task_status.MORE_VARIABLES) if os.environ.get(name)]
     is_of_parent = os.environ.get("LAUNCHER_PID") == str(os.getppid())
-    # A launcher gives its tasks all of them; a program of a user may give its number alone, so that a task ends with it.
+    # A launcher sets all of them; a user's program may set only its process id, so that a task ends with it.
     if not given or is_of_parent and (given == ["LAUNCHER_PID"] or set(task_status.VARIABLES) <= set(given)):
         return None
     values = ", ".join(f"{name}={os.environ[name]}" for name in given)
@@ -89,7 +90,7 @@ def _stale_launcher():
 
 
 def _log_to(path):
-    """Sends the standard error of C++ code to a file: tensorflow's start-up messages are not for a terminal."""
+    """Redirects the standard error of C++ code to a file, to keep tensorflow's start-up messages off the terminal."""
     sys.stderr.flush()
     terminal = os.dup(2)
     log = run_folder.open_own(path, os.O_WRONLY | os.O_APPEND)
@@ -99,7 +100,7 @@ def _log_to(path):
 
 
 def _have_environment(task):
-    """Begins again, if need be, with the variables that a launcher would give: some are only read when a process begins."""
+    """Restarts the process, if needed, with a launcher's environment variables: some are only read at process start."""
     addresses = task.hosts[task.job]
     here = addresses[task.job_index].rpartition(":")[0] if addresses else None
     neighbours = sum(address.rpartition(":")[0] == here for address in task.hosts["worker"])
@@ -110,14 +111,17 @@ def _have_environment(task):
 
 
 def _serve(task):
-    """The life of a ps that no launcher has started. SIGTERM goes to all tasks where a scheduler ends them: see
-    `ending.count_left_as_done`. A second one ends it at once. SIGHUP comes when the terminal is closed, maybe that of the
-    workers, too. If they don't leave, it ends like Ctrl-C, but later."""
+    """Runs a ps that no launcher has started, until its workers are done.
+
+    SIGTERM comes from a scheduler, which sends it to all tasks; SIGHUP from a closed terminal, maybe the workers', too. After
+    either, the ps waits until the workers have left (`membership.count_left_as_done`), at most `supervisor.STOP_SECONDS`, and
+    exits with 130 like Ctrl-C. A second SIGTERM ends it at once.
+    """
     is_asked = threading.Event()
 
     def hear(number):
         if number == signal.SIGHUP and is_asked.is_set():
-            return  # the shell and the system may both send it
+            return  # the shell and the kernel may both send it
         if is_asked.is_set() or not task.is_serving():
             os._exit(130)
         timer = threading.Timer(supervisor.STOP_SECONDS, os._exit, [130])
@@ -130,18 +134,18 @@ def _serve(task):
     signals.hear_signals((signal.SIGTERM, signal.SIGHUP), hear)
     task.create_server()
     sys.stdout.flush()
-    os._exit(130 if is_asked.is_set() else 0)  # the thread may be in tensorflow's code, which would not outlive the interpreter
+    os._exit(130 if is_asked.is_set() else 0)  # a thread in tensorflow's code would not survive interpreter shutdown
 
 
 def _say(status, line):
     task_status.say_last(line)
-    with contextlib.suppress(OSError):  # on a full disk there is no place in the log either
+    with contextlib.suppress(OSError):  # on a full disk, writing to the log fails, too
         print(line, file=sys.stderr)
     return status
 
 
 def _check_places(settings, pace, evaluate, has_launcher, task, num_workers_given):
-    """Raises a `UserError` if workers cannot come and go."""
+    """Raises a `UserError` if workers cannot join and leave this run."""
     flag = f"--max_workers={settings.max_workers}"
     if pace == "ring":
         raise UserError(f"{flag}: the workers of {settings.scheme} average among themselves, so none can join: leave it out")
@@ -164,9 +168,9 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
         sandbox.die_with_parent(int(parent))
     of_scheme = sorted(flags.own_names(absl_flags.FLAGS))  # at this point only the script has defined flags
     values = flags.define(defaults)
-    if train or pace != "own":  # workers that wait for each other begin together
+    if train or pace != "own":  # workers that wait for each other start together
         without = (*without, "warm_start_steps")
-    if train or pace == "ring":  # whose messages are not those of a scheme and the ps
+    if train or pace == "ring":  # compression is only for messages between a scheme and the ps
         without = (*without, "compress", "compress_pull", "topk")
     if train:
         without = (*without, "start_secs", "clip_norm", "learning_rate_schedule", "warmup_steps", "weight_decay")
@@ -183,7 +187,7 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
     settings = settings.but(of_scheme={name: getattr(settings, name) for name in of_scheme})
     task = task_spec.task_from(settings) if "job_name" not in without else None
     if task and evaluate:
-        # TF_CONFIG has a type of its own for an evaluator, which is no member of the cluster: no worker has to be taken for it.
+        # In TF_CONFIG an evaluator has its own task type, outside the cluster, so no worker has to take its place.
         is_by_tf_config = settings.job_name is None and os.environ.get("TF_CONFIG", "").strip()
         task = task if is_by_tf_config else task.use_last_worker_as_evaluator()
     elif task and task.is_evaluator():
@@ -197,7 +201,7 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
         has_launcher = launches or os.environ.get("LAUNCHER_KEY")
         _check_places(settings, pace, evaluate, has_launcher, task, flags.present(values, "num_workers"))
     settings = settings.but(num_evaluators=1 if evaluate and (task or launches) else 0)
-    if evaluate and not settings.num_evaluators:  # trains alone, and on all that there is
+    if evaluate and not settings.num_evaluators:  # a process that trains alone uses all samples
         settings = settings.but(validation=None, patience=None)
     if settings.patience and not settings.validation:
         raise UserError("--patience needs held-out samples: give their share, too, with --validation")
@@ -208,7 +212,7 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
             raise UserError(
                 f"--{name} needs --launch, which `bash {settings.scheme}/run.sh` adds; without it, one process trains"
             )
-    if not launches:  # what a scheme may ask for
+    if not launches:  # the task counts that a scheme may read
         num_ps, num_workers = (task.num_ps, task.num_workers) if task else (0, 1)
         settings = settings.but(num_ps=num_ps, num_workers=num_workers)
     elif settings.gpus is not None and not settings.check:
@@ -224,7 +228,7 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
         limits.check_tasks(settings.num_ps, (settings.max_workers or settings.num_workers) + settings.num_evaluators)
     if check:
         check(settings)
-    if launches and settings.validation and settings.data in flags.FITTING:  # other data is looked at by a process
+    if launches and settings.validation and settings.data in flags.FITTING:  # the check process reads other data
         from common.data import datasets
 
         datasets.hold_out(datasets.load(settings.data, settings.seed), settings.validation, settings.seed)
@@ -255,7 +259,7 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
     settings = settings.but(code=control.code_of(script.parent)[1] if settings.max_workers and not parent else None)
     index = task.shard_index if task else 0
     if not parent:
-        path, _ = run_folder.prepare_run_dir(settings, task)  # which is locked from now on until this process ends
+        path, _ = run_folder.prepare_run_dir(settings, task)  # locked until this process ends
         settings = settings.but(run_dir=path)
         run_folder.watch_locks(path)
         if os.environ.get("PLACES") and task and task.is_master():
@@ -271,12 +275,12 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
         return _serve(task)
 
     if task and task.is_evaluator():
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # unlike the other workers it cannot leave
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # unlike the other workers, an evaluator cannot leave
         return evaluate(task, settings)
 
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.heeded())  # see training.Interruption
-    from common.core import checkpoints  # and with it tensorflow
-    from common.training import loop  # and with it tensorflow
+    from common.core import checkpoints  # imports tensorflow
+    from common.training import loop  # imports tensorflow
 
     if train and index == 0:
         checkpoints.list_anew(Path(settings.run_dir, "checkpoints"))

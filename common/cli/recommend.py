@@ -1,6 +1,6 @@
-"""Which scheme to begin with: the first rule that holds, of those that `Comparison/rules.json` has.
+"""The choice of a scheme to begin with: the first rule of `Comparison/rules.json` that holds.
 
-The rules are made from measured runs by `python benchmarks/report.py`. README.md, Comparison/README.md, `common.advise` and the
+`python benchmarks/report.py` derives the rules from measured runs. README.md, Comparison/README.md, `common.advise` and the
 form of the book (book/static/which.js) read the same file.
 """
 
@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 RULES = Path(__file__).resolve().parents[2] / "Comparison" / "rules.json"
-FAR = 3  # times what was measured, from which on a line says so
+FAR = 3  # ratio to the measured value beyond which a note says so
 
 
 class Recommendation(NamedTuple):
-    """The answer.
+    """The rule that applies, and its limits.
 
     Attributes:
-      rule: the one that decides, a dict of `RULES`.
-      notes: sentences on what no run has measured.
+      rule: the rule that applies, a dict of `RULES`.
+      notes: sentences on facts that no run has measured.
     """
 
     rule: dict
@@ -25,12 +25,12 @@ class Recommendation(NamedTuple):
 
 
 def rules():
-    """Returns what `RULES` has."""
+    """Returns the contents of `RULES`."""
     return json.loads(RULES.read_text())
 
 
 def steps_per_message(facts):
-    """Returns for how many local steps a worker waits in a round of one step: for a pull and a push, while its link is its own.
+    """Returns the time of a pull and a push, in local steps, for a worker that has its link to itself.
 
     Args:
       facts: numbers by name: `parameters`, `step_ms`, `latency_ms`, and `mbit`, 0 for no limit.
@@ -43,8 +43,8 @@ def recommend(facts, known=None):
     """Returns the `Recommendation`.
 
     Args:
-      facts: {name: number} of the facts of `rules()`; the others have their defaults. Yes is 1, no is 0.
-      known: what `rules` has returned, if it is at hand.
+      facts: {name: number} for facts of `rules()`, yes as 1 and no as 0; missing ones take their defaults.
+      known: result of `rules`, if already loaded.
     """
     known = known or rules()
     facts = {fact["name"]: fact["default"] for fact in known["facts"]} | facts
@@ -64,5 +64,5 @@ def recommend(facts, known=None):
 
 
 def number(value):
-    """Returns a number as text, with three digits at least, as JavaScript does: 4842, 25000000, 7.1."""
+    """Returns a number as text, whole or with three significant digits, as JavaScript does: 4842, 25000000, 7.1."""
     return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"

@@ -1,8 +1,8 @@
-"""Runs any script that asks `TaskSpec()` as a cluster on this machine:
+"""Runs any script that uses `TaskSpec()` as a cluster on this machine:
 
     python -m common.run --num_ps=1 --num_workers=2 my_script.py --its=flags
 
-Each task finds its place in `TF_CONFIG`. Worker 0 writes to the terminal, the others to logs. The run ends with its workers.
+Each task reads its role from `TF_CONFIG`. Worker 0 writes to the terminal, the others to logs. The run ends with its workers.
 """
 
 import datetime
@@ -20,7 +20,7 @@ PROGRAM = "common.run"
 
 
 def main(arguments):
-    """Runs it and exits: 0 all workers have ended well, 1 one has failed, 2 bad flags or input, 130 stopped by Ctrl-C."""
+    """Runs the script and exits: 0 all workers succeeded, 1 one failed, 2 bad flags or input, 130 stopped by Ctrl-C."""
     signals.prepare_for_a_closed_terminal()
     try:
         sys.exit(_run(arguments))

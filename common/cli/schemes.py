@@ -1,4 +1,4 @@
-"""What the folder of a scheme says: its function, and the defaults and checks of its script's flags."""
+"""The definition of a scheme in its folder: its function, and the defaults and checks of its script's flags."""
 
 import contextlib
 import runpy
@@ -13,7 +13,7 @@ from common.core import UserError, flags
 
 
 class Folder(NamedTuple):
-    """What a scheme's script says in its call of `common.cli.main`."""
+    """The arguments of a scheme's script to `common.cli.main`."""
 
     name: str
     scheme: Any
@@ -24,10 +24,10 @@ class Folder(NamedTuple):
 
 
 def folder_of(name):
-    """Returns the `Folder` of a scheme: the name of its folder, or the path of a script. Its own flags are defined then.
+    """Returns the `Folder` of a scheme, named by folder or by script path, and defines the scheme's own flags.
 
     Raises:
-      UserError: if there is none, or if it is no scheme.
+      UserError: if there is no such folder or script, or it is no scheme's.
     """
     script = Path(name) if name.endswith(".py") else api.script_of(name)
     if not script.is_file():
@@ -37,7 +37,7 @@ def folder_of(name):
     def capture(scheme=None, train=None, pace="own", without=(), check=None, evaluate=None, optimizer_on="ps", **defaults):
         if scheme is None:
             raise UserError(f"{script.name} has a main loop of its own, so virtual workers cannot run it")
-        if pace != "own":  # as in `common.cli.program`: workers that wait for each other begin together
+        if pace != "own":  # as in `common.cli.program`: workers that wait for each other start together
             without = (*without, "warm_start_steps")
         found.append(Folder(script.resolve().parent.name, scheme, check, without, optimizer_on, defaults))
 
@@ -63,7 +63,7 @@ def _importable_from(folder):
 
 @contextlib.contextmanager
 def flags_of_one_run():
-    """Removes, at the end, the flags defined in its block: they are global, and another run in this process defines its own."""
+    """Removes the flags defined in its block at the end: flags are global, and the next run in this process defines its own."""
     before = set(absl_flags.FLAGS)
     try:
         yield

@@ -1,11 +1,11 @@
-"""The task that this process is, the servers of a cluster, and a session in it with its hooks.
+"""Task and server of this process in a cluster, and the monitored session with its hooks.
 
-Begin with `cluster`, where a process learns which task it is, and `session`, which opens a monitored session.
+Begin with `task_spec`, which reads the task from flags or the environment, and `session`, which opens a monitored session.
 """
 
 from typing import TYPE_CHECKING
 
-from common.front_door import front_door
+from common.core import front_door
 
 if TYPE_CHECKING:  # the front door: what others may import
     from common.cluster import membership, slurm, task_spec

@@ -1,4 +1,4 @@
-"""Tasks started by hand give up a task that they wait for and cannot reach, after `--give_up_secs`."""
+"""In clusters started by hand, tasks give up an unreachable task after `--give_up_secs`."""
 
 import sys
 import threading
@@ -12,19 +12,19 @@ LOOK_SECS = 1.0
 
 
 class GiveUpHook(tf.train.SessionRunHook):
-    """Looks for which tasks this one waits, and gives them up when they have been away for `--give_up_secs`.
+    """Gives up tasks that this one waits for and cannot reach for `--give_up_secs`.
 
-    A task is away while this one waits for it and its address accepts no connection. The time begins anew when another one is
-    away, or the global step has changed: then somebody trains, and it may be that only the way between the two is closed.
+    A task is away while this one waits for it and its address accepts no connection. The timer restarts when the set of absent
+    tasks or the global step changes: with a new step, training goes on, and only the connection between the two may be down.
 
-    The chief that has trained needs no other worker for the result; any other task that waits ends with status 1.
+    After its training the chief needs no other worker for the result; any other waiting task exits with status 1.
 
     Args:
       task: a `common.cluster.TaskSpecDef` of a worker.
       server: its `tf.train.Server`.
       settings: all flags.
       step: the global step.
-      rendezvous: its `common.cluster.Rendezvous`.
+      rendezvous: its `membership.Rendezvous`.
     """
 
     def __init__(self, task, server, settings, step, rendezvous):
@@ -33,7 +33,7 @@ class GiveUpHook(tf.train.SessionRunHook):
         threading.Thread(target=self._run, daemon=True).start()
 
     def after_create_session(self, session, coord):
-        """From now on the step is read in this session."""
+        """Keeps the session, to read the step in it."""
         self._session = session
 
     def _run(self):
@@ -41,7 +41,7 @@ class GiveUpHook(tf.train.SessionRunHook):
         while not pause.wait(min(LOOK_SECS, secs / 4)):
             away = task_status.away()
             if self._session is None and self._task.is_master() and not self._is_ps(away):
-                away = []  # it waits for those that have not come yet, for --start_secs
+                away = []  # workers that have not started yet have --start_secs
             seen = away, self._read(away)
             if not away or seen != known:
                 since, known = time.monotonic(), seen
@@ -72,5 +72,5 @@ class GiveUpHook(tf.train.SessionRunHook):
         what = self._task, self._server, sorted(workers)
         saying = threading.Thread(target=membership.say_done, args=what, daemon=True)
         saying.start()
-        saying.join(membership.LEFT_SECONDS)  # the ps may be those that are away
+        saying.join(membership.LEFT_SECONDS)  # the ps themselves may be unreachable
         signals.exit_at_once(1)

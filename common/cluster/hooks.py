@@ -1,4 +1,4 @@
-"""Session hooks, usable in any monitored session: metrics and evaluation while training, when to begin, wait and stop."""
+"""Session hooks for any monitored session: start, wait and stop of workers, early stopping, warm start from a checkpoint."""
 
 import math
 import time
@@ -11,10 +11,10 @@ from common.core import Clocks, Lock, UserError, meanwhile, tell, workers_away
 
 
 class Gate:
-    """The place where the other workers wait until the chief lets them begin. It is on a ps and not saved in checkpoints.
+    """Start barrier on a ps: the other workers wait until the chief opens it. It is not saved in checkpoints.
 
     Attributes:
-      variable: a boolean, initialized when they may begin: whether there is something to do.
+      variable: a boolean, initialized when the gate opens; false if training has already ended.
     """
 
     def __init__(self, device):
@@ -26,42 +26,43 @@ class Gate:
             self._is_open = self.variable.is_initialized()
 
     def closed(self, index):
-        """Returns a tensor of names, empty when the gate is open, for the `ready_for_local_init_op` of worker `index`. To read
-        it says that this worker has come."""
+        """Returns a tensor of names, empty when the gate is open, for the `ready_for_local_init_op` of worker `index`.
+
+        Reading it registers the worker as arrived.
+        """
         with tf.device(self.variable.device):
             with tf.control_dependencies([membership.came_to_gate(self.variable.device, index)]):
                 return tf.report_uninitialized_variables([self.variable])
 
     def is_open(self, session):
-        """Whether they may begin. A ps that was restarted has forgotten it."""
+        """Whether the workers may begin; a restarted ps has lost this."""
         return bool(session.run(self._is_open))
 
     def open(self, session):
-        """Lets them begin."""
+        """Lets the waiting workers begin."""
         session.run(self.variable.initializer)
 
     def who_came(self, session):
-        """Returns the indices of the workers that have come to it, a set."""
+        """Returns the indices of the workers that have arrived, a set."""
         return set(session.run(self._who_came).tolist())
 
     def close(self, session, for_all=False):
-        """Lets workers that still wait know that training has ended; and `for_all` those that come later."""
+        """Tells workers still waiting that training has ended; with `for_all` also those that arrive later."""
         if for_all or not self.is_open(session):
             session.run(self._end)
 
 
 class StartHook(tf.train.SessionRunHook):
-    """The chief's: lets all workers begin together, when all have come, or after `secs` seconds.
+    """The chief's start barrier: lets all workers begin together, after at most `secs` seconds.
 
-    Else the first one may have trained on its share alone before the others are there.
+    Otherwise the first worker could finish its shard before the others have started.
 
     Args:
       gate: a `Gate`.
-      num_workers: how many there are.
-      secs: for how long to wait.
-      is_over: function that says whether to wait no longer.
-      who_left: function that returns which workers have left for good: a ps that was restarted does not know that they had
-        come.
+      num_workers: number of workers.
+      secs: timeout of the barrier.
+      is_over: function that returns whether to stop waiting.
+      who_left: function that returns the workers that have left for good: a restarted ps has lost their arrival.
     """
 
     def __init__(self, gate, num_workers, secs, is_over=lambda: False, who_left=tuple):
@@ -74,9 +75,9 @@ class StartHook(tf.train.SessionRunHook):
         if self._gate.is_open(session):
             return
         if not self._has_waited:
-            # A ps may die meanwhile, and this be called again.
+            # If a ps dies meanwhile, this is called again: the deadline stays.
             self._deadline = min(self._deadline, time.monotonic() + self._secs)
-            self._left = set(self._who_left())  # the ps of this session hears of those that leave from now on
+            self._left = set(self._who_left())  # later departures are recorded on the ps of this session
             with meanwhile("waiting for all workers to come", waits=True, whom=lambda: self._missing(session)):
                 self._wait(session)
             self._has_waited = True
@@ -96,30 +97,30 @@ class StartHook(tf.train.SessionRunHook):
 
 
 class WarmStartHook(tf.train.SessionRunHook):
-    """The chief's: lets the other workers begin when there have been `steps` global updates.
+    """The chief's warm start: lets the other workers begin after `steps` global updates.
 
-    A ps that was restarted has forgotten it, hence the look at the step in every new session.
+    A restarted ps has lost the gate, hence the look at the step in every new session.
 
     Args:
       gate: a `Gate`.
       step: the global step.
-      steps: how many updates.
+      steps: number of updates.
     """
 
     def __init__(self, gate, step, steps):
         self._gate, self._step, self._steps, self._is_open = gate, step, steps, False
 
     def after_create_session(self, session, coord):
-        """Opens the gate if it was open before, or this run goes on from a later step."""
+        """Opens the gate if it was open before, or if this run resumes from a later step."""
         if self._is_open or session.run(self._step) >= self._steps:
             self._open(session)
 
     def before_run(self, run_context):
-        """Asks for the step until the gate is open."""
+        """Fetches the step until the gate is open."""
         return None if self._is_open else tf.train.SessionRunArgs(self._step)
 
     def after_run(self, run_context, run_values):
-        """Opens the gate when it is time."""
+        """Opens the gate once the step is reached."""
         if not self._is_open and run_values.results >= self._steps:
             self._open(run_context.session)
 
@@ -129,12 +130,12 @@ class WarmStartHook(tf.train.SessionRunHook):
 
 
 class MeetingHook(tf.train.SessionRunHook):
-    """Takes part in what workers wait for each other for.
+    """Enters and leaves the synchronization of workers that wait for each other.
 
     Args:
       meeting: a `common.scheme.Pace`, `Together` or `Ring`.
-      who_left: where workers come and go, function that returns which of them have left for good.
-      come: function of a session, called before this worker enters in it.
+      who_left: in elastic runs, function that returns the workers that have left for good.
+      come: function of a session, called before this worker enters.
     """
 
     def __init__(self, meeting, who_left=tuple, come=lambda session: None):
@@ -142,7 +143,7 @@ class MeetingHook(tf.train.SessionRunHook):
         self._session, self._has_left, self._is_released = None, False, False
 
     def after_create_session(self, session, coord):
-        """Enters, or if it was said before that this worker has left, says so again: a ps that was restarted forgets."""
+        """Enters, or repeats that this worker has left: a restarted ps has lost it."""
         if self._meeting.vote is not None and self._session:
             raise RuntimeError("the connection to a ps was lost; all workers must be restarted")
         self._session = session
@@ -163,7 +164,7 @@ class MeetingHook(tf.train.SessionRunHook):
         return {self._meeting.left: [i in gone for i in range(self._meeting.left.shape[0])]}
 
     def missing(self):
-        """Returns which workers this one waits for just now, as ["worker 3"]. Called from any thread."""
+        """Returns the workers that this one is waiting for, as ["worker 3"]. Called from any thread."""
         if self._meeting.behind is None:
             return workers_away()
         try:
@@ -173,12 +174,12 @@ class MeetingHook(tf.train.SessionRunHook):
         return [f"worker {i}" for i, is_behind in enumerate(behind) if is_behind]
 
     def leave(self, session):
-        """The others need not wait for this worker any more."""
+        """From now on no worker waits for this one."""
         self._has_left = True
         session.run(self._meeting.leave)
 
     def goes(self, session):
-        """Lets this worker leave for good; returns whether it has to make one more round for that."""
+        """Lets this worker leave for good; returns whether it must run one more round first."""
         if self._meeting.go is None:
             self.leave(session)
             return False
@@ -188,7 +189,7 @@ class MeetingHook(tf.train.SessionRunHook):
         return True
 
     def vote(self, session):
-        """Says that this worker is to stop together with the others, and returns whether that is how they stop."""
+        """Votes for a joint stop of all workers; returns whether the scheme stops by vote."""
         if self._meeting.vote is None:
             return False
         session.run(self._meeting.vote)
@@ -201,11 +202,11 @@ class MeetingHook(tf.train.SessionRunHook):
             if self._session:
                 self._session.run(self._meeting.release)
         except (tf.errors.OpError, RuntimeError):
-            pass  # there is no session any more in which it could wait
+            pass  # the session is gone, so nothing waits in it
 
 
 class SemiSyncRunHook(tf.train.SessionRunHook):
-    """Holds a worker back that is too far ahead of the slowest: stale synchronous parallel (Ho et al. 2013, NIPS).
+    """Stale synchronous parallel: a worker too far ahead of the slowest waits (Ho et al. 2013, NIPS).
 
     For any monitored session of a cluster with parameter servers; every worker has one:
 
@@ -214,16 +215,16 @@ class SemiSyncRunHook(tf.train.SessionRunHook):
             while not session.should_stop():
                 session.run(train_op)
 
-    A worker's clock ticks with every `run` of the session. One that is more than `staleness` ticks ahead of the slowest waits
-    before its next `run`, on a queue, not looking again and again. The slowest never waits. A worker whose session has ended
-    is not waited for; one that died is, until it comes back, and then it goes on with the clock that it had.
+    A worker's clock ticks with every `run` of the session. A worker more than `staleness` ticks ahead of the slowest blocks on
+    a queue, without polling, before its next `run`. The slowest never waits. The others don't wait for a worker whose session
+    has ended; they do wait for one that died, until it is restarted and continues with its old clock.
 
-    The clocks lie beside the global step, and are lost when that ps dies: then all begin anew, at the same time.
+    The clocks are on the ps of the global step, and are lost when that ps dies: then all start again from equal clocks.
 
     Args:
-      index: of this worker.
-      worker_count: how many workers there are.
-      staleness: how many steps a worker may be ahead; 0 keeps all in step, `math.inf` lets each go at its own pace.
+      index: index of this worker.
+      worker_count: number of workers.
+      staleness: number of steps that a worker may be ahead; 0 is lockstep, `math.inf` is no bound.
     """
 
     def __init__(self, index, worker_count, staleness=10):
@@ -234,26 +235,26 @@ class SemiSyncRunHook(tf.train.SessionRunHook):
         self._index, self._worker_count, self._staleness = index, worker_count, staleness
 
     def begin(self):
-        """Makes the clocks in the present graph."""
+        """Builds the clocks in the present graph."""
         lock = Lock(tf.train.get_or_create_global_step().device, "semi_sync")
         clocks = Clocks(self._worker_count, lock, self._staleness, name="semi_sync")
         self._enter, self._leave, self._tick = clocks.enter(self._index), clocks.leave(self._index), clocks.tick(self._index)
         self._wait = clocks.wait(self._index)
 
     def after_create_session(self, session, coord):
-        """Takes part from now on."""
+        """Enters the clocks, so that the others wait for this worker."""
         session.run(self._enter)
 
     def before_run(self, run_context):
-        """Waits until this worker may begin its next step."""
+        """Waits until this worker may run its next step."""
         run_context.session.run(self._wait)
 
     def after_run(self, run_context, run_values):
-        """The step is done."""
+        """Ticks this worker's clock."""
         run_context.session.run(self._tick)
 
     def end(self, session):
-        """The others need not wait for this worker any more."""
+        """Leaves the clocks, so that no worker waits for this one."""
         session.run(self._leave)
 
 
@@ -266,35 +267,35 @@ class StopAtTimeHook(tf.train.SessionRunHook):
         self._time_running, self._deadline = time_running, math.inf
 
     def after_create_session(self, session, coord):
-        """The time begins to run; it runs on when the session is created anew."""
+        """Starts the time limit with the first session; later sessions don't reset it."""
         if self._deadline == math.inf:
             self._deadline = time.monotonic() + self._time_running
 
     def after_run(self, run_context, run_values):
-        """Asks the session to stop when it is time."""
+        """Requests a stop once the time is up."""
         if time.monotonic() >= self._deadline:
             run_context.request_stop()
 
 
 class LoadCheckpoint(tf.train.SessionRunHook):
-    """Begins training with the values of a checkpoint, say of a model that was trained before. One of the chief's hooks.
+    """Starts training from a checkpoint, such as one of a pretrained model. A hook of the chief.
 
-    It restores once, after the session is created. A session that is created later, because a ps died, has either restored a
-    checkpoint of this training, and then that counts if its global step is not 0; or has lost all, and this restores again.
+    It restores once, after the session is created. A later session, created because a ps died, has either restored a checkpoint
+    of this training, which is kept if its global step is not 0, or has lost everything, and this restores again.
 
     Args:
       saver: a `tf.train.Saver` of the variables to restore.
       checkpoint: path of the checkpoint, as `tf.train.latest_checkpoint` returns it.
 
     Raises:
-      UserError: at the beginning, if there is no such checkpoint, or it lacks variables or has them in other shapes.
+      UserError: at the start, if the checkpoint does not exist, or lacks variables or has them in other shapes.
     """
 
     def __init__(self, saver, checkpoint):
         self._saver, self._checkpoint, self._step = saver, checkpoint, None
 
     def begin(self):
-        """Looks whether the checkpoint exists, before anything is started."""
+        """Checks that the checkpoint exists before anything is started."""
         if not self._checkpoint or not tf.train.checkpoint_exists(self._checkpoint):
             raise UserError(
                 f"there is no checkpoint {str(self._checkpoint)!r}: expected the path that the saver gave it, "
@@ -303,26 +304,26 @@ class LoadCheckpoint(tf.train.SessionRunHook):
         self._step = tf.train.get_global_step()
 
     def after_create_session(self, session, coord):
-        """Restores, unless training has gone on from there."""
-        # The step alone would not do: another worker may have made one already. Sessions of other creators don't say.
+        """Restores, unless training has already made progress."""
+        # The step alone is not enough: another worker may have advanced it. Sessions of other creators lack `is_new`.
         if getattr(session, "is_new", False) or self._step is None or session.run(self._step) == 0:
             with restoring(f"the checkpoint {self._checkpoint}", "another checkpoint", self._saver, self._checkpoint):
                 self._saver.restore(session, self._checkpoint)
 
 
 class EarlyStoppingHook(tf.train.SessionRunHook):
-    """Ends the training of all workers when somebody, say an evaluator, has written a certain file.
+    """Stops all workers when a file appears, written by an evaluator, for example.
 
-    The chief looks for it, and then closes a queue beside the global step; every worker looks whether that is closed. For any
+    The chief polls for the file, then closes a queue on the ps of the global step; every worker polls that queue. For any
     monitored session of a cluster with parameter servers; every worker has one.
 
     Args:
-      path: the chief's: of the file. None for the other workers.
-      stop_session: whether the session is asked to stop; otherwise `requested` says that it should.
-      every_secs: how often they look, after a `run`.
+      path: path of the file, for the chief; None for the other workers.
+      stop_session: whether to request a stop of the session; otherwise only `requested` is set.
+      every_secs: seconds between polls, which follow a `run`.
 
     Attributes:
-      requested: whether training is to end.
+      requested: whether training should end.
     """
 
     def __init__(self, path=None, stop_session=True, every_secs=1.0):
@@ -330,15 +331,15 @@ class EarlyStoppingHook(tf.train.SessionRunHook):
         self._next_look, self.requested = 0.0, False
 
     def begin(self):
-        """Makes the queue in the present graph."""
+        """Builds the queue in the present graph."""
         with tf.device(tf.train.get_or_create_global_step().device):
             said = tf.queue.FIFOQueue(1, tf.bool, shared_name="early_stopping")
             self._is_said, self._say = said.is_closed(), said.close()
 
     def after_run(self, run_context, run_values):
-        """The chief says so if the file exists; each worker that hears it stops.
+        """The chief closes the queue if the file exists; each worker stops once the queue is closed.
 
-        In a call of its own: in one call with an all-reduce among the workers, a look at the ps makes that fail.
+        This takes a `run` of its own: an all-reduce among the workers fails if the same `run` reads from a ps.
         """
         if not self.requested and time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + self._every_secs

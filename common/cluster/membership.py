@@ -1,4 +1,4 @@
-"""The workers that take part in a cluster, and its end: when the chief has all reports, and when a ps may exit."""
+"""Membership of workers in a cluster, and its shutdown: reports to the chief, and the exit of the ps."""
 
 import contextlib
 import ctypes
@@ -9,28 +9,27 @@ import numpy as np
 
 from common import tf
 
-WAKE_SECS = 1.0  # after which a chief that waits for reports looks at all ps
+WAKE_SECS = 1.0  # interval at which a chief that waits for reports checks all ps
 
 
 class Rendezvous:
-    """How the workers of a cluster end together, as operations in the present graph.
+    """Final barrier of the workers of a cluster, as operations in the present graph.
 
-    Each worker hands in a report when it stops, and waits. The chief gathers all reports, does its last work with the
-    parameters, which no worker changes any more, and dismisses the others. All wait on queues on ps 0. The reports stay in a
-    table there, so that a worker that is restarted meanwhile, the chief too, can take up where it was.
+    Each worker submits a report when it stops, and waits. The chief gathers all reports, finishes its work with the parameters,
+    now constant, and dismisses the others. All wait on queues on ps 0. The reports stay in a table there, so that a worker that
+    is restarted meanwhile, even the chief, can continue where it was.
 
-    A worker that leaves for good hands in its report and does not wait: see `leave`.
+    A worker that leaves for good submits its report and does not wait: see `leave`.
 
     Args:
       task: this worker.
-      size: numbers in a report; the last is 0, or the time at which the worker has left for good.
-      kept: function that returns reports of workers that have left, {worker: numbers}: a ps that is restarted has no others.
-      expected: function of a session that returns the workers that have come, a set; by default all do. The others are places
-        that nobody has taken.
+      size: length of a report; its last number is 0, or the time at which the worker left for good.
+      kept: function that returns reports of workers that have left, {worker: numbers}: a restarted ps has lost its table.
+      expected: function of a session that returns the set of workers to expect; by default all. The others are free places.
 
     Attributes:
-      is_gathering: whether this is the chief, which waits for reports.
-      given_up: workers for whose reports it does not wait, a set of their numbers.
+      is_gathering: whether this is the chief, waiting for reports.
+      given_up: numbers of the workers whose reports it does not wait for, a set.
     """
 
     def __init__(self, task, size, kept=dict, expected=None):
@@ -67,35 +66,37 @@ class Rendezvous:
                 self._touch.append(tf.no_op())
 
     def wait(self, session, report):
-        """Hands in the report of a worker that is not the chief, and waits until it is dismissed."""
+        """Submits the report of a worker that is not the chief, and waits until it is dismissed."""
         try:
             session.run(self._hand_in_and_wait, {self._report: report})
         except tf.errors.OutOfRangeError:
-            pass  # the chief has closed the queue, in which there never was anything
+            pass  # the chief dismisses by closing this queue, which is always empty
 
     def gather(self, session, report):
-        """Adds the chief's own report, waits for those of all workers, and returns them `[workers, size]` in order."""
+        """Submits the chief's report, waits for all workers, and returns their reports `[workers, size]` in order."""
         self.is_gathering = True
         while True:
-            # Its own again each time, since a ps that was restarted has forgotten it.
+            # Submits its own each time, since a restarted ps has lost it.
             (workers, reports), _ = session.run([self._hand_in_and_list, self._touch], {self._report: report})
             known = self._known(workers, reports)
             self._came, self._awaited = set(known), self._expected(session) - self.given_up
             if self._awaited <= self._came:
-                self.given_up -= self._came  # they came after all
+                self.given_up -= self._came  # they reported after all
                 return np.array([known[worker] for worker in sorted(known)])
             with self._woken(session):
                 session.run(self._next_arrival)
 
     @contextlib.contextmanager
     def _woken(self, session):
-        """A context in which the wait for an arrival ends after `WAKE_SECS` at the latest. It is a wait for ps 0 alone: the
-        chief would not notice that another ps has died, and that a worker waits for the parameters on it."""
+        """A context in which the wait for an arrival ends after `WAKE_SECS` at the latest.
+
+        It waits on ps 0 alone: the chief would not notice the death of another ps whose parameters a worker waits for.
+        """
         is_over = threading.Event()
 
         def wake():
             while not is_over.wait(WAKE_SECS):
-                with contextlib.suppress(tf.errors.OpError, RuntimeError, AttributeError):  # the session is made anew just now
+                with contextlib.suppress(tf.errors.OpError, RuntimeError, AttributeError):  # the session is being recreated
                     session._tf_sess().run(self._wake)
 
         thread = threading.Thread(target=wake, daemon=True)
@@ -106,22 +107,22 @@ class Rendezvous:
             is_over.set()
 
     def give_up(self, workers):
-        """From now on `gather`, in another thread, does not wait for these."""
+        """Makes `gather`, in another thread, stop waiting for these workers."""
         self.given_up |= workers
 
     def leave(self, session, report):
-        """Hands in the report of a worker that leaves for good: nobody waits for it any more."""
+        """Submits the report of a worker that leaves for good: nobody waits for it any more."""
         session.run(self._hand_in, {self._report: report})
 
     def come_back(self, session):
-        """To be called by a worker that begins: if one of its number has left, that counts no more. Returns whether one had."""
+        """Revokes an earlier departure under this worker's number; returns whether there was one. Call it at the start."""
         has_left = session.run(self._own)[-1] > 0
         if has_left:
             session.run(self._take_back)
         return has_left
 
     def absent(self, session):
-        """Returns the numbers of the workers that have left for good, and are not back, and of places that nobody has taken."""
+        """Returns the numbers of workers that have left for good and are not back, and of free places."""
         left = {worker for worker, report in self._known(*session.run(self._list)).items() if report[-1] > 0}
         return sorted(left | self._all - self._expected(session))
 
@@ -129,12 +130,12 @@ class Rendezvous:
         return self._kept() | dict(zip(workers.tolist(), reports, strict=True))
 
     def missing(self):
-        """Returns the workers whose reports `gather` waits for, as ["worker 3"]."""
+        """Returns the workers that `gather` waits for, as ["worker 3"]."""
         return [f"worker {i}" for i in sorted(self._awaited - self._came)]
 
     def dismiss(self, session):
-        """The chief's: lets the other workers go."""
-        with contextlib.suppress(tf.errors.CancelledError):  # it has dismissed them before, and has died then
+        """Lets the other workers exit; called by the chief."""
+        with contextlib.suppress(tf.errors.CancelledError):  # already dismissed before the chief was restarted
             session.run(self._dismiss)
 
 
@@ -149,18 +150,18 @@ def _left_queue(ps_index):
 
 
 def say_done(task, server, others=()):
-    """Tells every ps that this worker needs it no more, nor do `others`, which have left for good."""
+    """Tells every ps that this worker is done, and so are `others`, which have left for good."""
     say_done_for(task, server, [task.shard_index, *others])
 
 
 def say_done_for(task, server, workers):
-    """Tells every ps that these workers need it no more."""
+    """Tells every ps that these workers are done."""
     if workers:
         _say(task, server, lambda i: _done_queue(i).enqueue_many([tf.constant(workers, tf.int64)]))
 
 
 def say_gone(task, server, report):
-    """Says of a worker that leaves before it has a session, in any thread: that it has come, its report, that it has left.
+    """Records arrival, report and departure of a worker that leaves before it has a session; from any thread.
 
     Returns after `LEFT_SECONDS` at the latest.
     """
@@ -180,7 +181,7 @@ def say_gone(task, server, report):
 
 
 def has_code_of_chief(task, server, code):
-    """Whether this worker has the code of worker 0, which tells it here; also if it comes before worker 0."""
+    """Whether this worker's code equals that of worker 0, which publishes it here; true if worker 0 has not done so yet."""
     with tf.Graph().as_default() as graph, tf.device("/job:ps/task:0"):
         table = tf.raw_ops.MutableHashTableV2(key_dtype=tf.int64, value_dtype=tf.string, shared_name="code")
         of_chief = tf.constant(0, tf.int64)
@@ -193,25 +194,25 @@ def has_code_of_chief(task, server, code):
 
 
 def gate_table(device):
-    """Returns the table of the workers that have come to where they wait for the chief, see `common.cluster.Gate`."""
+    """Returns the table of the workers that have arrived at the start barrier, see `common.cluster.Gate`."""
     with tf.device(device):
         return tf.raw_ops.MutableHashTableV2(key_dtype=tf.int64, value_dtype=tf.int64, shared_name="came_to_gate")
 
 
 def came_to_gate(device, index):
-    """Returns the operation that says that worker `index` has come."""
+    """Returns the operation that registers worker `index` as arrived."""
     table, keys = gate_table(device), tf.constant([index], tf.int64)
     return tf.raw_ops.LookupTableInsertV2(table_handle=table, keys=keys, values=keys)
 
 
 class Present:
-    """How many workers take part, where they come and go: worker 0, and those that have come and have not left for good since.
+    """Number of workers present in an elastic run: worker 0, and those that have arrived and not left for good since.
 
-    One that is killed counts until its next process comes, which takes its place: a worker never counts twice. It is as old as
-    the ps: when that is restarted, all workers come to it anew.
+    A killed worker stays counted until its restart takes its place: no worker counts twice. The tables are lost with the ps:
+    after its restart all workers register again.
 
     Args:
-      device: of the global step; "" for this process.
+      device: device of the global step; "" for this process.
     """
 
     def __init__(self, device):
@@ -221,25 +222,25 @@ class Present:
             self._gone = tf.raw_ops.MutableHashTableV2(key_dtype=tf.int64, value_dtype=tf.int64, shared_name="gone")
 
     def count(self):
-        """Returns the number, an int64 scalar."""
+        """Returns the number of workers, an int64 scalar."""
         with tf.device(self._device):
             came, gone = (tf.raw_ops.LookupTableSizeV2(table_handle=table) for table in (self._came, self._gone))
             return 1 + came - gone
 
     def enter(self, worker):
-        """Returns the operation for the begin of a worker's session: if one of its number had left, it is back."""
+        """Returns the operation for the start of a worker's session: it revokes an earlier departure under its number."""
         with tf.device(self._device):
             return tf.raw_ops.LookupTableRemoveV2(table_handle=self._gone, keys=tf.constant([worker], tf.int64))
 
     def leave(self, worker):
-        """Returns the operation of a worker that leaves for good. It has come, also to a ps that does not know that yet."""
+        """Returns the operation of a worker that leaves for good; it registers the arrival too, which a ps may have lost."""
         with tf.device(self._device), tf.control_dependencies([came_to_gate(self._device, worker)]):
             keys = tf.constant([worker], tf.int64)
             return tf.raw_ops.LookupTableInsertV2(table_handle=self._gone, keys=keys, values=keys)
 
 
 def say_left(task, server):
-    """Tells every ps that this worker was interrupted and has saved everything; see `count_left_as_done`."""
+    """Tells every ps that this worker was interrupted and has saved all its state; see `count_left_as_done`."""
 
     def leave(i):
         with tf.device(f"/job:ps/task:{i}"):
@@ -253,33 +254,33 @@ def _say(task, server, word, options=None):
     with graph.as_default():
         says = [word(i) for i in range(task.num_ps)]
     session = tf.Session(server.target, graph, config=task.config())
-    for say in says:  # one by one: an error of one call is an error of all that is in it
+    for say in says:  # one `run` per ps, as an error of one operation fails the whole `run`
         try:
             session.run(say, options=options)
         except (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.DeadlineExceededError):
-            pass  # a ps that this was the last word for exits at once, maybe before it could answer
-    # After a call, TensorFlow asks each ps to forget it, and closing waits for the answer: from a ps that has ended, for ever.
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))  # so nothing closes it, also not the end of the interpreter
+            pass  # the last message makes a ps exit at once, maybe before it answers
+    # Closing a session waits for an answer from each ps: for ever if a ps has exited.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))  # never closed, not even at interpreter exit
 
 
 def serve(task, server):
-    """The whole life of a ps: returns when every worker has said that it is done."""
+    """Serves as a ps until every worker has reported that it is done."""
     done: set[int] = set()
     with tf.Graph().as_default():
         next_done = _done_queue(task.index).dequeue()
-        alone = tf.ConfigProto(device_filters=[task.device])  # without waiting for other ps tasks, which may have ended
+        alone = tf.ConfigProto(device_filters=[task.device])  # don't wait for other ps tasks, which may have exited
         with tf.Session(server.target, config=task.config(alone)) as session:
             while len(done) < task.num_workers:
                 done.add(int(session.run(next_done)))
 
 
-LEFT_SECONDS = 10  # a scheduler that ends a ps ends its workers within this time; one that left earlier may be back
+LEFT_SECONDS = 10  # a scheduler stops a ps and its workers within this time; a worker that left earlier may be back
 
 
 def count_left_as_done(task, server):
-    """For a ps that is asked to end: from now on a worker that has left is done. So the chief can save a checkpoint before.
+    """Counts workers that leave as done, on a ps asked to exit: so the chief can save a checkpoint before.
 
-    Never returns; to be called in a thread of its own, while another one is in `serve`.
+    Never returns; runs in a thread of its own while another is in `serve`.
     """
     asked = time.time()
     with tf.Graph().as_default():

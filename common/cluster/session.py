@@ -1,4 +1,4 @@
-"""The monitored session of a task: created anew when a ps dies and comes back, restored from the newest checkpoint."""
+"""The monitored session of a task: recreated from the newest checkpoint after a ps restart."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from common.core import UserError, checkpoints_in, devices, meanwhile, newest_go
 
 
 class Saver(tf.train.Saver):
-    """A saver that says in one line why a checkpoint cannot be written. TensorFlow leaves those before it as they are."""
+    """A saver with a one-line error if a checkpoint cannot be written; earlier checkpoints stay intact."""
 
     def save(self, sess, save_path, *args, **kwargs):
         """As `tf.train.Saver.save`.
@@ -23,10 +23,10 @@ class Saver(tf.train.Saver):
 
 
 class _Creator(tf.train.SessionCreator):
-    """Does the same as `tf.train.ChiefSessionCreator` and `WorkerSessionCreator`, with two differences.
+    """As `tf.train.ChiefSessionCreator` and `WorkerSessionCreator`, with two differences.
 
-    A chief that finds initialized parameters on the ps goes on with them: it restores only what is lost. And the others look
-    every 0.1 s whether the chief has initialized the parameters. Theirs looks every 30 s, so each worker would start that late.
+    A chief that finds initialized parameters on the ps keeps them and restores only lost ones. And the other workers poll every
+    0.1 s for initialized parameters; TensorFlow's creator polls every 30 s, so workers would start up to 30 s late.
     """
 
     def __init__(self, task, scaffold, target, checkpoint_dir, config, keeper=None):
@@ -36,7 +36,7 @@ class _Creator(tf.train.SessionCreator):
     def create_session(self):
         is_chief = self._task is None or self._task.is_master()
         what = "initializing or restoring the parameters" if is_chief else "waiting for the chief to initialize the parameters"
-        # The chief lets them begin when all have come: that it waits for these, it says itself.
+        # Workers wait for the chief; if it waits for workers in turn, it reports that itself.
         with meanwhile(what, waits=not is_chief, whom=nobody if is_chief else lambda: ["worker 0"]):
             return self._create_session()
 
@@ -55,15 +55,15 @@ class _Creator(tf.train.SessionCreator):
             session.is_new = False
             return session
         is_new = []
-        # As its `init_fn`, since the manager itself would restore a checkpoint over parameters that live.
+        # As its `init_fn`, since the manager itself would restore a checkpoint over live parameters.
         session = manager.prepare_session(
             self._target, config=self._config, init_fn=lambda session: is_new.append(self._provide(session, scaffold))
         )
-        session.is_new = is_new[-1]  # for hooks: whether its variables have their initial values
+        session.is_new = is_new[-1]  # for hooks: whether the variables have their initial values
         return session
 
     def _provide(self, session, scaffold):
-        """Gives the global variables their values, unless they have them; returns whether these are the initial ones."""
+        """Initializes or restores lost global variables; returns whether their values are the initial ones."""
         keeper = self._keeper
         if keeper or self._task and tf.global_variables():
             lost = session.run(keeper.has_lost if keeper else scaffold.ready_for_local_init_op)
@@ -78,7 +78,7 @@ class _Creator(tf.train.SessionCreator):
         newest = newest_good_checkpoint(self._checkpoint_dir)
         if newest:
             paths = checkpoints_in(self._checkpoint_dir)
-            scaffold.saver.recover_last_checkpoints(paths[: paths.index(newest) + 1])  # which are to be removed in their turn
+            scaffold.saver.recover_last_checkpoints(paths[: paths.index(newest) + 1])  # rotated out in turn
             what, otherwise = f"the checkpoint in {self._checkpoint_dir}", "another --run_dir or checkpoint_dir"
             with restoring(what, otherwise, scaffold.saver, newest):
                 scaffold.saver.restore(session, newest)
@@ -95,11 +95,11 @@ class _Creator(tf.train.SessionCreator):
 
 @contextlib.contextmanager
 def restoring(what, otherwise, saver, checkpoint):
-    """Turns the saver's complaint that a checkpoint does not fit into one line.
+    """Turns the saver's error about an incompatible checkpoint into one line.
 
     Args:
-      what: names the checkpoint.
-      otherwise: what else to give than the model that it is of.
+      what: name of the checkpoint, for the message.
+      otherwise: alternative to its own model, for the message.
       saver: the `tf.train.Saver` that restores it.
       checkpoint: its path; None if there is none.
 
@@ -114,7 +114,7 @@ def restoring(what, otherwise, saver, checkpoint):
         raise UserError(f"{what} is damaged: {error.message.splitlines()[0]}; give {otherwise}") from None
     except (tf.errors.NotFoundError, tf.errors.InvalidArgumentError) as error:
         missing = re.search(r"Key (\S+) not found", str(error))
-        # The saver says that restoring failed; if nothing is missing, the shapes differ.
+        # The saver reports only that restoring failed; if no key is missing, the shapes differ.
         is_of_another = missing or isinstance(error, tf.errors.InvalidArgumentError)
         if "Restoring from checkpoint failed" not in str(error) or not is_of_another:
             raise
@@ -123,12 +123,12 @@ def restoring(what, otherwise, saver, checkpoint):
 
 
 def _check_shapes(what, otherwise, saver, checkpoint):
-    """Raises a `UserError` unless variables have the shapes that they have in the checkpoint: the saver assigns any."""
+    """Raises a `UserError` if a variable's shape differs from the checkpoint's: the saver would assign it anyway."""
     saved, variables = tf.train.load_checkpoint(checkpoint).get_variable_to_shape_map(), saver._var_list or []
     named = variables.items() if isinstance(variables, dict) else ((v.op.name, v) for v in variables if hasattr(v, "shape"))
     for name, variable in named:
         if not hasattr(variable, "shape") or variable._get_save_slice_info():
-            continue  # a part of a variable, which the saver itself checks
+            continue  # a partition of a variable; the saver checks those
         if name in saved and not variable.shape.is_compatible_with(saved[name]):
             raise UserError(
                 f"{what} does not fit: it has {name!r} of shape {saved[name]}, not {variable.shape.as_list()}; "
@@ -137,20 +137,20 @@ def _check_shapes(what, otherwise, saver, checkpoint):
 
 
 class _LeavingSession(tf.train.MonitoredSession):
-    """A monitored session that tells the ps tasks when it is closed in peace. If it failed, the worker may come back."""
+    """A monitored session that tells the ps tasks of a normal close; after an error the worker may be restarted."""
 
     def __init__(self, task_spec, *arguments):
         self._task_spec = task_spec
         super().__init__(*arguments)
 
     def close(self):
-        """Closes the session; this worker needs the ps tasks no more."""
+        """Closes the session, and tells the ps tasks that this worker is done."""
         super().close()
         self._leave()
 
     def __exit__(self, exception_type, exception, traceback):
         suppressed = super().__exit__(exception_type, exception, traceback)
-        if exception_type in (None, tf.errors.OutOfRangeError, StopIteration):  # the two that end an input, and a loop
+        if exception_type in (None, tf.errors.OutOfRangeError, StopIteration):  # normal ends of an input or a loop
             self._leave()
         return suppressed
 
@@ -175,23 +175,23 @@ def DistributedSession(
     stop_grace_period_secs=120,
     log_step_count_steps=100,
 ):
-    """Returns what `tf.train.MonitoredTrainingSession` would for this task of a cluster, or for one process.
+    """Counterpart of `tf.train.MonitoredTrainingSession` for this task of a cluster, or for one process.
 
         with DistributedSession(task_spec, checkpoint_dir, hooks=[tf.train.StopAtStepHook(last_step=1000)]) as session:
             while not session.should_stop():
                 session.run(train_op)
 
-    The master initializes the variables, or restores them from the newest checkpoint, and saves them, also at the end; the
-    others wait until it has. No task waits for a worker that is not there: the device filters are set, in a `config` of your
-    own, too, if that has none. When a ps dies and comes back, `run` goes on from the newest checkpoint. Leaving the session
-    tells the ps tasks that this worker is done; after an error it does not, since the worker may be started again.
+    The master initializes the variables or restores them from the newest checkpoint, and saves them, also at the end; the
+    others wait for the initialization. No task waits for an absent worker: device filters are set, also in your own `config`
+    if it has none. After a ps restart `run` continues from the newest checkpoint. A normal exit from the session tells the ps
+    tasks that this worker is done; an error does not, since the worker may be restarted.
 
     Args:
-      task_spec: a `TaskSpecDef`; None for one process, with no servers. If it is a ps, this serves until the training is over
-        and then ends the program.
+      task_spec: a `TaskSpecDef`; None for one process, with no servers. On a ps, this serves until training is over and then
+        exits the program.
       config: a `tf.ConfigProto`.
-      others: as `tf.train.MonitoredTrainingSession` has them. Summaries are saved every 100 steps unless one of the two says
-        otherwise, and go into `checkpoint_dir`, as do the steps per second.
+      others: as in `tf.train.MonitoredTrainingSession`. By default summaries are saved every 100 steps; they go into
+        `checkpoint_dir`, as do the steps per second.
 
     Raises:
       UserError: if there is no graph, if this is an evaluator, or if the checkpoint does not fit.
@@ -235,7 +235,7 @@ def DistributedSession(
 
 
 def _check_tokens():
-    """Raises a `UserError` if two of TensorFlow's `SyncReplicasOptimizer` in a graph would wait for each other's tokens."""
+    """Raises a `UserError` if a graph has two `SyncReplicasOptimizer`s: they would share one token queue."""
     operations = tf.get_default_graph().get_operations()
     queues = [each for each in operations if each.type == "FIFOQueueV2" and each.get_attr("shared_name") == b"sync_token_q"]
     if len(queues) > 1:
@@ -246,10 +246,10 @@ def _check_tokens():
 
 
 def _provide_own(scaffold, task):
-    """Lets a task itself initialize its own global variables, those on its device: slots of an optimizer of local variables.
+    """Lets a task initialize the global variables on its own device, such as optimizer slots of local variables.
 
-    No other task can, and none waits for them. The master's are in its checkpoints, as all of its global variables are. Where a
-    user's scaffold says when the variables are ready, that holds.
+    No other task can, and none waits for them. The master's are in its checkpoints, like all of its global variables. A user's
+    scaffold with a readiness or init operation of its own stays unchanged.
     """
     device = tf.DeviceSpec.from_string(task.device)
 
@@ -270,10 +270,12 @@ def _provide_own(scaffold, task):
 
 
 def _scaffold():
-    """A scaffold whose saver lets the master write checkpoints. TensorFlow's own default lets each ps write its part, on its
-    machine, and fails unless that has the folder, too."""
+    """A scaffold whose saver writes checkpoints on the master.
+
+    By default each TensorFlow ps writes its shard on its own machine, and fails if the folder does not exist there.
+    """
     if tf.get_collection(tf.GraphKeys.SAVERS):
-        return tf.train.Scaffold()  # uses that one
+        return tf.train.Scaffold()  # uses the saver of that collection
     return tf.train.Scaffold(saver=Saver(allow_empty=True, save_relative_paths=True, defer_build=True))
 
 
@@ -282,13 +284,13 @@ def _saver_hook(checkpoint_dir, checkpoint_secs, scaffold):
 
 
 def monitored_session(task, target, scaffold, checkpoint_dir, checkpoint_secs, hooks=(), keeper=None, is_short=False):
-    """Returns a `tf.train.MonitoredSession` for this task, whose end tells the ps tasks nothing: see `ending.say_done`.
+    """Returns a `tf.train.MonitoredSession` for this task; its end tells the ps tasks nothing, see `membership.say_done`.
 
-    The chief (and a process on its own, `task` None) initializes the global variables or restores them from the newest
-    checkpoint, if they are not there. The `common.core.Keeper` saves them. Without one the chief saves, between its
-    calls: at the beginning, every `checkpoint_secs` seconds and at the end.
+    The chief (and a single process, `task` None) initializes lost global variables or restores them from the newest checkpoint.
+    The `common.core.Keeper` saves them. Without one the chief saves between its calls: at the start, every `checkpoint_secs`
+    seconds and at the end.
 
-    `is_short` says that it takes longer to optimize the graphs than it saves.
+    `is_short`: optimizing the graphs would take longer than it saves.
     """
     hooks = list(hooks)
     if keeper:
@@ -297,10 +299,10 @@ def monitored_session(task, target, scaffold, checkpoint_dir, checkpoint_secs, h
         hooks.append(_saver_hook(checkpoint_dir, checkpoint_secs, scaffold))
     config = tf.ConfigProto(allow_soft_placement=True)
     rewriting, optimizing = config.graph_options.rewrite_options, config.graph_options.optimizer_options
-    # TensorFlow would fuse a small layer's operations into one that takes longer: see benchmarks/README.md.
+    # The fused operation of a small layer is slower: see benchmarks/README.md.
     rewriting.remapping = type(rewriting).OFF
-    rewriting.meta_optimizer_iterations = rewriting.ONE  # the second finds nothing more, and takes as long
-    if is_short and not devices.gpus():  # for a GPU, it changes the layout of images
+    rewriting.meta_optimizer_iterations = rewriting.ONE  # a second pass finds nothing more and takes as long
+    if is_short and not devices.gpus():  # on a GPU, the optimizer is needed for the image layout
         rewriting.disable_meta_optimizer = True
         optimizing.opt_level = optimizing.L0
     return tf.train.MonitoredSession(_Creator(task, scaffold, target, checkpoint_dir, config, keeper), hooks)

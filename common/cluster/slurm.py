@@ -1,7 +1,7 @@
-"""Reads which task of a cluster this process is, from the variables that Slurm's `srun` gives to each task of a job step.
+"""Reads this process's task in a cluster from the variables that Slurm's `srun` sets for each task of a job step.
 
-TensorFlow's `SlurmClusterResolver` is of no use here: it sorts the nodes by name, so `node10` comes before `node2` and a task
-takes another one's address; it fails without GPUs; all ps would be on the first nodes; a list of a billion takes it minutes.
+TensorFlow's `SlurmClusterResolver` does not work here: it sorts nodes by name, so `node10` comes before `node2` and a task
+takes another's address; it fails without GPUs; it puts all ps on the first nodes; a list of a billion hosts takes minutes.
 """
 
 import fcntl
@@ -17,20 +17,19 @@ STEP = ("SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_PROCID", "SLU
 
 
 def task():
-    """Returns job, index, ps_hosts and worker_hosts of this process, or None if it is in no job step of several tasks.
+    """Returns job, index, ps_hosts and worker_hosts of this process, or None outside a job step of several tasks.
 
-    Of the step's tasks, `NUM_PS` of the environment (1 if it is not set) are ps tasks, on each node in turn, and the others
-    workers. On every node the tasks have ports one after the other: those that `srun --resv-ports` reserves, or else a hundred
-    that depend on the job and the step.
+    `NUM_PS` (default 1) of the step's tasks are ps, distributed round-robin over the nodes; the others are workers. On every
+    node the tasks have consecutive ports: those reserved by `srun --resv-ports`, or a hundred computed from job and step.
 
-    Where Slurm shows all of a node's GPUs to all of its tasks, each worker takes one of them in turn
-    (`CUDA_VISIBLE_DEVICES`); those that it shows to one task alone are left to that.
+    Where Slurm shows all of a node's GPUs to all of its tasks, workers take one each, round-robin (`CUDA_VISIBLE_DEVICES`);
+    GPUs bound to a single task stay with that task.
 
-    `PLACES`, a list of nodes, reserves an address on each of them, behind those of the step's own tasks, for workers of other
-    jobs. These have `JOIN`, the folder of the run, and `FREE_PLACES`, see `main`.
+    `PLACES`, a list of nodes, reserves an address on each of them, after those of the step's own tasks, for workers of other
+    jobs. These jobs set `JOIN`, the folder of the run, and `FREE_PLACES`, see `main`.
 
     Raises:
-      UserError: if the tasks are none of a cluster, or are not numbered node by node; if there is no place to join at.
+      UserError: if the tasks form no cluster, or are not numbered node by node; if there is no free place to join.
     """
     environ = os.environ
     if environ.get("FREE_PLACES") is not None:
@@ -51,7 +50,7 @@ def task():
             f"Slurm: SLURM_STEP_NUM_TASKS={num_tasks} and SLURM_PROCID={rank} do not fit the {sum(counts)} tasks of "
             f"SLURM_STEP_TASKS_PER_NODE={environ['SLURM_STEP_TASKS_PER_NODE'][:100]}"
         )
-    places = [(i, local) for i, count in enumerate(counts) for local in range(count)]  # of the tasks, by rank
+    places = [(i, local) for i, count in enumerate(counts) for local in range(count)]  # (node, local index) by rank
     if places[rank][0] != node:
         raise UserError("Slurm: the tasks are not numbered node by node; start them with srun --distribution=block")
     if max(counts) > len(ports):
@@ -59,7 +58,7 @@ def task():
     num_ps = environ.get("NUM_PS") or "1"
     if not (num_ps.isascii() and num_ps.isdigit() and 1 <= int(num_ps) < len(places)):
         raise UserError(f"NUM_PS must be from 1 to {len(places) - 1} for a step of {len(places)} tasks, not {num_ps!r}")
-    by_turn = sorted(places, key=lambda place: (place[1], place[0]))  # first the first task of each node
+    by_turn = sorted(places, key=lambda place: (place[1], place[0]))  # the first task of each node comes first
     ps = sorted(by_turn[: int(num_ps)])
     workers = [place for place in places if place not in ps]
     own = places[rank]
@@ -71,7 +70,7 @@ def task():
 
 
 def _places(counts, ports):
-    """Returns an address for each of `PLACES`; `counts` are the tasks of each node of the step."""
+    """Returns an address for each of `PLACES`; `counts` is {node: tasks of the step}."""
     counts, addresses = dict(counts), []
     for node in hosts_in("PLACES", os.environ["PLACES"]) if os.environ.get("PLACES") else []:
         local = counts[node] = counts.get(node, 0) + 1
@@ -82,15 +81,15 @@ def _places(counts, ports):
 
 
 ROOT = Path(__file__).resolve().parents[2]
-CLUSTER = "cluster.json"  # in the folder of a run: where its tasks are, and its command line
+CLUSTER = "cluster.json"  # in the folder of a run: addresses of its tasks, and its command line
 
 
 def _cluster_of(run_dir):
     """Returns the contents of `CLUSTER` in the folder of a run.
 
     Raises:
-      UserError: if there is none, if somebody else may have written it, or if it is not as a run writes it: a job that joins
-        starts the scheme that it names, with its flags.
+      UserError: if there is none, if another user may have written it, or if its format is invalid: a joining job runs the
+        scheme and flags named in it.
     """
     flag = f"JOIN={run_dir}"
     try:
@@ -109,13 +108,13 @@ def _cluster_of(run_dir):
 
 
 def _without_run_dir(arguments):
-    """Returns a command line of a run without --run_dir, given as one word or as two."""
+    """Returns a run's command line without --run_dir, in one word or two."""
     pairs = zip(["", *arguments], arguments, strict=False)
     return [word for before, word in pairs if not (re.match("--?run_dir(=|$)", word) or re.fullmatch("--?run_dir", before))]
 
 
 def _joining():
-    """As `task`, for one of a job that joins a run."""
+    """As `task`, for a task of a job that joins a run."""
     missing = [name for name in ("JOIN", "SLURMD_NODENAME", "SLURM_LOCALID") if not os.environ.get(name)]
     if missing:
         raise UserError(f"FREE_PLACES names places of a run to join, but {', '.join(missing)} is missing")
@@ -132,8 +131,10 @@ def _joining():
 
 
 def main(run_dir):
-    """Prints, with a zero byte behind each, what a job that joins the run in this folder has to know: the name of its scheme,
-    the numbers of its free places, and its flags. Returns the exit status, 2 after a line if nobody can join."""
+    """Prints scheme name, numbers of free places, and flags of the run in this folder, each followed by a zero byte.
+
+    A joining job reads them. Returns the exit status, 2 after an error line if no job can join.
+    """
     try:
         cluster = _cluster_of(run_dir)
         if not _is_locked(run_dir, 0):
@@ -151,7 +152,7 @@ def _free(run_dir, num_workers):
 
 
 def _is_locked(run_dir, worker):
-    """Whether this worker holds the lock of its part of the folder, see `common.core.run_folder`."""
+    """Whether this worker holds its lock in the folder of the run, see `common.core.run_folder`."""
     try:
         with open(Path(run_dir, f"lock-worker-{worker}")) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -165,21 +166,21 @@ def _is_locked(run_dir, worker):
 def ports_of(job_id, step_id):
     """Returns the first and the last port of a job step, as `10000-10099`.
 
-    Below those that systems give to outgoing connections. Other steps that could be on the same node at the same time
-    have others: the next 200 jobs, and the steps of this one.
+    They lie below the ephemeral ports. Steps that may share the node at the same time have other ports: those of the next 200
+    jobs, and the other steps of this job.
     """
     first = 10000 + 100 * ((int(job_id) + 37 * int(step_id)) % 200)
     return f"{first}-{first + 99}"
 
 
-MOST = 2**16  # hosts in a list, ports, tasks: Slurm has no more hosts in one, a machine no more ports
+MOST = 2**16  # limit of hosts in a list, ports, tasks: Slurm has no longer lists, a machine no more ports
 
 
 def hosts_in(name, text):
-    """Returns the hosts in a list as Slurm writes it, `a,n[1-2,07]`, in its order: a, n1, n2, n07.
+    """Returns the hosts of a Slurm host list, `a,n[1-2,07]`, in its order: a, n1, n2, n07.
 
     Raises:
-      UserError: if the text of this variable is no such list, or one of more than 65,536 hosts.
+      UserError: if the text of this variable is no such list, or has more than 65,536 hosts.
     """
     hosts: list[str] = []
     end, comma = 0, ","
@@ -192,7 +193,7 @@ def hosts_in(name, text):
         for piece in ranges.split(",") if ranges else []:
             numbers = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", piece, re.ASCII)
             count = int(numbers[2] or numbers[1]) - int(numbers[1]) + 1 if numbers else 0
-            if not numbers or count < 1 or len(hosts) + count > MOST:  # counted before they are made
+            if not numbers or count < 1 or len(hosts) + count > MOST:  # before the list is built
                 raise _no_list(name, text)
             hosts += [f"{prefix}{int(numbers[1]) + i:0{len(numbers[1])}}" for i in range(count)]
         hosts += [] if ranges else [prefix]
@@ -202,7 +203,7 @@ def hosts_in(name, text):
 
 
 def _tasks_per_node(text, num_nodes):
-    """Returns how many tasks each node has, of `2(x3),1`: 2, 2, 2, 1."""
+    """Returns the number of tasks on each node, from `2(x3),1`: 2, 2, 2, 1."""
     name = "SLURM_STEP_TASKS_PER_NODE"
     counts: list[int] = []
     for part in text.split(","):

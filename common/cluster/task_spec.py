@@ -1,6 +1,6 @@
-"""Which task this process is, where the others are, and which device gets what.
+"""Task of this process in the cluster, addresses of the others, and device placement.
 
-To read this from the environment needs no tensorflow; to use it does.
+Reading it from the environment needs no tensorflow; using it does.
 """
 
 import contextlib
@@ -23,25 +23,24 @@ from common.core import UserError, say_waits_of, signals
 class TaskSpecDef:
     """One task of a cluster of ps tasks and workers; without any hosts, a process that trains on its own.
 
-    One of the workers is the master (also called chief), which initializes the parameters and saves them: the one at
-    `master`, and if there is no such host, worker 0. TensorFlow gets the cluster as the jobs `ps` and `worker`, in which the
-    master is worker 0 either way.
+    One of the workers is the master (also called chief), which initializes and saves the parameters: the one at `master`, or
+    worker 0 if that is not given. TensorFlow sees the jobs `ps` and `worker`; the master is worker 0 either way.
 
     Args:
-      task_type: "ps", "worker", "master" (or "chief"), or "evaluator", which looks at checkpoints and trains nothing.
-      index: which of its type.
+      task_type: "ps", "worker", "master" (or "chief"), or "evaluator", which evaluates checkpoints and does not train.
+      index: index among the tasks of its type.
       trial: a platform's name for one of several trainings; it is only stored.
-      ps_hosts: host:port of each ps, a list, or text with commas between.
-      worker_hosts: of each worker but the master, if that has a host of its own.
-      master: its host:port.
+      ps_hosts: host:port of each ps, a list or comma-separated text.
+      worker_hosts: host:port of each worker, without a master that has a host of its own.
+      master: host:port of the master.
 
     Attributes:
       type: the task_type, "master" for a chief.
-      num_ps, num_workers: how many there are, the master among the workers.
-      shard_index: which part of the samples is this worker's, from 0 (the master's) to num_workers - 1; 0 for others.
+      num_ps, num_workers: number of ps and of workers, including the master.
+      shard_index: index of this worker's shard of the samples, from 0 (the master's) to num_workers - 1; 0 for others.
 
     Raises:
-      UserError: if the task is not in the cluster, or the cluster is none.
+      UserError: if the task is not in the cluster, or the cluster is invalid.
     """
 
     task_type: str = "master"
@@ -82,7 +81,7 @@ class TaskSpecDef:
         tasks: dict[str, str] = {}  # by address
         for job, hosts in self.hosts.items():
             for i, host in enumerate(hosts):
-                # A name with a dash first would be an option to the programs that get it, as ssh.
+                # Programs such as ssh would take a name with a leading dash for an option.
                 address = re.fullmatch(r"[\w.:%[\]][\w.:%[\]-]*:(\d{1,5})", str(host), re.ASCII)
                 if not address or not 0 < int(address[1]) < 2**16 or _is_like_no_ip(str(host).rpartition(":")[0]):
                     raise UserError(f"the {job} {_short(host)} is not an address: expected host:port")
@@ -98,46 +97,46 @@ class TaskSpecDef:
             raise UserError(f"this is {self.type} {self.index}, but the cluster has {those}")
 
     def is_ps(self):
-        """Whether it keeps parameters."""
+        """Whether this is a parameter server."""
         return self.type == "ps"
 
     def is_worker(self):
-        """Whether it trains; so does the master."""
+        """Whether it trains, as worker or master."""
         return self.type in ("worker", "master")
 
     def is_master(self):
-        """Whether it is the worker that initializes, saves and reports."""
+        """Whether it is the chief, which initializes, saves and reports."""
         return self.is_worker() and self.shard_index == 0
 
     def is_evaluator(self):
-        """Whether it evaluates what the others train; it is no part of their cluster."""
+        """Whether it is an evaluator, which is not part of the cluster."""
         return self.type == "evaluator"
 
     @property
     def job(self):
-        """The job of TensorFlow's cluster that it is in, ps or worker."""
+        """Its job in TensorFlow's cluster, ps or worker."""
         return "ps" if self.is_ps() else "worker"
 
     @property
     def device(self):
-        """The device of this task, `/job:worker/task:1`; None for one that is in no cluster."""
+        """The device of this task, `/job:worker/task:1`; None outside a cluster."""
         return f"/job:{self.job}/task:{self.job_index}" if self._has_server() else None
 
     def device_fn(self):
-        """Puts variables on the ps tasks in turn, everything else on this task. What `tf.device` takes."""
+        """Returns a device function for `tf.device`: variables round-robin on the ps, everything else on this task."""
         if not self._has_server():
             return None
         return tf.train.replica_device_setter(ps_tasks=self.num_ps, worker_device=self.device)
 
     def config(self, config=None):
-        """Returns the session's configuration: `config`, or the usual one, with this task's device filters.
+        """Returns the session's configuration: `config`, or the default one, with this task's device filters.
 
-        Without them a worker waits for every other worker, and hangs when one ends.
+        Without the filters a worker waits for every other worker, and hangs when one exits.
         """
         merged = tf.ConfigProto(allow_soft_placement=True)
         merged = merged if config is None else type(merged).FromString(config.SerializeToString())
         if self.is_ps():
-            merged.device_count["GPU"] = 0  # it adds what it is sent to what it has, which both are in the host's memory
+            merged.device_count["GPU"] = 0  # a ps only adds tensors in host memory
         if self._has_server():
             if not merged.device_filters:
                 merged.device_filters.extend(["/job:ps", self.device])
@@ -148,10 +147,10 @@ class TaskSpecDef:
         return bool(self.num_ps) and not self.is_evaluator()
 
     def start_server(self):
-        """Starts and returns this task's `tf.train.Server`. It does not block: `ending.serve` keeps a ps alive.
+        """Starts and returns this task's `tf.train.Server`. It does not block: `membership.serve` keeps a ps alive.
 
         Raises:
-          UserError: if it cannot listen at its port.
+          UserError: if it cannot listen on its port.
         """
         if self._server is None and self._has_server():
             cluster = tf.train.ClusterSpec(self.hosts)
@@ -168,33 +167,33 @@ class TaskSpecDef:
         return self._server
 
     def is_serving(self):
-        """Whether this task's server is started."""
+        """Whether this task's server has been started."""
         return self._server is not None
 
     def create_server(self):
-        """Starts and returns this task's `tf.train.Server`; on a ps returns None, and only when the training is over.
+        """Starts and returns this task's `tf.train.Server`; on a ps it blocks until training is over and returns None.
 
-        That is when each worker has left its `DistributedSession`. A task in no cluster has no server: None at once.
+        Training is over when each worker has left its `DistributedSession`. A task outside a cluster has no server: None.
         """
         if not self.is_ps():
             return self.start_server()
         if self._server is None:
-            with _default_interrupt():  # a ps waits outside Python, which would never see the signal
+            with _default_interrupt():  # a ps blocks outside Python, so a Python handler would never run
                 membership.serve(self, self.start_server())
         return None
 
     def target(self):
-        """Returns what a session of this task takes to begin, and starts its server if that is not done yet."""
+        """Returns the target for a session of this task, and starts its server if needed."""
         server = self.create_server()
         return server.target if server else ""
 
     def use_last_worker_as_evaluator(self):
-        """Returns the `TaskSpecDef` of this task in a cluster whose last worker trains nothing, but evaluates.
+        """Returns the `TaskSpecDef` of this task in a cluster whose last worker becomes the evaluator.
 
-        To be called by all tasks, also the ps.
+        All tasks must call it, also the ps.
 
         Raises:
-          UserError: if no worker were left to train.
+          UserError: if no worker would be left to train.
         """
         if self.is_evaluator():
             return self
@@ -206,7 +205,7 @@ class TaskSpecDef:
 
 
 def _is_like_no_ip(name):
-    """Whether a name has the digits and dots of an IP address, but is none, as `127.0.0.1.`."""
+    """Whether a name consists of digits and dots but is no IP address, as `127.0.0.1.`."""
     if "." not in name or name.strip("0123456789."):
         return False
     try:
@@ -217,7 +216,7 @@ def _is_like_no_ip(name):
 
 
 def _short(value, quoted=True):
-    """A value as the user gave it, to be shown in one line."""
+    """The user's value, shortened for a one-line message."""
     text = repr(value) if quoted else value
     return text if len(text) <= 100 else f"{text[:60]}... ({len(text):,} characters)"
 
@@ -230,8 +229,8 @@ def _hosts(given):
 
 @contextlib.contextmanager
 def _default_interrupt():
-    """Ctrl-C ends the process, as it does any that is not Python, unless it ignores that."""
-    is_main = threading.current_thread() is threading.main_thread()  # only there signals can be set
+    """Restores the default action of Ctrl-C, ending the process, unless SIGINT is ignored."""
+    is_main = threading.current_thread() is threading.main_thread()  # signal handlers can be set only there
     is_changed = is_main and signals.heeded([signal.SIGINT])
     before = signal.signal(signal.SIGINT, signal.SIG_DFL) if is_changed else None
     try:
@@ -242,11 +241,11 @@ def _default_interrupt():
 
 
 def TaskSpec():
-    """Returns the `TaskSpecDef` that the environment says this process is, or None if it says nothing.
+    """Returns the `TaskSpecDef` of this process from the environment, or None if no variables are set.
 
-    Either `TF_CONFIG` (a cluster of one task alone is none), or the variables `JOB_NAME TASK_INDEX PS_HOSTS WORKER_HOSTS
-    MASTER_HOST`, of which the last may be missing, and the master and an evaluator need no index; or else those of a job step
-    of Slurm that has several tasks, and `NUM_PS`, how many of them are ps (see `common.cluster.slurm`).
+    Sources: `TF_CONFIG` (a single task is no cluster); else the variables `JOB_NAME TASK_INDEX PS_HOSTS WORKER_HOSTS
+    MASTER_HOST` (the last is optional; master and evaluator need no index); else those of a Slurm job step of several tasks,
+    with `NUM_PS`, the number of ps (see `common.cluster.slurm`).
 
     Raises:
       UserError: if only some of them are set, or the task is not in its cluster.
@@ -267,9 +266,9 @@ def TaskSpec():
 
 
 def task_from(settings):
-    """Returns the `TaskSpecDef` of this process, or None if nothing says that it is one of a cluster.
+    """Returns the `TaskSpecDef` of this process, or None outside a cluster.
 
-    The flags `--job_name --task_index --ps_hosts --worker_hosts`, or if there are none, what `TaskSpec` finds.
+    Sources: the flags `--job_name --task_index --ps_hosts --worker_hosts`; without them `TaskSpec`.
 
     Raises:
       UserError: if only some of them are set, or the task is not in its cluster.
@@ -298,7 +297,7 @@ def _shown(value):
 
 
 def _from_tf_config():
-    """As `TaskSpec`. Not by TensorFlow's resolver, which takes seconds to import, and an index of 1.5 for 1."""
+    """As `TaskSpec`. TensorFlow's resolver takes seconds to import, and accepts an index of 1.5 as 1."""
     example = '{"cluster": {"ps": ["host:port"], "worker": ["host:port"]}, "task": {"type": "worker", "index": 0}}'
     try:
         config = json.loads(os.environ["TF_CONFIG"])
@@ -319,13 +318,13 @@ def _from_tf_config():
             raise UserError(f"TF_CONFIG names no host of the job {_short(name)}; expected {example}")
     if not ps and len(masters) + len(workers) <= 1 and job != "ps":
         if hosts and job != "evaluator":
-            _task("TF_CONFIG", job, index)  # raises a UserError if that is not the one task
+            _task("TF_CONFIG", job, index)  # raises a UserError unless it is the only task
         return TaskSpecDef("evaluator", trial=trial) if job == "evaluator" else None
     return _task("TF_CONFIG", job, index, trial, ps, workers, masters)
 
 
 def _hosts_of_job(name, tasks, example):
-    """Returns the list of a job's hosts; some platforms write a dictionary of them, by their index."""
+    """Returns the list of a job's hosts; some platforms write a dictionary by index instead."""
     if isinstance(tasks, dict) and set(tasks) == set(map(str, range(len(tasks)))):
         tasks = [tasks[str(i)] for i in range(len(tasks))]
     if not isinstance(tasks, list) or not all(isinstance(host, str) for host in tasks):

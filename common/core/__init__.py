@@ -1,11 +1,11 @@
-"""The ground that all other packages stand on: flags and errors, the folder of a run, what the user sees, checkpoint files.
+"""The base of all other packages: flags and errors, the run folder, output for the user, checkpoint files.
 
-Begin with `flags`, which defines every flag and its check, and `run_dir`, the folder in which a run keeps all that it writes.
+Begin with `flags`, which defines every flag and its check, and `run_folder`, the folder of all files of a run.
 """
 
 from typing import TYPE_CHECKING
 
-from common.front_door import front_door
+from common.core.doors import front_door
 
 if TYPE_CHECKING:  # the front door: what others may import
     from common.core import (
@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # the front door: what others may import
     )
     from common.core.checkpoint_parts import TABLES, TablePart, check_shape, pieces_of, rows_in, spec_of
     from common.core.checkpoints import Keeper, Trained, checkpoints_in, newest_good_checkpoint, times, writing_into
+    from common.core.doors import front_door
     from common.core.exit_reasons import NOTHING, RAN_OUT, count_oom_kills, killed_by, last_error, of_memory
     from common.core.finite import loss_of_failed, must_be_finite
     from common.core.flags import (

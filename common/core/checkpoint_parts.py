@@ -1,4 +1,4 @@
-"""Tables in checkpoints, of which nobody needs all rows in memory: they are read and written a few at a time."""
+"""Tables in checkpoints: read and written a few rows at a time, so that no process needs all rows in memory."""
 
 import math
 from concurrent.futures import ThreadPoolExecutor
@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from common import tf
 from common.core.flags import UserError
 
-TABLES = "tables/"  # how the names of tables begin, and of what lies beside them, see `common.scheme.tables`
-PART_BYTES = 2**22  # of a table, as it is read and written: with larger ones saving takes more time and memory from training
+TABLES = "tables/"  # prefix of the names of tables and of their optimizer slots, see `common.scheme.tables`
+PART_BYTES = 2**22  # read or written at once: with larger parts, saving takes more time and memory from training
 
 
 def spec_of(shape, start, count):
@@ -16,19 +16,19 @@ def spec_of(shape, start, count):
 
 
 def pieces_of(shape):
-    """Cuts rows of `shape` into parts of `PART_BYTES` at most; returns pairs of the first and how many."""
+    """Cuts rows of `shape` into parts of at most `PART_BYTES`; returns pairs (first row, number of rows)."""
     count = max(1, PART_BYTES // (4 * math.prod(shape[1:])))
     return [(start, min(count, shape[0] - start)) for start in range(0, shape[0], count)]
 
 
 def rows_in(path, name, shape, first=0, count=None, width=None, dtype=None):
-    """Yields rows of a table in a checkpoint, in parts of `PART_BYTES` at most: pairs of the number of the first, and an array.
+    """Yields rows of a table in a checkpoint, in parts of at most `PART_BYTES`: pairs (index of the first row, array).
 
     Args:
-      path, name: of the checkpoint, and of the table there.
+      path, name: of the checkpoint, and of the table in it.
       shape: of the whole table.
-      first, count: of the rows; all by default.
-      width: as many rows come at a time as of a table of this width; by default of its own.
+      first, count: the first row and the number of rows; all by default.
+      width: row width by which the number of rows in a part is computed; by default the table's own.
       dtype: of the table, float32 by default.
     """
 
@@ -36,16 +36,16 @@ def rows_in(path, name, shape, first=0, count=None, width=None, dtype=None):
         types = [dtype or tf.float32]
         return tf.raw_ops.RestoreV2(prefix=path, tensor_names=[name], shape_and_slices=[spec], dtypes=types)[0].numpy()
 
-    with ThreadPoolExecutor(1) as another:  # in this thread a graph may be open, in which nothing is executed
+    with ThreadPoolExecutor(1) as another:  # a graph may be open in this thread, so eager execution needs another one
         for start, n in pieces_of([shape[0] if count is None else count, *([width] if width else shape[1:])]):
             yield first + start, another.submit(read, spec_of(shape, first + start, n)).result()
 
 
 class TablePart:
-    """The rows of a table on one ps, or what an optimizer keeps of them: read and written a few at a time.
+    """The rows of a table, or of its optimizer slots, on one ps: read and written a few at a time.
 
     Args:
-      variable: a piece of the table, or what lies beside one.
+      variable: a piece of the table, or of a slot.
     """
 
     def __init__(self, variable):
@@ -62,7 +62,7 @@ class TablePart:
             self._write = tf.raw_ops.ResourceStridedSliceAssign(ref=variable.handle, value=self._value, **ends)
 
     def read(self, session):
-        """Yields what `write_checkpoint` takes as `parts`."""
+        """Yields (name, slice, value), the `parts` of `write_checkpoint`."""
         for start, count in pieces_of(self._own):
             value = session.run(self._rows, {self._begin: start, self._count: count})
             yield self._name, spec_of(self._shape, self._start + start, count), value
@@ -76,11 +76,11 @@ class TablePart:
 
 
 def check_shape(checkpoint, shapes, name, expected):
-    """Raises a `UserError` if a checkpoint has no variable of this name and shape, in which None fits any number.
+    """Raises a `UserError` if a checkpoint has no variable of this name and shape; None in the shape fits any number.
 
     Args:
       checkpoint: its path.
-      shapes: of what it has, {name: list}.
+      shapes: of its variables, {name: list}.
     """
     shape = shapes.get(name)
     if shape is None or not tf.TensorShape(shape).is_compatible_with(expected):

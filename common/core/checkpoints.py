@@ -1,4 +1,4 @@
-"""Checkpoints: which there are and whether they are good; and the `Keeper`, which saves the global parameters by a clock."""
+"""Checkpoints: listed, checked and written; and the `Keeper`, which saves the global parameters at regular intervals."""
 
 import contextlib
 import fcntl
@@ -29,7 +29,7 @@ from common.core.training_clock import TrainingClock
 DROPPED = "gradients_dropped"
 KEPT = 5  # checkpoints in a folder; older ones are removed
 PATIENCE_SECS = 2.0
-UNFINISHED = ".unfinished-"  # begins the name of a subfolder in which a checkpoint is written
+UNFINISHED = ".unfinished-"  # prefix of a subfolder in which a checkpoint is written
 
 
 class NotFinite(Exception):
@@ -38,14 +38,14 @@ class NotFinite(Exception):
 
 @contextlib.contextmanager
 def writing_into(folder):
-    """Says in one line why a checkpoint cannot be written. A new file replaces nothing before it is whole.
+    """A context that turns a failure to write a checkpoint into a `TrainingFailed` of one line.
 
     Raises:
       TrainingFailed: if the disk is full, read-only or gone.
     """
     try:
         yield
-    except (tf.errors.OpError, OSError, ValueError) as error:  # the last for a folder that is not there any more
+    except (tf.errors.OpError, OSError, ValueError) as error:  # ValueError: the folder is gone
         why = why_unwritable(error)
         if not os.path.isdir(folder):
             raise TrainingFailed(f"no checkpoint can be written: the folder {folder} is gone") from None
@@ -60,42 +60,41 @@ def writing_into(folder):
 def checkpoints_in(folder):
     """Returns the paths of all checkpoints in a folder, the oldest first.
 
-    Only regular files of this very folder count: its file `checkpoint`, which lists them, may be another user's.
+    Only regular files in this folder count, as its list, the file `checkpoint`, may come from another user.
     """
     listed = []
-    with contextlib.suppress(ValueError, tf.errors.OpError):  # of an empty file, or one with other bytes
+    with contextlib.suppress(ValueError, tf.errors.OpError):  # the file is empty or damaged
         state = tf.train.get_checkpoint_state(str(folder)) if folder else None
         listed = [path for path in state.all_model_checkpoint_paths if _is_ours(path, folder)] if state else []
     if listed:
         return listed
-    # The file that lists them is damaged, or names those of another folder, or they were copied without it.
+    # The list is damaged or missing, or names checkpoints of another folder.
     files = [str(file.with_suffix("")) for file in Path(folder).glob("*-*.index")] if folder else []
     found = [path for path in files if path.rpartition("-")[2].isdigit() and _is_ours(path, folder)]
     return [path for _, path in sorted({_step_of(path): path for path in found}.items())]
 
 
 def _is_ours(path, folder):
-    """Whether this is a checkpoint of this folder, in regular files (no links), whose name contains no glob pattern."""
+    """Whether this is a checkpoint of this folder, in regular files (no links), with a name free of glob characters."""
     place, name = os.path.split(os.path.abspath(path))
     if place != os.path.abspath(folder) or not re.fullmatch(r"[\w.-]+", name):
         return False
     for file in _files_of(path):
-        with contextlib.suppress(FileNotFoundError):  # it is damaged, which `newest_good_checkpoint` says
+        with contextlib.suppress(FileNotFoundError):  # a damaged checkpoint, which `newest_good_checkpoint` reports
             if not stat.S_ISREG(os.lstat(file).st_mode):
                 return False
     return True
 
 
 def _files_of(path):
-    """The files of a checkpoint: one with data, or one for each part of tables, and the index."""
+    """The files of a checkpoint: the index, and one data file or one for each part of the tables."""
     return *(sorted(glob.glob(f"{glob.escape(path)}.data-?????-of-?????")) or [f"{path}.data-00000-of-00001"]), f"{path}.index"
 
 
 def newest_good_checkpoint(folder):
-    """Returns the path of the newest checkpoint in a folder of which every value can be read; None if there are none at all.
+    """Returns the path of the newest undamaged checkpoint in a folder; None if there are no checkpoints.
 
-    It says a line about each newer one that is damaged: cut short, with other bytes than were written, or with a trainable
-    variable that is not finite.
+    Prints a line about each newer, damaged one: truncated, corrupted, or with a trainable variable that is not finite.
 
     Raises:
       UserError: if all are damaged.
@@ -114,9 +113,9 @@ def newest_good_checkpoint(folder):
 
 
 def list_anew(folder):
-    """Lists in a folder what it really has, up to the newest good checkpoint, and returns that one's path, or None.
+    """Rewrites a folder's list of checkpoints, up to the newest good one, and returns the path of that one, or None.
 
-    For a program that lets TensorFlow read the list: it would restore, and later remove, whatever a list from elsewhere names.
+    For a program that lets TensorFlow read the list: it would restore, and later remove, the files that a foreign list names.
 
     Raises:
       UserError: if all are damaged.
@@ -130,7 +129,7 @@ def list_anew(folder):
 
 
 def _damage(path):
-    """The fault of a checkpoint, or None. Reads all of it: each value has a checksum."""
+    """The fault of a checkpoint, or None. Reads every value, as each has a checksum."""
     trainable = {_name_and_slice(v)[0] for v in tf.trainable_variables()}
     try:
         checkpoint = tf.train.load_checkpoint(path)
@@ -147,23 +146,23 @@ def _damage(path):
 
 
 def _name_and_slice(variable):
-    """The name of a variable in a checkpoint, and which part of what has that name it is, as `SaveV2` takes them."""
+    """The name of a variable in a checkpoint, and its slice of the whole variable, as `SaveV2` takes them."""
     part = variable._get_save_slice_info()
     return (part.full_name, part.spec) if part else (variable.op.name, "")
 
 
 def write_checkpoint(folder, step, names, slices, values, parts=()):
-    """Writes `model.ckpt-STEP` into a folder, lists it as the newest there, and removes what is older than the newest few.
+    """Writes `model.ckpt-STEP` into a folder, lists it as the newest, and removes all but the newest `KEPT` checkpoints.
 
-    One of the same step that is there stays until the new one is whole, and listed as `model.ckpt-0STEP`; then that takes its
-    name. So a process that dies meanwhile leaves one of the two. Several processes may write at a time; one whose checkpoint
-    another has overtaken lists nothing. A process that is stopped while it writes holds up no other; if it is stopped in the
-    milliseconds in which it lists a checkpoint, others wait for `PATIENCE_SECS`. To be called where eager execution is on.
+    An existing checkpoint of the same step stays until the new one is complete and listed as `model.ckpt-0STEP`, which is
+    then renamed; so a process that dies meanwhile leaves one of the two. Several processes may write concurrently; a process
+    lists nothing if a later checkpoint was listed meanwhile. A process stopped (SIGSTOP) while it writes blocks no other; if it
+    is stopped in the milliseconds of the listing, others wait for `PATIENCE_SECS`. Must be called with eager execution on.
 
     Args:
       names, slices: of the values, as `tf.raw_ops.SaveV2` takes them.
       values: arrays.
-      parts: gives further names, slices and values, one after the other: of what no worker has whole.
+      parts: iterable of further (name, slice, value): the tables, which no worker holds whole.
 
     Raises:
       TrainingFailed: if it cannot be written.
@@ -179,10 +178,10 @@ def write_checkpoint(folder, step, names, slices, values, parts=()):
             new, again = f"model.ckpt-{step}", f"model.ckpt-0{step}"
             others = [name for name in known if name not in (new, again)]
             first = again if new in known else new
-            _remove(folder, first)  # an index that is left might be read with the new data
+            _remove(folder, first)  # a leftover index might be read with the new data
             path = os.path.join(folder, first)
             tf.raw_ops.MergeV2Checkpoints(checkpoint_prefixes=written, destination_prefix=path, delete_old_dirs=False)
-            if known and _newest_in(folder) not in (known[-1], first):  # it was stopped meanwhile, and others did not wait
+            if known and _newest_in(folder) not in (known[-1], first):  # stopped meanwhile, and overtaken
                 _remove(folder, first)
                 return
             _list(folder, [*others, first])
@@ -192,7 +191,7 @@ def write_checkpoint(folder, step, names, slices, values, parts=()):
                     target = os.path.join(folder, new) + source.removeprefix(path)
                     try:
                         os.link(source, target)
-                    except OSError:  # this file system has no second names
+                    except OSError:  # this file system has no hard links
                         shutil.copyfile(source, target)
                 _list(folder, [*others, new])
             for name in (*others[: 1 - KEPT], again):
@@ -201,7 +200,7 @@ def write_checkpoint(folder, step, names, slices, values, parts=()):
 
 @contextlib.contextmanager
 def _turn(folder):
-    """Locks a folder for some milliseconds. A process that holds it for `PATIENCE_SECS` is stopped: others go on without it."""
+    """Locks a folder for some milliseconds. After `PATIENCE_SECS` the holder counts as stopped, and the lock is ignored."""
     with _opened(folder) as descriptor:
         pause, patience = threading.Event(), int(PATIENCE_SECS / 0.01)
         while patience and not _lock(descriptor):
@@ -212,7 +211,7 @@ def _turn(folder):
 
 @contextlib.contextmanager
 def _own_subfolder(folder):
-    """Gives a subfolder for an unfinished checkpoint, locked by its writer. Those of processes that have died are removed."""
+    """Yields a subfolder for an unfinished checkpoint, locked by its writer; removes the subfolders of dead processes."""
     for left in Path(folder).glob(f"{UNFINISHED}*"):
         with contextlib.suppress(OSError), _opened(left) as descriptor:
             if _lock(descriptor):
@@ -221,7 +220,7 @@ def _own_subfolder(folder):
     with _opened(made) as descriptor:
         _lock(descriptor)
         path = os.path.join(folder, UNFINISHED + os.path.basename(made).removeprefix(".new-"))
-        os.rename(made, path)  # not before it is locked
+        os.rename(made, path)  # only now, as others remove unlocked subfolders of this name
         try:
             yield path
         finally:
@@ -234,11 +233,11 @@ def _opened(folder):
     try:
         yield descriptor
     finally:
-        os.close(descriptor)  # which gives a lock back, as the end of the process does
+        os.close(descriptor)  # releases the lock, as the end of the process does
 
 
 def _lock(descriptor):
-    """Whether nobody else has the lock of an open folder."""
+    """Tries to lock an open folder; returns whether that succeeded."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -255,14 +254,14 @@ def _step_of(name):
 
 
 def _remove_unfinished(folder):
-    """Removes the data of a checkpoint whose process died before its index was there. To be called with the lock."""
+    """Removes data files without an index, left by a process that died. To be called with the lock."""
     for file in Path(folder).glob("model.ckpt-*.data-*"):
         if not Path(folder, f"{file.name.partition('.data-')[0]}.index").exists():
             file.unlink(missing_ok=True)
 
 
 def _write(folder, names, slices, values, parts):
-    """Writes a checkpoint in parts and returns their prefixes. All of it has to be finite, as `NotFinite` says otherwise."""
+    """Writes a checkpoint in parts and returns their prefixes; raises `NotFinite` for table rows that are not finite."""
     written: list[str] = []
     for some in itertools.chain([(names, slices, values)], (([name], [spec], [value]) for name, spec, value in parts)):
         if written and not np.isfinite(some[2][0]).all():
@@ -273,7 +272,7 @@ def _write(folder, names, slices, values, parts):
 
 
 def _list(folder, names):
-    """Lists the last few of these checkpoints as those of the folder; without the folder's name, so that it can be moved."""
+    """Lists the last `KEPT` of these checkpoints, by relative paths, so that the folder can be moved."""
     tf.train.update_checkpoint_state(os.path.abspath(folder), names[-1], names[-KEPT:])
 
 
@@ -283,49 +282,49 @@ def _remove(folder, name):
             os.unlink(file)
 
 
-# When a worker saves, as a share of --checkpoint_secs since the last time: the chief first, another one if that did not.
+# A worker saves after this share of --checkpoint_secs since the last checkpoint: the chief first, another one if it did not.
 CHIEF_AFTER, OTHERS_AFTER = 0.75, 0.9
-# If the newest checkpoint is older than so many times --checkpoint_secs, and than so many seconds, a line says so.
+# Warn if the newest checkpoint is older than LATE × --checkpoint_secs and than LATE_SECS.
 LATE, LATE_SECS = 3, 5.0
-_CLAIMED, _SAVED, _TOLD = range(3)  # keys of what is noted on the ps: times on its clock
+_CLAIMED, _SAVED, _TOLD = range(3)  # keys of times on the ps, by its clock
 
 
 class Keeper(tf.train.SessionRunHook):
-    """Saves the global parameters by a clock, while any worker is alive. Every worker has one, made when its graph is complete.
+    """Saves the global parameters at regular intervals. Every worker has one, created when its graph is complete.
 
-    Each has a thread, which waits for none of the worker's calls. The chief saves when `CHIEF_AFTER` of the time has passed
-    since the last checkpoint. If it does not, because it is dead, stopped or just starting, another worker that sees the
-    chief's folder saves after `OTHERS_AFTER` of the time. A claim on the ps of the global step decides which one.
+    Each has a thread of its own, independent of the worker's calls. The chief saves when `CHIEF_AFTER` of the interval has
+    passed since the last checkpoint. If the chief is dead, stopped or just starting, another worker that sees its folder saves
+    after `OTHERS_AFTER` of the interval. A claim on the ps of the global step decides which worker saves.
 
-    A checkpoint is read under the lock of `GlobalParameters`: it holds all of an update that takes this lock, or nothing of
-    it. If an update without this lock is in progress, the checkpoint may contain its part on one ps but not on the next. Tables
-    are read after that, some rows at a time, while training goes on: an update may be in some of them, and in x̃, or not. The
-    name of a checkpoint has the step that it holds. It also holds `samples` and `seconds`: how many samples these parameters
-    were trained with, and for how long, in all runs together that it comes from; and `gradients_dropped`, if some may be: how
-    many there were, and of how many samples, which are not among `samples`.
+    A checkpoint is read under the lock of `GlobalParameters`, so it contains an update that takes this lock either whole or
+    not at all. Of an update without this lock, it may contain the part on one ps but not on the next. Tables are read
+    afterwards, some rows at a time, while training goes on: an update may be in some of the rows, and in x̃, or not. The name
+    of a checkpoint has its step. It also holds `samples` and `seconds`, the samples and the time of training over all runs of
+    these parameters; and, if gradients may be dropped, `gradients_dropped`: their number and the number of their samples,
+    which are not among `samples`.
 
     Args:
       center: the `common.scheme.GlobalParameters`.
       folder: of the checkpoints.
-      every_secs: seconds that may be lost.
+      every_secs: seconds of training that may be lost.
       index: of this worker; 0 is the chief, or a process on its own.
       device: this worker's device, or None.
-      samples_per_update: number of samples, an int or a `Fraction`, as an attribute, too. Where updates differ, it is that of a
-        local step or a gradient, whichever `GlobalParameters.local_steps` counts.
+      samples_per_update: number of samples, an int or a `Fraction`; also an attribute. If updates differ, the number of samples
+        of a local step or a gradient, the unit of `GlobalParameters.local_steps`.
       copies: operations that copy further values to save from the chief to the ps; the chief runs them before it saves.
-      samples_per_gradient: number of samples, an int or a `Fraction`, of one that is dropped.
+      samples_per_gradient: number of samples of a dropped gradient, an int or a `Fraction`.
 
     Attributes:
-      has_lost: a tensor of names, empty if the parameters on the ps are whole: all from one checkpoint, or what came of it.
-      clock: a `common.core.TrainingClock`: the seconds of training up to now.
-      samples: a tensor, int64: how many samples the present parameters were trained with.
-      dropped: a tensor, int64 `[2]`: how many gradients were dropped, and of how many samples.
-      samples_before: a tensor, int64: those of them that are not steps (or local steps) × samples_per_update, since other flags
-        held then.
-      is_of_local_steps: whether samples_per_update is not of an update.
-      log: where the chief notes with which parameters a session begins, a `common.training.MetricsLog`, if it is set.
-      export: the chief's, if it is set: a function of parameters `[size]` and state that writes them down as a model. It is
-        called in the thread that saves, after each checkpoint; no round waits for it.
+      has_lost: a tensor of names, empty if the parameters on the ps are complete and descend from one checkpoint.
+      clock: a `common.core.training_clock.TrainingClock`: the seconds of training up to now.
+      samples: a tensor, int64: number of samples with which the present parameters were trained.
+      dropped: a tensor, int64 `[2]`: numbers of dropped gradients and of their samples.
+      samples_before: a tensor, int64: samples trained under an earlier batch size or window, not counted by the steps (or local
+        steps) × samples_per_update.
+      is_of_local_steps: whether samples_per_update counts the samples of a local step, not of an update.
+      log: a `common.training.MetricsLog`, if set: there the chief notes the source of a session's parameters.
+      export: the chief's, if set: a function of parameters `[size]` and state that writes them as a model. It is called in the
+        saving thread after each checkpoint; no round waits for it.
     """
 
     def __init__(
@@ -370,7 +369,7 @@ class Keeper(tf.train.SessionRunHook):
         self._set_dropped, self._dropped = [], tf.placeholder(tf.int64, [2])
         with tf.device(center.step.device), tf.control_dependencies(None):
             self.dropped = _dropped_of(center, samples_per_gradient)
-            if center.dropped is not None:  # saved as it counts with these flags, and restored as it does with others
+            if center.dropped is not None:  # saved in samples, as batch size and window may differ after a restart
                 of_samples = times(self._dropped[0], samples_per_gradient)
                 value = tf.stack([self._dropped[0], self._dropped[1] - of_samples])
                 self._set_dropped = [center.dropped.assign(value, read_value=False)]
@@ -382,7 +381,7 @@ class Keeper(tf.train.SessionRunHook):
         self._take_turns(center)
 
     def _read(self, center, before, samples_per_update, samples_per_gradient, device):
-        """Returns tensors on this worker, of one moment: the time on the ps, step, samples, seconds, life, all variables."""
+        """Returns a consistent snapshot as tensors on this worker: time on the ps, step, samples, seconds, life, variables."""
         with tf.control_dependencies(None), center.lock.held([]) as done:
             with tf.device(center.step.device):
                 now, step = tf.timestamp(), center.step.read_value()
@@ -396,11 +395,11 @@ class Keeper(tf.train.SessionRunHook):
                 with tf.device(center.step.device):
                     values.append(_dropped_of(center, samples_per_gradient))
             done += [value.op for value in (*scalars, *values)]
-        with tf.device(device):  # where it is fetched, as large values would be slow on the way there otherwise
+        with tf.device(device):  # the device that fetches them: otherwise large values would travel slowly
             return [tf.identity(value) for value in scalars], [tf.identity(value) for value in values], done
 
     def _take_turns(self, center):
-        """Makes the operations by which the workers agree on which of them saves."""
+        """Makes the operations by which the workers agree on the one that saves."""
 
         def find(table, key, none):
             return tf.raw_ops.LookupTableFindV2(table_handle=table, keys=tf.constant(key, tf.int64), default_value=none)
@@ -419,7 +418,7 @@ class Keeper(tf.train.SessionRunHook):
             zero = tf.zeros([], tf.float64)
         with Lock(center.step.device, "saving").held([]) as done, tf.device(center.step.device):
             now, claimed = tf.timestamp(), find(times, _CLAIMED, zero)
-            # The wall clock of the ps may have been set back since the claim. So a worker's own clock counts, too.
+            # The wall clock of the ps may have been set back since the claim, so a worker's own clock counts, too.
             self._seen = tf.placeholder_with_default(zero - 1, [])
             is_due = tf.logical_or(now - claimed >= self._after, now < claimed)
             is_due = tf.logical_or(is_due, tf.equal(claimed, self._seen))
@@ -431,12 +430,12 @@ class Keeper(tf.train.SessionRunHook):
             self._claim = is_due, self._after - (now - claimed), center.step.read_value(), tf.where(is_due, now, claimed), done
 
     def begin_run(self, session, checkpoint):
-        """The chief's, when the parameters have their values: from now on they are kept.
+        """Called by the chief when the parameters have their values: starts the checkpoints of a run.
 
-        Unless they come from a checkpoint, one is saved before any other worker may begin.
+        If the values are initial ones, a checkpoint is saved before any other worker may begin.
 
         Args:
-          checkpoint: the path of the one that they were restored from; None if they have initial values.
+          checkpoint: path of the restored checkpoint; None for initial values.
         """
         self._is_open, samples, seconds, dropped = False, 0, 0.0, [0, 0]
         if checkpoint:
@@ -458,7 +457,7 @@ class Keeper(tf.train.SessionRunHook):
         self._log(step, f"restored from {os.path.basename(checkpoint)}" if checkpoint else "new")
 
     def adopt(self, session):
-        """The chief's: goes on with the parameters that it finds, and saves them at once."""
+        """Called by the chief: continues with the parameters found on the ps, and saves them at once."""
         self._is_open = False
         self._say_place(session)
         self.save(session)
@@ -470,11 +469,11 @@ class Keeper(tf.train.SessionRunHook):
 
     @property
     def variables(self):
-        """What a `tf.train.Saver` is to restore: all but tables, which `restore_tables` does."""
+        """The variables for a `tf.train.Saver` to restore: all but tables, see `restore_tables`."""
         return self._variables
 
     def restore_tables(self, session, checkpoint):
-        """Gives tables, and what lies beside them, the values that they have in a checkpoint.
+        """Restores tables and their optimizer slots from a checkpoint.
 
         Raises:
           UserError: if it has no such table.
@@ -488,9 +487,9 @@ class Keeper(tf.train.SessionRunHook):
         session.run(self._is_lost)
 
     def _say_place(self, session):
-        """Marks the folder, so that other workers know whether theirs is the same: on several machines it may not be.
+        """Marks the folder, so that workers on other machines can tell whether theirs is the same.
 
-        Each time with another mark, since the folder may be a copy of the one of another machine.
+        The mark is new each time, since a folder may have been copied from another machine.
         """
         mark = uuid.uuid4().hex
         with writing_into(self._folder):
@@ -507,24 +506,23 @@ class Keeper(tf.train.SessionRunHook):
         return False
 
     def save(self, session):
-        """Saves now, and returns the values of all variables. Parameters that are not finite are not worth it: training fails
-        by them.
+        """Saves now, and returns the values of all variables; saves nothing and returns None if some are not finite.
 
         Raises:
           TrainingFailed: if the checkpoint cannot be written.
         """
         with self._turn:
-            if self._is_open:  # else the chief's own variables have no values yet, and there is nothing to copy
+            if self._is_open:  # else the chief's own variables are not initialized yet
                 session.run(self._copies)
             (now, step, samples, seconds, life), values, _ = session.run(self._snapshot)
             seconds = max(seconds, self.clock.saved(life))
-            # No sum of float32 is too large for float64: it is finite if all of them are.
+            # A sum of float32 cannot overflow float64, so it is finite if all values are.
             if not all(np.isfinite(np.sum(values[i], dtype=np.float64)) for i in self._trainable):
                 print(f"no checkpoint of step {step}: its parameters are not finite", flush=True)
                 return None
             names, slices = [*self._names, "samples", "seconds"], [*self._slices, "", ""]
             parts = (found for part in self._parts_of_tables for found in part.read(session))
-            with ThreadPoolExecutor(1) as another:  # in this thread a graph may be open, in which nothing is executed
+            with ThreadPoolExecutor(1) as another:  # a graph may be open in this thread, so eager execution needs another one
                 every = [*values, samples, seconds]
                 try:
                     another.submit(write_checkpoint, self._folder, step, names, slices, every, parts).result()
@@ -536,7 +534,7 @@ class Keeper(tf.train.SessionRunHook):
         return values
 
     def _export(self, values):
-        """Writes the model of a checkpoint, unless it cannot be written: then a line says so, once."""
+        """Writes the model of a checkpoint; the first failure is reported in a line and ends the exports."""
         if self.export is None or values is None:
             return
         by_name = dict(zip(self._names, values, strict=True))
@@ -550,7 +548,7 @@ class Keeper(tf.train.SessionRunHook):
             say(line)
 
     def after_create_session(self, session, coord):
-        """Starts the thread; that of a session before ends with its session."""
+        """Starts the thread, and ends the one of an earlier session."""
         self.clock.stop()
         self._is_open = self._is_chief
         self._ended.set()
@@ -578,11 +576,11 @@ class Keeper(tf.train.SessionRunHook):
         except TrainingFailed as error:
             self._failure = error
         except (tf.errors.OpError, RuntimeError) as error:
-            if not ended.is_set():  # else the session was closed; the main loop meets the same error, and handles it
+            if not ended.is_set():  # else the session was closed; the main loop handles the same error
                 print(f"this session saves no more checkpoints: {str(error).splitlines()[0]}", flush=True)
 
     def _claim_turn(self, session):
-        """Returns whether this worker is to save now, the seconds after which it is to ask again if not, and the step."""
+        """Returns whether this worker is to save now, the seconds until its next claim if not, and the step."""
         claim, seen = self._claimed
         has_waited = time.monotonic() - seen >= self._after
         is_due, pause, step, claim, _ = session.run(self._claim, {self._seen: claim} if has_waited else None)
@@ -591,7 +589,7 @@ class Keeper(tf.train.SessionRunHook):
         return is_due, min(pause, self._after), step
 
     def _look_at_age(self, session):
-        """Says, once, when the newest checkpoint is older than it may be, by this worker's clock since it first saw it."""
+        """Warns, once, that the newest checkpoint is too old; its age is that since this worker first saw it."""
         saved, told = session.run(self._look)
         if saved != self._known[0]:
             self._known = saved, time.monotonic()
@@ -607,12 +605,12 @@ class Keeper(tf.train.SessionRunHook):
         self.clock.tick(run_context.session)
 
     def after_run(self, run_context, run_values):
-        """Ends training when checkpoints cannot be written any more."""
+        """Ends training if checkpoints can no longer be written."""
         if self._failure:
             raise self._failure
 
     def end(self, session):
-        """Ends the thread; the chief saves what is not saved yet."""
+        """Ends the thread; the chief saves the parameters if they are newer than the last checkpoint."""
         self._ended.set()
         if self._thread:
             self._thread.join()
@@ -621,21 +619,21 @@ class Keeper(tf.train.SessionRunHook):
 
 
 class Trained(tf.train.CheckpointSaverListener):
-    """How long the variables were trained, and with how many samples, in all runs that they come from. It is saved with them.
+    """The time and the number of samples of training, over all runs of these variables; saved with them.
 
-    A listener of the `tf.train.CheckpointSaverHook` of a training by one worker; to be made when the graph is built.
+    A listener of the `tf.train.CheckpointSaverHook` in training by one worker; created while the graph is built.
 
     Args:
       step: the global step, a variable.
       batch_size: samples per step.
 
     Attributes:
-      samples_before: those that are not step × batch_size, since another batch size held then.
+      samples_before: samples trained under an earlier batch size, not counted by step × batch_size.
     """
 
     def __init__(self, step, batch_size):
         self._step, self._batch_size, self._began, self.samples_before = step, batch_size, math.inf, 0
-        self._session: Any = None  # the one that has saved
+        self._session: Any = None  # the session of the last save
         with tf.device(step.device):
             self._variables = [
                 tf.get_variable(name, initializer=tf.zeros([], dtype), trainable=False, use_resource=True)
@@ -645,39 +643,39 @@ class Trained(tf.train.CheckpointSaverListener):
         self._assign = [v.assign(feed, read_value=False) for v, feed in zip(self._variables, self._feeds, strict=True)]
 
     def begin_run(self, session):
-        """Goes on from what is saved. To be called when the variables have their values, before the first step."""
+        """Continues from the saved values. To be called after the variables were restored, before the first step."""
         (seconds, samples), step = session.run([self._variables, self._step])
         self._began, self.samples_before = time.monotonic() - seconds, int(samples - step * self._batch_size)
 
     @property
     def seconds(self):
-        """Of training, up to now."""
+        """Seconds of training up to now."""
         return time.monotonic() - self._began
 
     def samples(self, step):
-        """Returns how many samples the variables were trained with at this global step."""
+        """Returns the number of samples trained up to this global step."""
         return self.samples_before + int(step) * self._batch_size
 
     def before_save(self, session, global_step_value):
-        """Puts both into the variables, which are saved with the others.
+        """Assigns both to the variables, which are saved with the others.
 
-        In the first call of a new session they have just been restored: neither the outage nor lost updates count.
+        In the first call of a new session they were just restored, so neither the outage nor lost updates count.
         """
         if self._session not in (None, session):
             self.begin_run(session)
         self._session = session
-        if self._began < math.inf:  # else the session was just opened, and they are what is saved
+        if self._began < math.inf:  # else the session was just opened, and the variables hold the restored values
             values = self.seconds, self.samples(global_step_value)
             session.run(self._assign, dict(zip(self._feeds, values, strict=True)))
 
 
 def _samples_of(center, step, samples_per_update):
-    """Returns of how many samples the updates up to this one are made, an int64 scalar."""
+    """Returns the number of samples in the updates up to this one, an int64 scalar."""
     return times(step if center.local_steps is None else center.local_steps.read_value(), samples_per_update)
 
 
 def _dropped_of(center, samples_per_gradient):
-    """Returns how many gradients were dropped, and of how many samples, int64 `[2]`."""
+    """Returns the numbers of dropped gradients and of their samples, int64 `[2]`."""
     if center.dropped is None:
         return tf.zeros([2], tf.int64)
     count, more = tf.unstack(center.dropped.read_value())
@@ -685,5 +683,5 @@ def _dropped_of(center, samples_per_gradient):
 
 
 def times(count, samples):
-    """Returns a count times a number of samples, a `Fraction` or an int, rounded down; the count is a tensor or a number."""
+    """Returns count × samples, rounded down: a tensor or a number, and a `Fraction` or an int."""
     return count * samples.numerator // samples.denominator

@@ -9,7 +9,7 @@ from common import tf
 from common.core.exit_reasons import last_error
 from common.core.flags import UserError
 
-MEMORY_LIMIT = 2048  # MB of a logical GPU. Of one GPU several are for trying out, not for speed, so this is not much
+MEMORY_LIMIT = 2048  # MB of a logical GPU; small, as splitting a GPU is for trying out, not for speed
 
 
 def gpus():
@@ -18,24 +18,23 @@ def gpus():
 
 
 def logical_devices(count):
-    """Makes `count` devices of this process, and returns their names, `/device:GPU:0` say, and a line that says what they are.
+    """Makes `count` devices of this process, and returns their names, such as `/device:GPU:0`, and a line that describes them.
 
-    A GPU each, if there are that many; if there are fewer, each is split into logical GPUs; without any the CPU is. They are
-    there for all that this process does, eagerly or in a session: one without a configuration of its own gets this one.
+    Each is a whole GPU, if there are enough; otherwise the GPUs, or without any the CPU, are split into logical devices. They
+    serve eager code and every session of this process that has no configuration of its own.
 
-    Memory of a whole GPU is taken as it is needed ("memory growth"). For a logical GPU, TensorFlow requires a
-    memory limit instead.
+    Memory of a whole GPU grows on demand ("memory growth"). For a logical GPU, TensorFlow requires a memory limit instead.
 
-    To be called before anything is computed, as the devices are made once.
+    To be called before anything is computed, as TensorFlow fixes its devices then.
 
     Raises:
       RuntimeError: if tensorflow has begun to compute, with other devices.
     """
     there = gpus()
-    # Operations without a kernel for a GPU go to the CPU. Sessions of a graph, unlike eager code, would raise an error.
+    # Without soft placement, sessions, unlike eager code, fail at an operation that has no GPU kernel.
     tf.config.set_soft_device_placement(True)
     if len(there) >= count:
-        tf.config.set_visible_devices(there[:count], "GPU")  # the others are left to others
+        tf.config.set_visible_devices(there[:count], "GPU")  # leave the rest to other processes
         for gpu in there[:count]:
             tf.config.experimental.set_memory_growth(gpu, True)
         line = f"{count} of {_number_of(there)}" if len(there) > count else _number_of(there)
@@ -60,11 +59,12 @@ def _number_of(gpus):
 
 
 def with_gpus(settings, num_workers_given):
-    """Returns the `Settings` whose `gpus` is a list in place of the flag's text: what `CUDA_VISIBLE_DEVICES` calls them, empty
-    if there is none. Unless the number of workers is given, there is one for each.
+    """Returns the `Settings` with `gpus` as a list of names for `CUDA_VISIBLE_DEVICES`, in place of the flag's text.
+
+    The list is empty if there is no GPU. Unless the number of workers is given, there is one worker per GPU.
 
     Raises:
-      UserError: if the text names none, or one that is not there.
+      UserError: if the text is invalid, or names a GPU twice or one that does not exist.
     """
     text = settings.gpus
     if text != "all" and not re.fullmatch(r"\d+(,\d+)*", text):
@@ -77,14 +77,14 @@ def with_gpus(settings, num_workers_given):
     if max(numbers, default=-1) >= count:
         those = f"only {count}: 0 to {count - 1}" if count else "none"
         raise UserError(f"--gpus={text} names GPU {max(numbers)}, but TensorFlow sees {those}")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # if it is set, numbers count what it lists
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # if set, GPU numbers index this list
     names = visible.split(",") if visible else [str(number) for number in range(count)]
     own = {} if num_workers_given or not numbers else {"num_workers": len(numbers)}
     return settings.but(gpus=[names[number] for number in numbers], **own)
 
 
 def _count_gpus():
-    """Asks another process, as this one imports no tensorflow. Only that knows what its build and the drivers make of them."""
+    """Asks TensorFlow in another process, as this one does not import it; the count depends on its build and the drivers."""
     safe = "import sys; sys.path = [folder for folder in sys.path if folder]"  # -c would import from the current folder
     program = "import tensorflow as tf; print(len(tf.config.list_physical_devices('GPU')))"
     command = [sys.executable, "-c", f"{safe}; {program}"]
@@ -95,14 +95,14 @@ def _count_gpus():
 
 
 def devices_of(job, index, gpus):
-    """Returns the variables that give a task its GPU: the workers one each, in turn; a ps computes next to nothing."""
+    """Returns the environment variables that assign a task its GPU: workers in turn; none for a ps, which computes little."""
     if job == "ps":
         return {"CUDA_VISIBLE_DEVICES": "-1"}
     return {"CUDA_VISIBLE_DEVICES": gpus[index % len(gpus)]} if gpus else {}
 
 
 def say_gpus(settings):
-    """Returns which worker has which GPU, in one line."""
+    """Returns the assignment of GPUs to workers, in one line."""
     if not settings.gpus:
         return "TensorFlow sees no GPU here: each worker computes on its CPU device"
     each = [f"worker {i}: GPU {settings.gpus[i % len(settings.gpus)]}" for i in range(settings.num_workers)]

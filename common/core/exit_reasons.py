@@ -1,4 +1,4 @@
-"""How a process ended, in one line: what it printed last, by which signal, whether memory ran out."""
+"""The reason why a process ended, in one line: its last error, the signal that killed it, or lack of memory."""
 
 import contextlib
 import math
@@ -8,13 +8,13 @@ from pathlib import Path
 
 NOTHING = "it printed nothing"
 RAN_OUT = "ran out of memory and was killed by the kernel"
-# Begins what C++ code of tensorflow reports that is no error, as that there is no GPU,
+# Prefix of log lines of TensorFlow's C++ code that are no errors, such as the absence of a GPU
 _REPORT = re.compile(r"[IW]\d{4} |E\d{4} .* failed call to cuInit")
-_FATAL = re.compile(r"F\d{4} ")  # and what it ends a process with
+_FATAL = re.compile(r"F\d{4} ")  # prefix of its fatal errors
 
 
 def last_error(text, script_name):
-    """The last line of `text` that a script printed about a `UserError`, else that looks like an error, else at all."""
+    """The last line of a script's output that reports a `UserError`; else the last that looks like an error; else the last."""
     lines = [line.strip() for line in text.splitlines() if line.strip() and not _REPORT.match(line)]
     for looks_right in (lambda line: line.startswith(f"{script_name}: "), lambda line: "Error" in line, _FATAL.match, bool):
         found = [line for line in lines if looks_right(line)]
@@ -23,7 +23,7 @@ def last_error(text, script_name):
     return NOTHING
 
 
-# What Python, C++, the dynamic linker and TensorFlow say when there is no memory, or a limit (`ulimit -v`) is too small
+# Messages of Python, C++, the dynamic linker and TensorFlow if memory runs out or a limit (`ulimit -v`) is too small
 _NO_MEMORY = re.compile(
     r"MemoryError|std::bad_alloc|[Cc]annot allocate memory|failed to map segment|OOM when allocating|Out of memory"
 )
@@ -31,7 +31,7 @@ _NO_THREAD = re.compile(r"pthread_create\(\) failed|pthread_create failed|can't 
 
 
 def of_memory(text):
-    """Returns that memory ran out, if this, which a process has printed, says so."""
+    """Returns a text on lack of memory (or of threads) if a process's output reports it, else None."""
     if found := _NO_MEMORY.findall(text):
         return f"ran out of memory ({found[-1]})"
     if found := _NO_THREAD.findall(text):
@@ -40,18 +40,20 @@ def of_memory(text):
 
 
 def killed_by(number, oom_kills=math.inf):
-    """Returns that a signal, of this number, killed a process; and that it was for want of memory, if the kernel has killed
-    more than `oom_kills` processes for that by now, which is what `count_oom_kills` returned before."""
+    """Returns a text on the signal that killed a process, or `RAN_OUT` if the kernel killed it for lack of memory.
+
+    The latter if it was SIGKILL and `count_oom_kills` has grown since it returned `oom_kills`.
+    """
     if number == signal.SIGKILL and count_oom_kills() > oom_kills:
         return RAN_OUT
     try:
         return f"was killed by {signal.Signals(number).name}"
-    except ValueError:  # one without a name
+    except ValueError:  # a signal without a name
         return f"was killed by signal {number}"
 
 
 def count_oom_kills():
-    """Returns how many processes the kernel has killed because memory ran out: on this machine, or in this control group."""
+    """Returns the number of processes killed by the kernel for lack of memory: on this machine, and in this control group."""
     paths, total = ["/proc/vmstat"], 0
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():

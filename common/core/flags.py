@@ -1,4 +1,4 @@
-"""The flags of every scheme, and mistakes of the user's as one clear line. Imports no tensorflow."""
+"""The flags of every scheme, and user errors as one clear line. Imports no tensorflow."""
 
 import difflib
 import errno
@@ -11,11 +11,11 @@ from pathlib import Path
 
 from absl import flags
 
-INT32, INT64 = 2**31 - 1, 2**63 - 1  # the graph's counters
-FLOAT32, LEAST_FLOAT32 = (2 - 2**-23) * 2.0**127, 2.0**-149  # the graph's numbers: the largest, and the smallest but 0
-ABSL_READS = {"flagfile", "undefok"}  # flags that absl reads before all others, whether they are defined or not
+INT32, INT64 = 2**31 - 1, 2**63 - 1  # maxima of the graph's counters
+FLOAT32, LEAST_FLOAT32 = (2 - 2**-23) * 2.0**127, 2.0**-149  # the largest and the smallest positive float32
+ABSL_READS = {"flagfile", "undefok"}  # flags that absl reads before all others, defined or not
 SECONDS = threading.TIMEOUT_MAX  # the longest wait that 64 bits of nanoseconds can count, 292 years
-ROOM = 1_000_000  # rows of a table without an end
+ROOM = 1_000_000  # default capacity, in rows, of a table without a fixed size
 TABLE_OPTIMIZERS = ("scheme", "sgd", "adagrad", "rowwise_adagrad")  # see common.scheme.hyperparameters
 LOCAL_OPTIMIZERS = ("sgd", "momentum", "adagrad", "adam")  # see LocalParameters.optimizer
 
@@ -24,7 +24,7 @@ COMPRESSIONS = ("none", "bf16", "int8", "int4", "sign", "topk")  # see common.sc
 PULL_COMPRESSIONS = ("none", "bf16", "int8")
 TRANSFORMER = {"layers": 1, "width": 64, "heads": 4}  # of --model=transformer, unless flags say otherwise
 
-# Data that come with this project and models that fit them: there is no need to check them before a run, if other flags are so
+# Built-in data and the models that fit them: with the values in KNOWN, no check of the input before the run is needed
 FITTING = {
     "digits": ("linear", "mlp"),
     "linear": ("linear", "mlp"),
@@ -32,17 +32,17 @@ FITTING = {
     "mnist1d": ("linear", "mlp", "cnn1d"),
     "quadratic": ("dense", "linear", "mlp"),
 }
-MOST_PLACES = 256  # of workers that come and go
+MOST_PLACES = 256  # largest --max_workers
 KNOWN = {
-    "max_workers": (None,),  # the rule of a scheme has to be looked at
+    "max_workers": (None,),  # otherwise the scheme's rule has to be checked
     "learning_rate_schedule": (None, *SCHEDULES),
     "callback": (None,),
-    "compress": ("none",),  # a scheme's messages have to be looked at
+    "compress": ("none",),  # otherwise the scheme's messages have to be checked
     **dict.fromkeys(TRANSFORMER, (None,)),
 }
 
 
-# As --help and book/guide/flags.md list them; all others are a script's own
+# The order in --help and book/guide/flags.md; any other flag is a script's own
 GROUPS = {
     "Cluster": (
         *("num_ps", "num_workers", "max_workers", "gpus", "start_secs", "warm_start_steps", "delays"),
@@ -64,21 +64,21 @@ GROUPS = {
 
 
 class _OneLine(Exception):
-    """An exception whose text says all: IPython shows that, and no stack trace, as a program does."""
+    """An exception with a self-contained message: IPython, like a program, shows it without a stack trace."""
 
     def _render_traceback_(self):
         return [f"{type(self).__name__}: {self}"]
 
 
 class UserError(_OneLine):
-    """The user has asked for something impossible. The text is one line: what was wrong, what was expected, what to do.
+    """An error of the user. The text is one line: the mistake, the expected value, the remedy.
 
-    No caller has to catch it: it ends a program, which prints that line without a stack trace, and exits with status 2.
+    No caller has to catch it: the program prints that line without a stack trace, and exits with status 2.
     """
 
 
 class Settings:
-    """The settings of a run, all flags and what follows from them: a namespace that does not change; `but` makes another."""
+    """The settings of a run, all flags and derived values: an immutable namespace; `but` makes a changed copy."""
 
     def __init__(self, **values):
         self.__dict__.update(values)
@@ -95,15 +95,15 @@ class Settings:
 
 
 class _NoFlag(UserError, AttributeError):
-    """An attribute that settings do not have."""
+    """The error for an attribute that settings lack."""
 
 
-# Errors of a process that writes to a disk that is full, read-only, failing or another user's
+# Errors of writing to a disk that is full, read-only, failing or another user's
 _UNWRITABLE = [os.strerror(n) for n in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)]
 
 
 def why_unwritable(error):
-    """Returns why something cannot be written, if this exception says so; TensorFlow's have it in their text."""
+    """Returns the reason for a failed write, if this exception states one; TensorFlow's errors have it in their text."""
     text = error.strerror or "" if isinstance(error, OSError) else str(error)
     return next((reason for reason in _UNWRITABLE if reason in text), None)
 
@@ -115,9 +115,9 @@ def check_backend(name):
 
 
 def check_keras():
-    """Raises a `UserError` if the settings of Keras, in `KERAS_BACKEND` and in the user's keras.json, are not those of a run.
+    """Raises a `UserError` if the settings of Keras, in `KERAS_BACKEND` and in the user's keras.json, do not suit a run.
 
-    Without that backend, no import of Keras gets far, so they are read here.
+    They are read without Keras, whose import fails if its backend is missing.
     """
     path = Path(os.environ.get("KERAS_HOME") or Path("~/.keras").expanduser(), "keras.json")
     try:
@@ -133,7 +133,7 @@ def check_keras():
 
 
 class TrainingFailed(_OneLine):
-    """Training cannot go on, and a new start would not help. The text is one line: what happened, where, what to do.
+    """Training cannot continue, and a restart would not help. The text is one line: the failure, its place, the remedy.
 
     It ends a program as a `UserError` does, but with status 1.
     """
@@ -236,7 +236,7 @@ def _define_alias(values, name, original):
     parse_as_original = alias.parse
 
     def parse(argument):
-        parser.name = name  # what is wrong with it is said of the flag that was given
+        parser.name = name  # errors name the flag that was given
         try:
             parse_as_original(argument)
         finally:
@@ -246,16 +246,16 @@ def _define_alias(values, name, original):
 
 
 def define_alias(name, original):
-    """Defines a flag that is another name of `original`, a flag that every scheme has."""
-    _aliases[name] = original  # which is defined later
+    """Defines another name for `original`, a flag of every scheme."""
+    _aliases[name] = original  # `define` adds the original later
 
 
 def define(defaults):
-    """Defines the flags that every scheme has. `defaults` are a scheme's own, by flag name.
+    """Defines the flags of every scheme. `defaults` are a scheme's own, by flag name.
 
-    Those of the local optimizer are there only if a scheme gives a default for `local_optimizer`.
+    Flags of the local optimizer are defined only if a scheme gives a default for `local_optimizer`.
 
-    Returns the `flags.FlagValues` that hold them and those that the scheme's script defined before.
+    Returns the `flags.FlagValues` with these flags and those that the scheme's script defined before.
     """
     values = flags.FLAGS
 
@@ -267,7 +267,7 @@ def define(defaults):
     text = "places for workers, which may join (common/join.sh) and leave (common/leave.sh) during training"
     define_integer("max_workers", None, text, least=1, most=MOST_PLACES)
     define_gpus()
-    # Samples are counted in 64 bits: with so many epochs, those of a set of 2³¹ still can be.
+    # At most 2**32, so that the samples of all epochs over a set of 2³¹ still fit in 64 bits.
     define_number("epochs", own("epochs"), "passes over the training set, all workers together", above=0, most=2**32)
     text = "stop at this many global updates; an asynchronous worker finishes the call that it is in (default: from --epochs)"
     define_integer("steps", None, text, least=1)
@@ -284,7 +284,7 @@ def define(defaults):
     text = f"{names}; or FILE.py:FUNCTION"
     flags.DEFINE_string("model", own("model", "mlp"), text)
     for name, most, text in (
-        ("layers", 1000, "blocks of --model=transformer"),  # each is some 400 operations of the graph
+        ("layers", 1000, "blocks of --model=transformer"),  # each adds some 400 operations to the graph
         ("width", INT32, "embedding width of --model=transformer, a multiple of --heads"),
         ("heads", INT32, "attention heads of --model=transformer"),
     ):
@@ -296,12 +296,12 @@ def define(defaults):
     text = "learning rate as a function of the global step: cosine, linear, or FILE.py:FUNCTION (default: constant)"
     flags.DEFINE_string("learning_rate_schedule", None, text)
     define_integer("warmup_steps", 0, "global updates during which the learning rate grows to its full size", least=0)
-    if "weight_decay" not in values:  # of a scheme whose optimizer always has it
+    if "weight_decay" not in values:  # else the scheme defined its own, as its optimizer always has weight decay
         text = "λ of decoupled weight decay, as in AdamW, applied by the scheme's optimizer"
         define_number("weight_decay", 0, text, least=0)
     text = "maximum norm of a local gradient (Keras's global_clipnorm); longer ones are scaled"
     define_number("clip_norm", None, text, above=0)
-    # A loop of the graph counts them, in 32 bits.
+    # At most INT32, as a loop in the graph counts the steps in 32 bits.
     define_integer("window", own("window", 1), "local steps between two exchanges with the ps", least=1, most=INT32)
     text = "compression of the vectors that a worker sends to the ps"
     flags.DEFINE_enum("compress", own("compress", "none"), COMPRESSIONS, text)
@@ -327,9 +327,9 @@ def define(defaults):
     text = "extra milliseconds of each worker's local training, as 0,0,50, to see the effect of a straggler"
     define_numbers("delays", None, text, least=0, most=1000 * SECONDS)
     text = "maximum number of rounds in one session call (default: by model and length of the run)"
-    # A round takes 18 kB of the graph at least (HogWild), which can have 2 GB.
+    # A round takes at least 18 kB of the graph (HogWild), whose limit is 2 GB.
     define_integer("rounds_per_call", own("rounds_per_call"), text, least=1, most=100_000)
-    # Keras takes 32 bits, and each worker adds its index.
+    # At most 2**31, as Keras takes 32 bits and each worker adds its index.
     define_integer("seed", own("seed", 0), "seed of initial values and of the order of samples", least=0, most=2**31)
     flags.DEFINE_string("run_dir", None, "folder of all files of the run (default: runs/SCHEME/TIME)")
     text = "write model.keras for a model with tables on the ps (common.Embedding), with the whole tables"
@@ -368,8 +368,8 @@ def parse(values, arguments, program, without=()):
     """Parses `arguments` and returns all flags as `Settings`; those in `without` keep their defaults and cannot be given.
 
     Raises:
-      UserError: for an unknown flag, a bad value, an argument that is no flag, a --topk of another compression, or sizes that
-        are none of a transformer.
+      UserError: for an unknown flag, a bad value, an argument that is no flag, --topk with another compression, or transformer
+        sizes with another model.
     """
     _refuse_absls_own(values, arguments)
     try:
@@ -386,7 +386,7 @@ def parse(values, arguments, program, without=()):
         raise UserError(f"--{name} is not a flag of {program} (--help lists its flags)")
     if rest:
         raise UserError(f"unexpected argument {rest[0]!r}: flags are written --name=value (--help lists all)")
-    # Other programs than a scheme's have neither.
+    # Only a scheme's program has these two flags.
     if "topk" in values and values.topk is not None and values.compress != "topk":
         raise UserError(f"--topk={values.topk:g} needs --compress=topk: add that, or leave --topk out")
     settings = Settings(**{name: values[name].value for name in values if name in own_names(values)})
@@ -395,7 +395,7 @@ def parse(values, arguments, program, without=()):
 
 
 def sizes(settings):
-    """Returns the sizes of --model=transformer that these settings have: {"layers", "width", "heads": number}."""
+    """Returns the sizes of --model=transformer in these settings: {"layers", "width", "heads": number}."""
     given = {name: getattr(settings, name, None) for name in TRANSFORMER}
     return {name: default if given[name] is None else given[name] for name, default in TRANSFORMER.items()}
 
@@ -418,8 +418,10 @@ def _unknown(values, name):
 
 
 def _refuse_absls_own(values, arguments):
-    """Raises a `UserError` for a flag of absl's own. They are not the scheme's, and which ones there are depends on what is
-    imported; `--flagfile` would bring in flags that nothing has checked, and `--undefok` hide a flag's misspelling."""
+    """Raises a `UserError` for one of absl's own flags, whose set depends on the imported modules.
+
+    `--flagfile` would add unchecked flags, and `--undefok` hide the misspelling of a flag.
+    """
     theirs = ABSL_READS | set(values) - own_names(values)
     for argument in arguments:
         if argument == "--":
@@ -435,14 +437,14 @@ def present(values, *names):
 
 
 def own_names(values):
-    """Names of flags that are ours, not those of absl or TensorFlow, whose modules define some when they are imported."""
+    """Names of this project's flags, without those that modules of absl or TensorFlow define on import."""
     modules = values.flags_by_module_dict()
     theirs = {flag.name for name in modules if name.partition(".")[0] in ("absl", "tensorflow") for flag in modules[name]}
-    return {name for name in values if values[name].name not in theirs}  # a flag may have a short name, too, as -v
+    return {name for name in values if values[name].name not in theirs}  # a flag may also have a short name, such as -v
 
 
 def in_groups(values, without=()):
-    """Yields (title, names) of the flags that a user may give, those of the script itself first."""
+    """Yields (title, names) of the groups of flags that a user may give, the script's own first."""
     names = own_names(values) - {"check", "help", *without}
     common = {name for group in GROUPS.values() for name in group}
     yield "This program", sorted(names - common)
@@ -451,7 +453,7 @@ def in_groups(values, without=()):
 
 
 def print_help(values, program, without):
-    """Prints every flag, but those in `without`, with its default."""
+    """Prints every flag with its default, except those in `without`."""
     print(f"usage: {os.path.basename(program)} [--flag=value ...]")
     for title, names in in_groups(values, without):
         if names:

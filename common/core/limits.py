@@ -1,6 +1,6 @@
 """The limits of this machine: memory, open files, processes. A run that needs more is refused before a task starts.
 
-Imports no tensorflow. Every estimate here is a lower bound: nothing is refused that could have been done.
+Imports no tensorflow. Every estimate is a lower bound, so no feasible run is refused.
 """
 
 import os
@@ -9,13 +9,13 @@ from pathlib import Path
 
 from common.core.flags import UserError
 
-# Measured on two cores: a ps has 103 threads, a worker 106 to 109, however many tasks there are.
+# Measured on two cores: 103 threads in a ps, 106 to 109 in a worker, independent of the number of tasks.
 THREADS_OF_A_TASK = 100
 FILES_OF_A_TASK = 32  # beside ports and connections; measured: 10 to 15
 
 
 def memory():
-    """Returns how many bytes of memory this process and those beside it can have: the machine's, or less by a cgroup."""
+    """Returns the bytes of memory available to all processes together: those of the machine, or the limit of a cgroup."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([machine, *_of_cgroups("memory", "memory.max", "memory.limit_in_bytes")])
 
@@ -30,10 +30,9 @@ def as_bytes(count):
 
 
 def check_tasks(num_ps, num_workers):
-    """Raises a `UserError` if this machine cannot have so many tasks, for open files or for processes.
+    """Raises a `UserError` if the limits on open files or processes are too low for so many tasks.
 
-    A task has the reserved ports of all tasks open, as the process has that starts it, and a connection to each task of the
-    other job.
+    A task inherits the reserved ports of all tasks from the process that starts it, and connects to each task of the other job.
     """
     count = num_ps + num_workers
     need, has = count + max(num_ps, num_workers) + FILES_OF_A_TASK, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -46,14 +45,14 @@ def check_tasks(num_ps, num_workers):
 
 
 def check_threads(what, need, flags):
-    """Raises a `UserError` if this machine cannot have so many threads; it says what needs them, and which flag to lower."""
+    """Raises a `UserError` if this machine's limits allow fewer threads; `what` needs them, `flags` are those to lower."""
     has, of = _processes()
     if need > has:
         raise UserError(f"{what} {need:,} threads, but {of} allows {has:,}: choose fewer {flags}, or raise the limit")
 
 
 def _processes():
-    """Returns how many processes, threads included, there can be, and which limit says so."""
+    """Returns the maximum number of processes, threads included, and the name of the limit."""
     limits = [(number, "the cgroup's pids.max") for number in _of_cgroups("pids", "pids.max", "pids.max")]
     if os.geteuid():  # root may have any number
         limits.append((resource.getrlimit(resource.RLIMIT_NPROC)[0], "`ulimit -u`"))
@@ -63,7 +62,7 @@ def _processes():
 
 
 def _of_cgroups(controller, name, name_of_1):
-    """Yields the limits of the cgroups that this process is in, in files called so in version 2 and version 1."""
+    """Yields the limits of this process's cgroups, from the file `name` (version 2) or `name_of_1` (version 1)."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -80,7 +79,7 @@ def _of_cgroups(controller, name, name_of_1):
 
 
 def _numbers_in(path):
-    """Returns the number in a file as a list: none if there is no such file, or no number in it, as in `max`."""
+    """Returns the number in a file as a list; empty if the file does not exist or holds no number, such as `max`."""
     try:
         return [int(path.read_text())]
     except (OSError, ValueError):

@@ -1,6 +1,6 @@
-"""How workers wait for each other: a lock, and a clock and a bell for each worker, on a ps. No worker polls.
+"""Synchronization of workers without polling: a lock, and a clock and a token queue ("bell") for each worker, on a ps.
 
-All of it lies in resources of the ps that need no initialization and belong to no checkpoint: they are as old as the ps.
+All of it lies in resources of the ps that need no initialization, belong to no checkpoint and live as long as the ps.
 """
 
 import contextlib
@@ -8,15 +8,15 @@ from typing import Any
 
 from common import tf
 
-FINISHED = 2**61  # the clock of a worker that holds no other back; sums of two such fit in 64 bits
-AWAY = FINISHED + 1  # that of a place which nobody has, where workers come and go
+FINISHED = 2**61  # clock of a finished worker, for which no other waits; the sum of two fits in 64 bits
+AWAY = FINISHED + 1  # clock of an unoccupied place, if workers come and go
 
 
 class Lock:
-    """A lock on a device. It belongs to one run of the graph: it is given back, too, when that fails, or the worker dies.
+    """A lock on a device, held for one run of the graph: it is released even if the run fails or the worker dies.
 
     Args:
-      device: where it lies.
+      device: device of the lock.
       name: the same for all workers that share it.
     """
 
@@ -24,15 +24,15 @@ class Lock:
         self.device, self._name, self._mutex = device, name, None
 
     def make(self):
-        """Makes it, outside of conditions and loops, as `held` may be in one."""
+        """Makes the mutex outside of conditions and loops, as `held` may be called in one."""
         with tf.device(self.device), tf.control_dependencies(None):
             self._mutex = tf.raw_ops.MutexV2(container="", shared_name=self._name)
 
     @contextlib.contextmanager
     def held(self, after):
-        """Operations made in this context run under the lock, which is taken when those of `after` have ended.
+        """A context whose operations run under the lock, which is taken after the operations `after`.
 
-        It is given back when those ended that the caller has put into the list that this yields; it gets the release added.
+        Yields a list. The lock is released after the operations that the caller adds to it; the release is appended to it.
         """
         if self._mutex is None:
             self.make()
@@ -46,26 +46,26 @@ class Lock:
 
 
 class Clocks:
-    """A clock for each worker; a worker whose clock is ahead waits until the slower ones have come closer.
+    """A clock for each worker; a worker that is too far ahead waits for the stragglers.
 
-    Worker i may go on while c_i − low ≤ s, where low is the least of all clocks: stale synchronous parallel (Ho et al. 2013).
-    With a `quorum` of N workers low is the N-th largest clock: N of them are enough to let the others go on. Where workers come
-    and go, as many as else need not be waited for, but one at least has to be.
+    Worker i may proceed while c_i − low ≤ s, where low is the least of all clocks: stale synchronous parallel (Ho et al. 2013).
+    With a `quorum` of N workers, low is the N-th largest clock: the others proceed as soon as N workers have come that far. If
+    workers come and go, the number of backup workers stays fixed; at least one gradient is required.
 
-    A blocked worker dequeues from its own queue, its bell. The worker that raises `low` enqueues one token for each that it
-    unblocks. `wait` takes exactly as many tokens as the times that its worker came to be too far ahead.
+    A blocked worker dequeues from its own queue, its bell. The worker that raises `low` enqueues one token for each worker that
+    it unblocks. `wait` dequeues one token for each time that its worker got too far ahead.
 
     Args:
-      num_workers: number of clocks. They stand at 0 at first, those of workers that have not begun yet as well.
-      lock: a `Lock`; the clocks lie beside it.
-      staleness: s, how many ticks a worker may be ahead; infinity is allowed.
+      num_workers: number of clocks. All start at 0, also those of workers that have not begun yet.
+      lock: a `Lock`; the clocks lie on its device.
+      staleness: s, the number of ticks that a worker may be ahead; may be infinite.
       quorum: N; all workers by default.
       name: the same for all workers that share the clocks.
-      begin: if workers come and go, how many of them the run begins with; the others are not waited for until they have come.
-        None: all of them.
+      begin: if workers come and go, the number of workers at the start of the run; no worker waits for the others before they
+        have joined. None: all of them.
     """
 
-    is_virtual = False  # as in `common.simulation`, where no worker enters or leaves
+    is_virtual = False  # True in `common.simulation`, where no worker enters or leaves
 
     def __init__(self, num_workers, lock, staleness=0, quorum=None, name="clocks", begin=None):
         self.lock, self._num_workers, self._quorum = lock, num_workers, quorum or num_workers
@@ -76,7 +76,7 @@ class Clocks:
                 for column in ("clock", "owed", "pulled", "released", "goes")
             )
             self._bells = [tf.queue.FIFOQueue(-1, tf.int64, [[]], shared_name=f"{name}_bell_{i}") for i in range(num_workers)]
-            # Made here, they carry no control dependencies: a lookup has its own.
+            # Constants made here carry no control dependencies; each lookup has its own.
             self._workers, self._zero = tf.range(num_workers, dtype=tf.int64), tf.zeros([], tf.int64)
             self._unknown, self._first = tf.constant(-1, tf.int64), None
             if begin is not None:
@@ -87,7 +87,7 @@ class Clocks:
         """Returns all clocks, an int64 tensor `[num_workers]`.
 
         Args:
-          left: booleans `[num_workers]`: who has left for good, as far as this ps does not know it; None for nobody.
+          left: booleans `[num_workers]`: the workers that have left for good, unknown to this ps; None for no worker.
         """
         if self._first is None:
             return self._find(self._clocks, self._workers)
@@ -99,7 +99,7 @@ class Clocks:
             return tf.where(found < 0, first, found)
 
     def low(self, clocks):
-        """Returns the clock that the others are measured by, a scalar."""
+        """Returns low, the clock with which the others are compared, a scalar."""
         if self._quorum == self._num_workers:
             return tf.reduce_min(clocks)
         if self._first is None:
@@ -108,24 +108,24 @@ class Clocks:
         return tf.sort(clocks)[tf.minimum(self._num_workers - self._quorum, tf.maximum(here - 1, 0))]
 
     def pulled(self, worker):
-        """Returns what `low` was when this worker last came through `wait`, or entered."""
+        """Returns the value of `low` when this worker last passed `wait`, or entered."""
         return self._of(self._pulled, worker)
 
     def may_go_on(self, worker):
-        """Returns whether this worker need not wait, a boolean scalar."""
+        """Returns whether this worker may proceed, a boolean scalar."""
         with tf.device(self.lock.device):
             clocks = self.read()
             is_released = self._of(self._released, worker) > 0
             return tf.logical_or(is_released, clocks[worker] - self.low(clocks) <= self._staleness)
 
     def behind(self, worker):
-        """Returns which workers this one has to wait for just now, booleans `[num_workers]`."""
+        """Returns the workers for which this one waits now, booleans `[num_workers]`."""
         with tf.device(self.lock.device):
             clocks = self.read()
             return tf.logical_and(~self.may_go_on(worker), clocks <= self.low(clocks))
 
     def wait(self, worker):
-        """Operations that end when this worker may go on."""
+        """Operations that block until this worker may proceed."""
         with tf.device(self.lock.device):
             owed = self._of(self._owed, worker) * (1 - self._of(self._released, worker))
             taken = self._bells[worker].dequeue_many(tf.cast(owed, tf.int32))
@@ -133,7 +133,7 @@ class Clocks:
                 return [self._insert(self._owed, worker, 0), self._insert(self._pulled, worker, self.low(self.read()))]
 
     def tick(self, worker, after=()):
-        """Operations that let this worker's clock go on by one, when those of `after` have ended."""
+        """Operations that advance this worker's clock by one, after the operations `after`."""
         with self.lock.held(after) as done, tf.device(self.lock.device):
             clocks = self.read()
             done += self.change(clocks, self.with_clock(clocks, worker, clocks[worker] + 1), worker)
@@ -144,11 +144,11 @@ class Clocks:
         return tf.where(tf.equal(tf.range(self._num_workers), worker), tf.fill([self._num_workers], value), clocks)
 
     def change(self, before, after, worker=None):
-        """Operations that set the clocks, and ring for those that may go on by that. To be run under the lock.
+        """Operations that set the clocks, and ring for the workers that this unblocks. To be run under the lock.
 
         Args:
           before, after: all clocks.
-          worker: the one whose clock has moved; it has to wait if it is too far ahead now.
+          worker: the worker whose clock has advanced; it has to wait if it is too far ahead now.
         """
         with tf.device(self.lock.device), tf.control_dependencies([before]):  # the lookup comes before the change
             was_ahead, is_ahead = (clocks - self.low(clocks) > self._staleness for clocks in (before, after))
@@ -164,9 +164,9 @@ class Clocks:
         return self._bells[worker].enqueue_many([tf.zeros([tokens], tf.int64)])
 
     def enter(self, worker, left=None):
-        """Operations for the begin of a worker's session: it goes on with the clock that it had.
+        """Operations for the start of a worker's session: it continues with its previous clock.
 
-        One that had left, or is new, goes on with the slowest of the others. `left` as of `read`.
+        A new worker, or one that had left, starts at the clock of the slowest other worker. `left`: see `read`.
         """
         with self.lock.held([]) as done, tf.device(self.lock.device):
             clocks = self.read(left)
@@ -177,7 +177,7 @@ class Clocks:
         return done
 
     def begin(self, worker, before, after):
-        """Operations that set the clocks when a worker enters, and make a new beginning of what else is known of it."""
+        """Operations that set the clocks when a worker enters, and reset its other state."""
         changed = self.change(before, after)
         low = self.low(after)
         with tf.control_dependencies(changed):
@@ -190,26 +190,26 @@ class Clocks:
         return [*changed, owed, *anew]
 
     def go(self, worker):
-        """Operations that say that this worker is about to leave for good. It waits for nobody any more."""
+        """Operations that announce that this worker leaves for good. It no longer waits for others."""
         return [self._insert(column, worker, 1) for column in (self._goes, self._released)]
 
     def goes(self, worker):
-        """Returns whether this worker has said so, a boolean scalar."""
+        """Returns whether this worker has announced that it leaves, a boolean scalar."""
         return self._of(self._goes, worker) > 0
 
     def has_left(self, worker):
-        """Returns whether nobody waits for this worker, a boolean scalar."""
+        """Returns whether no worker waits for this one any more, a boolean scalar."""
         return self.read()[worker] >= FINISHED
 
     def leave(self, worker):
-        """Operations that let the others go on without this worker."""
+        """Operations that let the others proceed without this worker."""
         with self.lock.held([]) as done, tf.device(self.lock.device):
             clocks = self.read()
             done += self.change(clocks, self.with_clock(clocks, worker, tf.constant(FINISHED, tf.int64)))
         return done
 
     def release(self, worker):
-        """Operations that let this worker itself go on, until it enters again: it is to stop."""
+        """Operations that unblock this worker until it enters again, so that it can stop."""
         with self.lock.held([]) as done, tf.device(self.lock.device):
             released = self._insert(self._released, worker, 1)
             with tf.control_dependencies([released]):

@@ -1,4 +1,4 @@
-"""Curves from what a run has written, and what several notebooks draw."""
+"""Curves of a run's metrics, and plots shared by several notebooks."""
 
 import contextlib
 import os
@@ -11,17 +11,17 @@ from common.core.task_status import say
 
 
 def read_metrics(run_dir):
-    """Returns the lines of all workers' metrics, and the evaluator's, oldest first, without those that are damaged."""
+    """Returns the undamaged lines of all workers' and the evaluator's metrics, oldest first."""
     return progress.read_metrics(run_dir)[0]
 
 
 def draw_curve(run_dir):
-    """As `curve`, but a failure is only a warning: a missing picture is no reason to lose a result."""
+    """As `curve`, but a failure is only a warning, as a missing picture should not cost the result."""
     try:
         curve(run_dir)
     except Exception as error:  # any error of matplotlib: its settings, fonts, a full disk
         with contextlib.suppress(OSError):
-            Path(run_dir, "curve.png").unlink(missing_ok=True)  # of a run that this one goes on with
+            Path(run_dir, "curve.png").unlink(missing_ok=True)  # an outdated one of the resumed run
         why = " ".join(str(error).split()) or "no reason given"
         line = f"no picture: {Path(run_dir, 'curve.png')} could not be drawn: {type(error).__name__}: {why[:200]}"
         print(line, flush=True)
@@ -31,7 +31,7 @@ def draw_curve(run_dir):
 def curve(run_dir):
     """Draws training loss, test accuracy and samples per second over time to `curve.png` in the run's folder.
 
-    A line of its color says when a worker has joined a run that was training (dashed), or left it (dotted).
+    A vertical line in the worker's color marks the time when it joined the running training (dashed) or left it (dotted).
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure  # not pyplot, which would look for a display
@@ -50,8 +50,8 @@ def curve(run_dir):
 def draw(figure, run_dir):
     """Draws the same into a figure of Matplotlib; returns whether there is anything to draw.
 
-    Of a line that says no speed, see `common.training.MetricsHook.flush`, the training loss is left out, too: it is the mean of
-    a few batches, where the others are means of many.
+    The training loss of a line without a speed, see `common.training.MetricsHook.flush`, is left out: it is a mean over few
+    batches, unlike the others.
     """
     lines = _without_rest(read_metrics(run_dir))
     if not lines:
@@ -60,7 +60,7 @@ def draw(figure, run_dir):
     measured = progress.measures(lines) or [("test loss", "test_loss", "")]
     if any(key.startswith("validation_") for _, key, _ in measured):
         measured = [found for found in measured if found[1].startswith("validation_")]
-    # A loss says less than the metric itself.
+    # A metric such as accuracy is easier to interpret than its loss.
     measured = [found for found in measured if not found[1].endswith("_loss")] or measured
     evaluations = [(name, key) for name, key, _ in measured]
     panels = [("training loss", "loss"), *evaluations, ("samples per second", "samples_per_second")]
@@ -81,11 +81,11 @@ def draw(figure, run_dir):
         if ("loss" in key or "perplexity" in key) and all(value > 0 for value in values):
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter("{x:g}")
-            if max(values, default=1) < 10 * min(values, default=1):  # else the ticks between are too many to be named
+            if max(values, default=1) < 10 * min(values, default=1):  # else there are too many minor ticks to label
                 axes.yaxis.set_minor_formatter("{x:g}")
         elif key == "samples_per_second":
             axes.set_ylim(bottom=0)
-    # One legend, above the panels, where it covers no curve; a worker has the same color in each panel.
+    # One legend above the panels, so that it covers no curve; a worker has the same color in each panel.
     named = {name: line for axes in figure.axes for line, name in zip(*axes.get_legend_handles_labels(), strict=True)}
     columns = 2 * len(panels)
     figure.set_size_inches(4 * len(panels), 3.5 + 0.25 * -(-len(named) // columns))
@@ -94,7 +94,7 @@ def draw(figure, run_dir):
 
 
 def _without_rest(lines):
-    """Returns lines of metrics, without the training loss of those that say no speed, unless a worker has no others."""
+    """Returns lines of metrics; lines without a speed lose their training loss, unless a worker has no other lines."""
     measured = {line["worker"] for line in lines if line.get("samples_per_second") is not None}
     return [
         {name: value for name, value in line.items() if name != "loss"}
@@ -110,8 +110,8 @@ def squared_error_contours(axes, x, y, slopes, intercepts, levels=12):
     Args:
       axes: matplotlib's.
       x, y: the samples, arrays [n, 1].
-      slopes, intercepts: (low, high), the part of the plane to be seen.
-      levels: how many lines, spaced evenly in the logarithm of the error.
+      slopes, intercepts: (low, high), the visible part of the plane.
+      levels: number of lines, spaced evenly in the logarithm of the error.
     """
     slope, intercept = np.meshgrid(np.linspace(slopes[0], slopes[1], 100), np.linspace(intercepts[0], intercepts[1], 100))
     errors = np.mean((slope[..., None] * x[:, 0] + intercept[..., None] - y[:, 0]) ** 2, axis=-1)
@@ -128,7 +128,7 @@ def spread(axes, x, runs, **style):
       axes: matplotlib's.
       x: numbers [points].
       runs: numbers [runs, points].
-      style: of the line, as `color` and `label`.
+      style: of the line, such as `color` and `label`.
     """
     (line,) = axes.plot(x, np.median(runs, axis=0), **style)
     axes.fill_between(x, np.min(runs, axis=0), np.max(runs, axis=0), color=line.get_color(), alpha=0.2, lw=0)

@@ -13,44 +13,44 @@ from typing import Any
 
 from common.core.task_status import print_at_once
 
-SHARES, LEAST_SECS = 15, 1.0  # the time left is by the last so many looks, if they are so many seconds apart
-QUIET_SECS = 5.0  # without a line, after which one says what the first worker does
+SHARES, LEAST_SECS = 15, 1.0  # the time left is estimated from the last SHARES polls, if they span at least LEAST_SECS
+QUIET_SECS = 5.0  # without a line, after which the first worker's activity is shown
 
 
 class _Tail:
-    """The lines that a worker has added to its metrics since the last look."""
+    """The lines appended to a worker's metrics since the last read."""
 
     def __init__(self, path):
         self._path, self._file, self._position = path, None, 0
-        self.read()  # a run that goes on: what it wrote before is past
+        self.read()  # skip the lines from before a resume
 
     def read(self):
         try:
             with open(self._path, "rb") as opened:
                 status = os.fstat(opened.fileno())
-                if self._file != (status.st_dev, status.st_ino):  # a new one: somebody deletes it, and the worker goes on
+                if self._file != (status.st_dev, status.st_ino):  # a new file: the old one was deleted
                     self._file, self._position = (status.st_dev, status.st_ino), 0
                 opened.seek(min(self._position, status.st_size))
                 written = opened.read()
         except OSError:
-            return []  # not there, not yet or not any more
+            return []  # the file does not exist yet, or no longer
         *lines, rest = written.split(b"\n")
         self._position += len(written) - len(rest)
         return parsed(lines)
 
 
 def parsed(lines, needed=()):
-    """Returns the JSON objects among these lines of metrics, without those that are damaged.
+    """Returns the JSON objects among these lines of metrics, without damaged ones.
 
-    Such is a line that a full disk has cut short, that lost or changed a byte, that lacks a key or a number.
+    A damaged line was truncated by a full disk, lost or changed a byte, or lacks a key or a number.
 
     Args:
-      lines: of bytes.
+      lines: bytes each.
       needed: keys that each line must have.
     """
     found = []
     for line in lines:
-        with contextlib.suppress(ValueError, RecursionError):  # the second of brackets in brackets in brackets
+        with contextlib.suppress(ValueError, RecursionError):  # RecursionError: deeply nested brackets
             found.append(json.loads(line.decode("ascii")))
     return [
         line for line in found if isinstance(line, dict) and all(line.get(key) is not None for key in needed) and _fits(line)
@@ -58,7 +58,7 @@ def parsed(lines, needed=()):
 
 
 def _fits(line):
-    """Whether each value is what a worker writes under its key, so that it can be compared, shown and drawn."""
+    """Whether each value has the type and range of its key, so that it can be compared, shown and drawn."""
     for key, kind in _KINDS.items():
         value = line.get(key)
         if value is not None and not isinstance(value, kind):
@@ -68,26 +68,23 @@ def _fits(line):
     for key, value in line.items():
         if key.startswith(_MEASURED) and not isinstance(value, (*_NUMBER, type(None))):
             return False
-        if isinstance(value, _NUMBER) and not abs(value) < 1e300:  # infinite or, not comparable to any number, NaN
+        if isinstance(value, _NUMBER) and not abs(value) < 1e300:  # "not" also catches NaN
             return False
     return True
 
 
-_MEASURED = "test_", "validation_"  # begin what the parameters were measured by
+_MEASURED = "test_", "validation_"  # prefixes of metric names
 
 
 def measures(lines):
-    """Returns what lines of metrics have of measures on the test set and on held-out samples: their name, key and format.
-
-    The loss of each comes last.
-    """
+    """Returns (name, key, format) of each metric on the test set and on held-out samples; each set's loss comes last."""
     keys = {key for line in lines for key, value in line.items() if key.startswith(_MEASURED) and value is not None}
     ordered = sorted(keys, key=lambda key: (key.partition("_")[0], key.endswith("_loss"), key))
     return [(key.replace("_", " "), key, ".4f" if key.endswith("_loss") else ".3f") for key in ordered]
 
 
 def read_metrics(run_dir):
-    """Returns the lines of all workers' metrics, and the evaluator's, oldest first; and how many others are damaged."""
+    """Returns the lines of all workers' and the evaluator's metrics, oldest first; and the number of damaged lines."""
     found, count = [], 0
     for path in Path(run_dir, "metrics").glob("*.jsonl"):
         with contextlib.suppress(OSError):  # it was deleted just now
@@ -104,26 +101,26 @@ class Progress:
     Args:
       run_dir: folder of the run.
       workers: indices of the workers to show, and "evaluator" if there is one.
-      places: those of them that are shown only when they have come.
-      seconds: of training, after which the run ends; None if steps alone end it.
+      places: indices of the workers that are shown only after they have joined.
+      seconds: of training, after which the run ends; None if only steps end it.
     """
 
     def __init__(self, run_dir, workers, places=(), seconds=None):
         self._places, self._seconds = places, seconds
-        self._shares: Any = collections.deque(maxlen=SHARES)  # of the training, and when
+        self._shares: Any = collections.deque(maxlen=SHARES)  # (time, share of the training done)
         self._tails = {i: _Tail(Path(run_dir, "metrics", f"{_name(i)}.jsonl")) for i in workers}
         self.newest: dict[int | str, dict] = {i: {} for i in workers}
 
     def poll(self):
-        """Reads what is new; returns whether there was anything."""
+        """Reads the new lines; returns whether there were any."""
         news = False
         for i, tail in self._tails.items():
             for line in tail.read():
-                if i != "evaluator" and any(key.startswith(_MEASURED) for key in line):  # of a step that is past
+                if i != "evaluator" and any(key.startswith(_MEASURED) for key in line):  # an evaluation of an earlier step
                     step = line.pop("global_step", None)
                     line |= {"evaluated": step, "global_step": self.newest[i].get("global_step", step)}
                 self.newest[i].update(line)
-                if line.get("left"):  # it makes no more samples in a second, and the others go on from its step
+                if line.get("left"):  # drop its speed, keep its step
                     self.newest[i] = {key: line[key] for key in ("global_step", "last_step") if key in line}
                 news = True
         if news:
@@ -131,27 +128,27 @@ class Progress:
         return news
 
     def share(self):
-        """Returns how much of the training is done, from 0 to 1: of its steps or of its seconds, whichever ends it."""
+        """Returns the share of the training that is done, from 0 to 1: of its steps or its seconds, whichever is larger."""
         n = self.together()
         steps = n["global_step"] / n["last_step"] if n.get("last_step") else 0
         return min(1.0, max(steps, n.get("train_seconds", 0) / self._seconds if self._seconds else 0))
 
     def whole(self):
-        """Returns what ends the training, as " of 2,697 steps"; empty if that is not known yet."""
+        """Returns the length of the training, as " of 2,697 steps"; empty if unknown yet."""
         last = self.together().get("last_step")
         steps = [] if last in (None, ENDLESS) else [f"{last:,d} steps"]
         seconds = [f"{self._seconds:g} s"] if self._seconds else []
         return f" of {' or '.join([*steps, *seconds])}" if steps or seconds else ""
 
     def left(self):
-        """Returns the seconds that are left at the speed of late; None if that is not known."""
+        """Returns the seconds left at the recent speed; None if unknown."""
         if not self._shares:
             return None
         (before, some), (now, share) = self._shares[0], self._shares[-1]
         return (1 - share) * (now - before) / (share - some) if share > some and now - before >= LEAST_SECS else None
 
     def together(self):
-        """Figures of all workers together: the same keys, each missing until it is known."""
+        """Figures of all workers together, under the same keys; unknown ones are missing."""
         newest = [n for n in self.newest.values() if n]
         total = {}
         combine: Any
@@ -163,7 +160,7 @@ class Progress:
             ("staleness_mean", _mean),
             ("train_seconds", max),
             ("evaluated", max),
-            *[(key, max) for _, key, _ in measures(newest)],  # one task alone has them
+            *[(key, max) for _, key, _ in measures(newest)],  # only one task reports them
         ):
             values = [n[key] for n in newest if n.get(key) is not None]
             if values:
@@ -171,13 +168,13 @@ class Progress:
         return total
 
     def parts(self):
-        """The shares of the parts in the time of a round, on average over the workers, as text; empty if not known."""
+        """The parts' shares of a round's time, averaged over the workers, as text; empty if unknown."""
         known = [n["parts"] for n in self.newest.values() if n.get("parts")]
         names = dict.fromkeys(part for each in known for part in each)
         return parts_as_text({part: _mean([each.get(part, 0) for each in known]) for part in names})
 
     def unit(self):
-        """The unit of the loss, as "nats per character"; empty if nobody has said it."""
+        """The unit of the loss, as "nats per character"; empty if unknown."""
         return next((n["unit"] for n in self.newest.values() if n.get("unit")), "")
 
     def _columns(self):
@@ -186,7 +183,7 @@ class Progress:
         return [speed, loss, *found, staleness]
 
     def line(self):
-        """All of it in one line."""
+        """The figures of all workers together, in one line."""
         n = self.together()
         parts, left = [f"step {_steps(n)}"], self.left()
         if left is not None and self.share() < 1:
@@ -201,7 +198,7 @@ class Progress:
         return ", ".join([*parts, *filter(None, [self.parts()])])
 
     def table(self, doing=lambda worker: "starting"):
-        """A table, a row each worker and one for all, for `rich`. `doing`: see `Display`."""
+        """A table for `rich`: a row for each worker, and one for all together. `doing`: see `Display`."""
         from rich.table import Table
 
         table = Table(box=None, pad_edge=False, caption=self.parts() or None, caption_justify="left")
@@ -213,7 +210,7 @@ class Progress:
             table.add_column(name, justify="right")
         rows = {i: n for i, n in self.newest.items() if n or i not in self._places}
         if len(rows) > 1:
-            rows["together"] = self.together()  # "" as long as nothing is known
+            rows["together"] = self.together()  # its cells are empty until something is known
         for i, n in rows.items():
             cells = [_number(n, key, form) for _, key, form in columns]
             step = _number(n, "global_step", ",d") if n or i == "together" else doing(i)
@@ -251,12 +248,12 @@ def _number(values, key, form):
 
 
 def _name(worker):
-    """Of its file, without the suffix."""
+    """The name of a worker's metrics file, without the suffix."""
     return f"worker-{worker}" if isinstance(worker, int) else worker
 
 
 def with_unit(text, result):
-    """Returns a loss with its unit, as "1.6512 nats per character", if there is both."""
+    """Returns a loss with its unit, as "1.6512 nats per character", if both are known."""
     return f"{text} {result['unit']}" if text and result.get("unit") else text
 
 
@@ -269,16 +266,16 @@ def _mean(values):
     return sum(values) / len(values)
 
 
-LINE_SECS = 30.0  # from one line of a long work to the next, where there is no terminal
+LINE_SECS = 30.0  # between two progress lines of `counted` without a terminal
 
 
 def counted(items, what, total=None):
-    """Yields the items, and shows how many are done and the time left: a bar, or without a terminal a line now and then.
+    """Yields the items, and shows the number done and the time left: a bar, or without a terminal an occasional line.
 
     Args:
-      items: an iterable; the work on an item is done before the next one is asked for, or while it is waited for.
-      what: in a few words.
-      total: how many there are; by default the length of `items`.
+      items: an iterable; the work on an item happens before the next one is requested, or inside the iterable.
+      what: description of the work, in a few words.
+      total: number of items; by default the length of `items`.
     """
     total = len(items) if total is None else total
     if sys.stdout.isatty():
@@ -299,7 +296,7 @@ def counted(items, what, total=None):
 
 @contextlib.contextmanager
 def busy(what):
-    """A context that shows on a terminal what goes on, and for how long; gives a function that changes what."""
+    """A context that shows an activity and its duration on a terminal; yields a function that changes the description."""
     if not sys.stdout.isatty():
         yield lambda what: None
         return
@@ -315,7 +312,7 @@ class Display:
     """A context that shows the progress of a run: a live table and a bar on a terminal, otherwise a line every two seconds.
 
     Attributes:
-      doing: function of the index of a worker that has shown nothing yet, which says what it does.
+      doing: function from the index of a worker without figures to a description of its activity.
     """
 
     def __init__(self, settings, workers, places=()):
@@ -374,7 +371,7 @@ class Display:
             self._say_start()
 
     def _say_start(self):
-        """Says what the first worker does, if it takes long, and something else than the last time."""
+        """Prints the first worker's activity, unless it is the one printed last."""
         worker = next(iter(self.progress.newest))
         text = f"{_name(worker).replace('-', ' ')} is {self.doing(worker)}"
         if text != self._said:
@@ -383,7 +380,7 @@ class Display:
 
 
 def say(line):
-    """Prints, unless the reader has gone: a run that was begun with `| head` goes on to its end. For any thread."""
+    """Prints a line, from any thread; ignores a closed pipe, so that a run piped into `head` continues."""
     try:
         print_at_once(line)
     except BrokenPipeError:
@@ -391,7 +388,7 @@ def say(line):
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
-UNEQUAL = 3  # times as many samples of one worker as of another are worth a line, where no --delays make them differ
+UNEQUAL = 3  # ratio of samples between two workers above which the summary warns, unless --delays explain it
 
 
 def as_time(seconds):
@@ -402,12 +399,12 @@ def as_time(seconds):
 
 
 def as_typed(path):
-    """Returns the path of a folder as a user would type it: from the working directory, if it is in there."""
+    """Returns the path of a folder as a user would type it: relative to the working directory, if inside it."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def summary(settings, status):
-    """Prints what came of a run, from its `result.json`."""
+    """Prints the summary of a run, from its `result.json`."""
     run_dir = Path(settings.run_dir)
     lines, damaged = read_metrics(run_dir) if status in (0, 130) else ([], 0)
     if damaged:
@@ -438,13 +435,13 @@ def summary(settings, status):
         else ""
     )
     shares = result["samples_per_worker"]
-    since = " since it began" if sum(shares) < result["samples"] else ""  # later than the run did
+    since = " since it began" if sum(shares) < result["samples"] else ""  # processes started later than the run
     each = f" ({min(shares):,} to {max(shares):,} of each worker{since})" if len(shares) > 1 else ""
     say(f"{result['scheme']}, {tasks}: {result['global_steps']:,} updates, {result['samples']:,} samples{each}")
     left = result.get("left") or []
     for gone in left:
         say(f"worker {gone['worker']} has left after {gone['updates']:,} updates")
-    # A worker that was started again may have had more before.
+    # A restarted worker may have trained on more samples before.
     restarts = result.get("restarts_of_workers", [])
     least = min((n for i, n in enumerate(shares) if not any(restarts[i : i + 1])), default=math.inf)
     if max(shares) > UNEQUAL * least and not settings.delays and not left:
@@ -474,5 +471,5 @@ def summary(settings, status):
         )
         names.append("best/model.keras")
     for name in names:
-        if (run_dir / name).exists():  # a picture may be missing, which a line has said
+        if (run_dir / name).exists():  # a picture may be missing, as reported earlier
             say(run_dir / name)

@@ -1,4 +1,4 @@
-"""The folder of a run: made, checked, locked, and written into without following links that others have planted there.
+"""The folder of a run: made, checked, locked, and written into without following links planted by others.
 
 Imports no tensorflow.
 """
@@ -22,18 +22,18 @@ from pathlib import Path
 from common.core import progress, signals
 from common.core.flags import TrainingFailed, UserError
 
-# What a run writes into its folder; the names of files that are not complete yet begin with the names of those that are.
+# Entries of a run's folder; the name of an incomplete file begins with the name of the complete one.
 FOLDERS = ("checkpoints", "logs", "metrics", "tensorboard", "best", "contributions")
 FILES = ("lock", "cluster.json", "result.json", "curve.", "model.", "data.json", "evaluator-says-stop", "training-has-ended")
-SOCKET = "control"  # of a run whose workers come and go
-WRITTEN_INTO = (".log", ".jsonl", ".position")  # what such files are called; others are replaced
+SOCKET = "control"  # only if workers come and go
+WRITTEN_INTO = (".log", ".jsonl", ".position")  # suffixes of files that are written in place; others are replaced
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
-# How long a lock is waited for that another machine holds: NFS keeps it 90 s for a machine that was lost.
+# Timeout for a lock held by another machine: NFS keeps the locks of a lost machine for 90 s.
 OTHER_HOST_SECONDS = 120
-WATCH_SECONDS = 1  # from one look at the locks to the next
+WATCH_SECONDS = 1  # between two checks of the locks
 
-_locks: dict[int, Path] = {}  # descriptors of this process, and the files that they are of
+_locks: dict[int, Path] = {}  # {descriptor in this process: locked file}
 
 
 def _forget_locks():
@@ -42,7 +42,7 @@ def _forget_locks():
     _locks.clear()
 
 
-os.register_at_fork(after_in_child=_forget_locks)  # a lock lives as long as anybody has it open: a child must not
+os.register_at_fork(after_in_child=_forget_locks)  # a descriptor open in a child would keep the lock
 
 
 def prepare_run_dir(settings, task=None):
@@ -50,14 +50,14 @@ def prepare_run_dir(settings, task=None):
 
     Args:
       settings: `run_dir`, `resume` and `scheme`.
-      task: a task that no launcher has started; None for a launcher, or a process that trains on its own.
+      task: a task started by hand; None for a launcher, or a process that trains on its own.
 
     Returns:
-      Its absolute path, and a context whose end gives the lock back. So does the end of this process, whatever ends it.
+      Its absolute path, and a context whose end releases the lock. So does any end of this process.
 
     Raises:
-      UserError: if the folder cannot be written, is in use, holds another run or something that is not to be written into, or
-        if `--resume` finds nothing to resume.
+      UserError: if the folder is not writable, is in use, holds another run or entries that are unsafe to write into, or if
+        `--resume` finds no checkpoint.
     """
     if settings.run_dir is None and settings.resume:
         raise UserError("--resume needs --run_dir=FOLDER, the folder of the run to continue")
@@ -72,7 +72,7 @@ def prepare_run_dir(settings, task=None):
 
     held = lock_folder(run_dir, "--run_dir", FOLDERS[:3], None if task is None else task_name(task), check)
     if task is None and not settings.resume:
-        for path in (run_dir / "metrics").glob("*.position"):  # of a run that has left no checkpoint
+        for path in (run_dir / "metrics").glob("*.position"):  # left by a run without a checkpoint
             path.unlink()
     for path in (run_dir / "metrics").glob("*.left.json") if task is None else ():
         path.unlink()
@@ -80,35 +80,34 @@ def prepare_run_dir(settings, task=None):
 
 
 def has_checkpoint(run_dir):
-    """Whether there is a checkpoint in the folder of a run, good or not, so that `--resume` has something to look at."""
+    """Whether the folder of a run holds a checkpoint, good or not, for `--resume`."""
     files = Path(run_dir, "checkpoints").glob("*.index")
     return any(re.fullmatch(r"[\w.-]+-\d+", path.stem, re.ASCII) for path in files)
 
 
 def task_name(task):
-    """The name of the files of a task that no launcher has started: worker-0 for one that trains on its own."""
+    """The file name of a task started by hand; worker-0 for a process that trains on its own."""
     job = "evaluator" if task and task.is_evaluator() else task.job if task else "worker"
     return f"{job}-{task.job_index if task else 0}"
 
 
 def lock_folder(folder, flag, parts, name=None, check=lambda: None):
-    """Makes a folder with its `parts`, unless it is there, and locks it.
+    """Makes a folder with its `parts`, unless it exists, and locks it.
 
-    Two processes lock it together only if both are tasks, of different names. Nothing is written before it is clear that it may
-    be.
+    Two processes can share the lock only if both are tasks, of different names. Nothing is written before all checks pass.
 
     Args:
       folder: its path.
-      flag: name of the flag that it comes from.
-      parts: names of folders in it.
-      name: of the task that locks it; None if it is to have the folder alone.
-      check: function that raises a `UserError` unless what is in the folder is as it should be.
+      flag: name of the flag that gives the path.
+      parts: names of subfolders.
+      name: of the task that locks it; None for an exclusive lock.
+      check: function that raises a `UserError` if the folder's contents are unsuitable.
 
     Returns:
-      A context whose end gives the lock back.
+      A context whose end releases the lock.
 
     Raises:
-      UserError: if anything is wrong, in one line.
+      UserError: for any failure, in one line.
     """
     flag = f"{flag}={folder}"
     with contextlib.ExitStack() as stack, _unwritable(flag):
@@ -119,10 +118,10 @@ def lock_folder(folder, flag, parts, name=None, check=lambda: None):
             _take_locks(stack, folder, flag, name)
         check()
         make_private_folder(folder)
-        tempfile.TemporaryFile(dir=folder).close()  # of a name of its own: other tasks may be trying the same
+        tempfile.TemporaryFile(dir=folder).close()  # a unique name, as other tasks may do the same
         if not is_locked:
             _take_locks(stack, folder, flag, name)
-            check()  # a whole run may have come in between
+            check()  # again, as another run may have come and gone before the lock
         for part in parts:
             (folder / part).mkdir(exist_ok=True)
         return stack.pop_all()
@@ -132,45 +131,45 @@ def lock_folder(folder, flag, parts, name=None, check=lambda: None):
 def _unwritable(flag):
     try:
         yield
-    except OSError as error:  # a folder on the way may not be entered, a name is too long, a disk is full
+    except OSError as error:  # no access to a parent folder, a name too long, a full disk
         raise UserError(f"{flag} cannot be written: {error.strerror}") from None
 
 
 def make_private_folder(path):
-    """Makes a folder that other users of the machine cannot look into, unless it is there."""
+    """Makes a folder that other users of the machine cannot read, unless it exists."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def _take_locks(stack, folder, flag, name):
-    """Locks the file `lock` alone, or for a task of this name together with other tasks, and then a file of its own alone."""
+    """Locks the file `lock` exclusively; for a named task, `lock` shared with other tasks, then `lock-NAME` exclusively."""
     files = [("lock", fcntl.LOCK_EX)] if name is None else [("lock", fcntl.LOCK_SH), (f"lock-{name}", fcntl.LOCK_EX)]
     for file, how in files:
         descriptor = open_own(folder / file, os.O_RDWR)
         _locks[descriptor] = folder.resolve() / file
-        stack.callback(_release, descriptor)  # not when the stack is forgotten: a process that keeps none holds them to its end
+        stack.callback(_release, descriptor)  # not on garbage collection: else the process holds it to its end
         _lock(descriptor, how, folder, file, flag)
         if not _is_there(descriptor, folder / file):
             raise UserError(f"{flag}: {file} was removed while this run waited for it: start it again")
 
 
 def _is_there(descriptor, path):
-    """Whether a file that is open still has this name; if not, whoever opens that locks another file."""
+    """Whether an open file still has this path; if not, another process that opens the path locks another file."""
     try:
         return os.path.samestat(os.lstat(path), os.fstat(descriptor))
-    except OSError as error:  # another one, of a network's file system, says nothing
+    except OSError as error:  # other errors, of a network file system, prove nothing
         return error.errno not in (errno.ENOENT, errno.ESTALE)
 
 
 def check_locks(folder):
-    """Raises `TrainingFailed` if a file is gone by which this process has locked the folder: others may lock it now."""
+    """Raises `TrainingFailed` if a lock file of this process is gone from the folder, as others may lock it now."""
     folder = Path(folder).resolve()
     for descriptor, path in list(_locks.items()):
-        if path.parent == folder and not _is_there(descriptor, path) and descriptor in _locks:  # not given back meanwhile
+        if path.parent == folder and not _is_there(descriptor, path) and descriptor in _locks:  # not released meanwhile
             raise TrainingFailed(f"{path} was removed, so another run may write into the folder too: this one has ended")
 
 
 def watch_locks(folder):
-    """As long as this process has locked the folder, it ends with a line and exit status 1 when `check_locks` raises."""
+    """Ends this process with a line and exit status 1 when `check_locks` raises, as long as it holds a lock of the folder."""
     folder = Path(folder).resolve()
 
     def watch():
@@ -183,13 +182,13 @@ def watch_locks(folder):
                     print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr, flush=True)
                 signals.exit_at_once(1)
 
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals.INTERRUPTING_SIGNALS)  # they are for other threads
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals.INTERRUPTING_SIGNALS)  # other threads handle them
     threading.Thread(target=watch, daemon=True).start()
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _release(descriptor):
-    if descriptor in _locks:  # not in a child
+    if descriptor in _locks:  # not in a forked child
         del _locks[descriptor]
         os.close(descriptor)
 
@@ -211,12 +210,12 @@ def _lock(descriptor, how, folder, file, flag):
         if file == "lock":
             progress.say(f"nothing keeps other runs out of {folder}: the file system has no locks")
     os.ftruncate(descriptor, 0)
-    if how == fcntl.LOCK_EX:  # else several have it, each of which says so in its own
+    if how == fcntl.LOCK_EX:  # a shared lock has several holders, named in their own files
         os.write(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode())
 
 
 def _is_given(descriptor, how):
-    """Whether another machine gives a lock back in time. The system has no such wait with a limit, so a thread waits."""
+    """Whether another machine releases a lock in time. A thread waits for it, as `flock` has no timeout."""
     given, same = threading.Event(), os.dup(descriptor)  # the caller may close its own before the thread ends
 
     def wait():
@@ -224,7 +223,7 @@ def _is_given(descriptor, how):
             try:
                 fcntl.flock(same, how)
             finally:
-                os.close(same)  # before the caller goes on: until then it could not give the lock back
+                os.close(same)  # before the caller continues, as this copy would keep the lock
             given.set()
 
     threading.Thread(target=wait, daemon=True).start()
@@ -232,8 +231,10 @@ def _is_given(descriptor, how):
 
 
 def _holder(folder, file):
-    """Returns the process that holds a lock of the folder, and its host: what the file says, and if that says nothing, those of
-    the tasks, whose processes may have ended."""
+    """Returns (pid, host) of the process that holds a lock of the folder, or (None, None).
+
+    They come from the lock file, or else from the lock files of tasks whose processes are alive or on another host.
+    """
     for path in (folder / file, *sorted(folder.glob("lock-*"))):
         with contextlib.suppress(OSError):
             found = re.fullmatch(r"(\d{1,9}) ([\w.-]+)\n", path.read_text("ascii", "replace"), re.ASCII)
@@ -247,15 +248,14 @@ def _is_alive(pid):
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # it is another user's
+    except PermissionError:  # another user's process
         pass
     return True
 
 
 def check_contents(folder, flag):
-    """Raises a `UserError` if the folder is another user's, or if among what a run writes there is something that is another
-    user's, or through which it would write elsewhere."""
-    with tempfile.TemporaryFile(dir=folder) as file:  # a network's file system may call whatever we make another user's
+    """Raises a `UserError` if the folder, or an entry that a run writes, belongs to another user or is a link or the like."""
+    with tempfile.TemporaryFile(dir=folder) as file:  # a network file system may report another owner for our files
         owners = {os.geteuid(), os.fstat(file.fileno()).st_uid}
     advice = "give another folder: a run writes only into files and folders of its own"
     if os.stat(folder).st_uid not in owners:
@@ -274,7 +274,7 @@ def check_contents(folder, flag):
 
 
 def _problem(path, found, owners):
-    """The fault of a file or folder, None if there is none: `path` is relative to the run's folder, `found` its `lstat`."""
+    """The fault of a file or folder, or None; `path` is relative to the run's folder, `found` its `lstat`."""
     kind = stat.S_IFMT(found.st_mode)
     if found.st_uid not in owners:
         return "belongs to another user"
@@ -293,17 +293,17 @@ def _problem(path, found, owners):
 
 
 def open_own(path, flags):
-    """Opens a file of the run to write into it, and makes it if it is not there; returns the descriptor.
+    """Opens a file of the run for writing, and creates it if missing; returns the descriptor.
 
     Args:
-      path: of the file. Its folder is made, too, if it is not there, but not the folder of that.
-      flags: of `os.open`, as O_APPEND. Not O_TRUNC: it would come before the check.
+      path: of the file. Its folder is created if missing, but not the folder's parent.
+      flags: of `os.open`, such as O_APPEND. Not O_TRUNC, which would truncate before the check.
 
     Raises:
-      UserError: if it is a link, no file, another user's, or has another name, too.
+      UserError: if it is a link, no regular file, another user's, or has a second name.
     """
     path = Path(path)
-    flags |= os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # the last for a pipe, which may have no reader
+    flags |= os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # O_NONBLOCK: a pipe may have no reader
     with contextlib.ExitStack() as stack:
         try:
             try:
@@ -329,12 +329,12 @@ def _file_of_left(run_dir, worker):
 
 
 def write_left(run_dir, worker, report):
-    """Keeps the report, numbers, of a worker that leaves for good: a ps that is started again has forgotten it."""
+    """Saves the report, numbers, of a worker that leaves for good, as a restarted ps has lost it."""
     write_json(_file_of_left(run_dir, worker), [float(number) for number in report])
 
 
 def forget_left(run_dir, worker):
-    """This worker is there, whatever an earlier process of its number has done; returns whether that had left."""
+    """Removes the report of an earlier worker of this index; returns whether there was one."""
     path = _file_of_left(run_dir, worker)
     has_left = path.exists()
     path.unlink(missing_ok=True)
@@ -342,17 +342,17 @@ def forget_left(run_dir, worker):
 
 
 def read_left(run_dir, num_workers, size):
-    """Returns the reports of the workers that have left, {worker: `size` numbers}, as far as this folder tells."""
+    """Returns the reports in this folder of workers that have left, {worker: `size` numbers}."""
     found: dict[int, list[float]] = {}
     for worker in range(num_workers):
-        with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):  # most have not left, or one is damaged
+        with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):  # no report, or a damaged one
             report = [float(number) for number in json.loads(_file_of_left(run_dir, worker).read_text())]
             found |= {worker: report} if len(report) == size else {}
     return found
 
 
 def write_json(path, value):
-    """Writes a JSON file, all or nothing."""
+    """Writes a JSON file atomically."""
     text, unfinished = json.dumps(value, indent=2) + "\n", path.with_name(path.name + ".unfinished")
     unfinished.unlink(missing_ok=True)
     with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "w") as file:  # follows no link

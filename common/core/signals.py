@@ -1,4 +1,4 @@
-"""Signals: a process notices that it has to end, and goes on when its terminal is closed."""
+"""Signals: orderly ends of a process, and survival of a closed terminal."""
 
 import contextlib
 import errno
@@ -8,30 +8,29 @@ import signal
 import sys
 import threading
 
-# Ctrl-C, what the launcher sends to its workers, and the end of the terminal.
+# Ctrl-C, the launcher's signal to its workers, and the hangup of the terminal.
 INTERRUPTING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def heeded(numbers=INTERRUPTING_SIGNALS):
     """Returns those of these signals that this process does not ignore.
 
-    A program goes on to ignore what it was started to ignore: SIGHUP by `nohup`, SIGINT by a script that starts it with `&`.
+    Signals ignored at the start stay ignored: SIGHUP under `nohup`, SIGINT in a script's background job (`&`).
     """
     return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def hear_signals(numbers, heard):
-    """From now on calls `heard(number)` for each of these signals, in a thread of its own, except for those that are ignored.
+    """From now on calls `heard(number)` for each of these signals, in a thread of its own, except for ignored signals.
 
-    Python's own handlers run in the main thread, which may be in C++ code, waiting for a ps that is not there, and would never
-    call them. To be called in the main thread, before tensorflow starts threads of its own, which would be interrupted instead.
-    A thread that is older, as numpy's are in a script that imports it, may still be the one to get the signal; the pipe then
-    tells ours.
+    Python's own handlers run in the main thread, which may be blocked in C++ code, waiting for an unreachable ps. To be called
+    in the main thread, before tensorflow starts threads, which would be interrupted instead. An older thread, such as one of
+    numpy's, may still receive the signal; the pipe then notifies ours.
     """
     numbers = heeded(numbers)
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     for number in numbers:
-        signal.signal(number, lambda *_: None)  # in place of the one that would raise KeyboardInterrupt, or end the process
+        signal.signal(number, lambda *_: None)  # else KeyboardInterrupt, or the end of the process
     arrivals, write = os.pipe()
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)  # a byte for each signal, whichever thread gets it
@@ -47,8 +46,7 @@ def hear_signals(numbers, heard):
 
 
 def prepare_for_a_closed_terminal():
-    """For a program: from now on SIGHUP raises KeyboardInterrupt, as Ctrl-C does, unless it is ignored; and output to a
-    terminal that was closed is discarded."""
+    """Makes SIGHUP, unless ignored, raise KeyboardInterrupt as Ctrl-C does, and discards output to a closed terminal."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream and stream.isatty():
@@ -63,7 +61,7 @@ def _interrupt_once(number, frame):
 
 
 def lasting(stream, descriptor):
-    """Returns a text stream like `stream` to a file descriptor; if that is a terminal, one that outlives it."""
+    """Returns a text stream like `stream` on a file descriptor; on a terminal, the stream outlives it."""
     if not os.isatty(descriptor):
         return stream if stream.fileno() == descriptor else open(descriptor, "w", buffering=1)
     buffer = io.BufferedWriter(_Terminal(descriptor, "w", closefd=False))
@@ -71,8 +69,10 @@ def lasting(stream, descriptor):
 
 
 class _Terminal(io.FileIO):
-    """A terminal. When it is closed, output is discarded, so a print does not fail, in the user's functions either.
-    Only SIGHUP ends the run then: `nohup`, `setsid` and `disown` keep that away."""
+    """A terminal whose output is discarded after it is closed, so that no print fails, even in the user's functions.
+
+    Then only SIGHUP ends the run, unless `nohup`, `setsid` or `disown` prevents it.
+    """
 
     def write(self, data):
         try:
@@ -84,7 +84,7 @@ class _Terminal(io.FileIO):
 
 
 def exit_at_once(status):
-    """Ends this process from any thread. On a terminal it shows the cursor, which the table of progress hides."""
+    """Ends this process from any thread; restores the terminal's cursor, which the progress table hides."""
     with contextlib.suppress(OSError):  # the terminal may be closed
         if os.isatty(1):
             os.write(1, b"\x1b[?25h")

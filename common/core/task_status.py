@@ -1,4 +1,4 @@
-"""Messages from a task to the launcher that has started it: lines for the user, what it does and waits for, signs of life."""
+"""Messages from a task to its launcher: lines for the user, activity, waits, heartbeats."""
 
 import contextlib
 import json
@@ -9,19 +9,19 @@ import time
 import warnings
 from typing import Any, NamedTuple
 
-# A task's environment has these: the process that has started it, its own name, and the pipe to the launcher.
+# Environment variables of a task: its parent process, its own name, and the pipe to the launcher.
 VARIABLES = ("LAUNCHER_PID", "LAUNCHER_KEY", "LAUNCHER_WORDS")
-# It may also have these: a file with data, a path for what the check of the input finds out, its log.
+# Optional ones: a file with data, a path for the findings of the input check, its log.
 MORE_VARIABLES = ("LAUNCHER_DATA", "LAUNCHER_FOUND", "LAUNCHER_LOG")
 
-STANDS_IN = "STANDS_IN"  # a variable, for a worker that leaves at once, in place of one that was lost
+STANDS_IN = "STANDS_IN"  # environment variable of a worker that leaves at once, in place of a lost one
 
-LAST = "\f"  # begins what a task says with `say_last`
-PROGRESS = "\v"  # begins what it says of its progress
-ASKED = "\a"  # says that it was asked to end, by SIGTERM, and is no worker that can leave
-LEAVING = "\x0e"  # says that it was asked to leave, and will
-LEFT = 101  # exit status of a fork of the process that starts the tasks, see `status_of_leaving`
-# What a task does while it runs the user's functions; the check of the input may have timed these before.
+LAST = "\f"  # prefix of the message of `say_last`
+PROGRESS = "\v"  # prefix of a progress report
+ASKED = "\a"  # message: asked to end by SIGTERM, and not a worker that can leave
+LEAVING = "\x0e"  # message: asked to leave, and about to
+LEFT = 101  # exit status of a forked task that leaves, see `status_of_leaving`
+# Activities of a task that run the user's functions; the input check may have timed them before.
 LOADING, BUILDING = "loading the data", "building the model"
 CHECKED = "ending the check"
 
@@ -30,27 +30,27 @@ class TaskProgress(NamedTuple):
     """A task's report of its progress."""
 
     number: int  # counts the calls of `doing`
-    what: str  # what the task does, as in "while loading the data"
+    what: str  # the activity, as in "while loading the data"
     waits: bool  # whether it may be waiting for other tasks
-    longest: float | None  # seconds that this took at most, if it has done the same again and again; None for the first time
+    longest: float | None  # longest duration in seconds of consecutive repetitions; None for the first time
 
 
-# As `TaskProgress`, when that began, and for whom it may wait; replaced as a whole: another thread reads it.
+# The fields of `TaskProgress`, start time, function of the awaited tasks; replaced as a whole, as another thread reads it.
 _progress: tuple = (0, "", False, None, 0.0, None)
 is_done = False
-is_fork = False  # of the process that starts the tasks, which tells the launcher how this one has ended
+is_fork = False  # whether the fork server started this process; it reports the exit status to the launcher
 
 
 def doing(what, waits=False, whom=None):
-    """Notes what this task does from now on; the launcher kills one that does the same for too long (supervisor.py).
+    """Sets this task's activity; the launcher kills a task that hangs in one activity for too long (supervisor.py).
 
-    Costs less than a microsecond if it is the same as before, once more: a call of the main loop, say.
+    Repeating the same activity, such as a call of the main loop, costs less than a microsecond.
 
     Args:
-      what: as in "while loading the data".
-      waits: whether it may take as long as other tasks take.
-      whom: if it needs the ps, a function that returns for which other tasks it waits just now, as ["worker 3"]. Only called
-        when this has taken `WAIT_SECONDS` and all ps can be reached; in a thread of its own.
+      what: the activity, as in "while loading the data".
+      waits: whether its duration depends on other tasks.
+      whom: if it needs the ps, a function that returns the other tasks for which it waits now, as ["worker 3"]. Called in a
+        thread of its own, only after `WAIT_SECONDS` and if all ps are reachable.
     """
     global _progress
     number, before, _, longest, began, _ = _progress
@@ -64,13 +64,13 @@ def doing(what, waits=False, whom=None):
 
 
 def present():
-    """Returns what this task does."""
+    """Returns this task's activity."""
     return _progress[1]
 
 
 @contextlib.contextmanager
 def meanwhile(what, waits=False, whom=None):
-    """A context in which this task does something else than what it does before and after."""
+    """A context with another activity of this task; afterwards the previous one is restored."""
     _, before, waited, _, _, for_whom = _progress
     doing(what, waits, whom)
     try:
@@ -79,19 +79,19 @@ def meanwhile(what, waits=False, whom=None):
         doing(before, waited, for_whom)
 
 
-WAIT_SECONDS = 5  # so long may a task wait without a line
+WAIT_SECONDS = 5  # a longer wait is reported
 
 
 def nobody():
-    """The tasks for which a task waits that needs only the ps: none but these."""
+    """The tasks, beside the ps, awaited by a task that needs only the ps: none."""
     return []
 
 
 class _Wait:
-    """Reports for which tasks this task waits, once it has waited for `WAIT_SECONDS`, and reports when the wait is over.
+    """Reports the tasks for which this task waits, after `WAIT_SECONDS`, and the end of the wait.
 
     Attributes:
-      said: what it has said last: the number of what the task did, for whom it waits, since when; None if that is over.
+      said: the last report: (number of the activity, awaited tasks, start time); None if that wait is over.
     """
 
     def __init__(self):
@@ -105,7 +105,7 @@ class _Wait:
         self._name, self._hosts = name, hosts
 
     def look(self):
-        """Inquires if it is time. To be called about once a second, by one thread. It returns at once."""
+        """Starts an inquiry if one is due; returns at once. To be called about once a second, by one thread."""
         number, _, _, _, began, whom = _progress
         now = time.monotonic()
         if whom is None or not self._hosts or now < max(began + WAIT_SECONDS, self._next):
@@ -117,7 +117,7 @@ class _Wait:
         self._inquiry.start()
 
     def inquire(self, number, began, whom):
-        """Finds out for which tasks this one waits, and says so if that has changed."""
+        """Determines the tasks for which this one waits, and reports them if they have changed."""
         names = self.unreachable("ps ") or [self.with_address(name) for name in whom()]
         who = ", ".join(names[:4]) + (f" and {len(names) - 4} others" if names[4:] else "")
         with self._lock:
@@ -131,7 +131,7 @@ class _Wait:
                 _tell_and_log(f"{self._name} has waited {time.monotonic() - began:.0f} s, since {since}, for {who}")
 
     def is_over(self, number):
-        """The task now does what has this number."""
+        """Called when the task begins the activity of this number."""
         with self._lock:
             if self.said and self.said[0] < number:
                 self._say_over()
@@ -142,7 +142,7 @@ class _Wait:
         _tell_and_log(f"{self._name} no longer waits for {who}: it took {time.monotonic() - began:.0f} s")
 
     def away(self):
-        """Returns the tasks for which this one waits just now, and that accept no connection; it has waited for a while."""
+        """Returns the unreachable tasks among those for which this one waits; empty before `WAIT_SECONDS`."""
         _, _, _, _, began, whom = _progress
         if whom is None or time.monotonic() < began + WAIT_SECONDS:
             return []
@@ -157,7 +157,7 @@ class _Wait:
         return f"{name} at {self._hosts[name]}" if name in self._hosts else name
 
     def unreachable(self, job):
-        """Returns the tasks of a job that accept no connection, with their addresses and why."""
+        """Returns the tasks of a job that accept no connection, with their addresses and the reasons."""
         found = []
         for name, address in self._hosts.items():
             if name.startswith(job) and (why := _why_unreachable(address)):
@@ -169,7 +169,7 @@ _wait = _Wait()
 
 
 def away():
-    """Returns the names of tasks, as ["worker 3"], for which this one waits and that it cannot reach. Takes seconds, maybe."""
+    """Returns the unreachable tasks for which this one waits, as ["worker 3"]. May take seconds."""
     return _wait.away()
 
 
@@ -179,23 +179,23 @@ def with_address(name):
 
 
 def workers_away():
-    """Returns the workers that accept no connection, for a task that waits for all of them."""
+    """Returns the workers that accept no connection, for a task that waits for all workers."""
     return _wait.unreachable("worker ")
 
 
 def _why_unreachable(address):
-    """Returns why host:port does not answer; an empty text if it does."""
+    """Returns the reason why host:port does not answer; an empty text if it does."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=2):
             return ""
-    except (OSError, UnicodeError) as error:  # the latter of a name that cannot be one
+    except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
         return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def _tell_and_log(line):
     if os.environ.get("LAUNCHER_LOG"):
-        print_at_once(line)  # first: who sees the line on the terminal finds it in the log
+        print_at_once(line)  # log first, so that any line on the terminal is already in the log
     tell(line)
 
 
@@ -206,13 +206,13 @@ def look_for_waits():
 
 
 def say_waits_of(name, hosts):
-    """From now on says for whom this task, as "worker 0", waits when that takes long.
+    """From now on reports the long waits of this task, named as "worker 0".
 
     Args:
       hosts: the addresses of all tasks, {job: list of host:port}.
     """
     _wait.of(name, {f"{job} {i}": host for job, of_job in hosts.items() for i, host in enumerate(of_job)})
-    if not _wait.is_looked_at:  # by the thread that gives signs of life, where there is a launcher
+    if not _wait.is_looked_at:  # under a launcher, the heartbeat thread does it
         _wait.is_looked_at = True
         threading.Thread(target=_look_often, daemon=True).start()
 
@@ -224,50 +224,54 @@ def _look_often():
 
 
 def read_progress(text):
-    """Returns the `TaskProgress` that a task has told in `text`, which begins with `PROGRESS`."""
+    """Returns the `TaskProgress` in `text`, a message that begins with `PROGRESS`."""
     return TaskProgress(*json.loads(text.removeprefix(PROGRESS)))
 
 
 def say_progress():
-    """Tells what this task is doing."""
+    """Reports this task's activity to the launcher."""
     say(PROGRESS + json.dumps(_progress[:4]))
 
 
 def work_is_done():
-    """Notes that this task, of a scheme, now ends with its exit status. One that exits with 0 and has not said so, because a
-    function of the user's has ended it, counts as failed."""
+    """Notes that this task of a scheme has finished, so that its exit status is its own.
+
+    A task that exits with 0 before, because a function of the user's ended the process, counts as failed.
+    """
     global is_done
     is_done = True
 
 
 def status_of_leaving():
-    """Returns the exit status of a worker that leaves for good: 0, which the launcher is told in another way than that of one
-    that is done."""
+    """Returns the exit status of a worker that leaves for good: 0, or `LEFT` in a fork.
+
+    `LEFT` distinguishes it, for the launcher, from a worker that has finished.
+    """
     return LEFT if is_fork else 0
 
 
 def say_asked():
-    """Tells the launcher that this task was asked to end, by another than itself."""
+    """Tells the launcher that this task was asked to end by another process, with SIGTERM."""
     say(ASKED)
 
 
 def say_leaving():
-    """Tells the launcher that this worker was asked to leave, and has begun to."""
+    """Tells the launcher that this worker was asked to leave, and is leaving."""
     say(LEAVING)
 
 
 def say_last(text):
-    """Sends this task's last message to the launcher that started it, if there is one."""
+    """Sends this task's last message to its launcher, if there is one."""
     say(LAST + text)
 
 
 def print_at_once(line):
-    """Prints a line whole: `print` writes its end by itself, and another thread's line may come in between."""
+    """Prints a line in one write: `print` writes the newline separately, and another thread's line may come between."""
     print(f"{line}\n", end="", flush=True)
 
 
 def tell(line):
-    """Shows a line to the user: of the launcher that has started this task, or of this process."""
+    """Shows a line to the user, through the launcher of this task, or directly without one."""
     if os.environ.get("LAUNCHER_WORDS"):
         say(line)
     else:
@@ -275,7 +279,7 @@ def tell(line):
 
 
 def tell_warnings():
-    """From now on shows each warning of Python's, once, to the user of the launcher that has started this task."""
+    """From now on shows each Python warning once to the user, see `tell`."""
     told = set()
 
     def show(message, category, filename, lineno, file=None, line=None):
@@ -288,7 +292,7 @@ def tell_warnings():
 
 
 def say(text=""):
-    """Shows a line to the user of the launcher that has started this task, if one has. Without text, a sign of life."""
+    """Sends a line to this task's launcher, if there is one, for its user. Without text: a heartbeat."""
     words, key = os.environ.get("LAUNCHER_WORDS"), os.environ.get("LAUNCHER_KEY")
     if words and key:
         write(int(words), key, text)
@@ -296,6 +300,6 @@ def say(text=""):
 
 def write(words, key, text):
     """Writes a line of the task `key` into the pipe to the launcher."""
-    line = f"{key}\t{text}".replace("\n", " ").encode(errors="replace")[:2000]  # short, to be written as a whole
-    with contextlib.suppress(OSError):  # a launcher that was stopped reads nothing, and the pipe is full
+    line = f"{key}\t{text}".replace("\n", " ").encode(errors="replace")[:2000]  # short enough for an atomic write
+    with contextlib.suppress(OSError):  # the pipe is full, as a stopped launcher reads nothing
         os.write(words, line + b"\n")

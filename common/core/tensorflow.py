@@ -1,4 +1,4 @@
-"""`tf`, which is `tensorflow.compat.v1`: imported when it is first used, silently, and with settings that tasks need."""
+"""`tf`, an alias of `tensorflow.compat.v1`: imported silently on first use, with the settings that tasks need."""
 
 import contextlib
 import gc
@@ -13,7 +13,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def silent():
-    """Discards what C++ code writes to standard error meanwhile: tensorflow reports its import, whatever the log level."""
+    """Discards standard error of C++ code in this context, as tensorflow logs its import at any log level."""
     sys.stderr.flush()
     standard_error = os.dup(2)
     with open(os.devnull, "w") as nowhere:
@@ -27,10 +27,10 @@ def silent():
 
 @contextlib.contextmanager
 def without_garbage_collection():
-    """A context for an import: no garbage is collected in it, and the objects of the import are never looked through later.
+    """A context for an import, without garbage collection; later collections skip the objects of the import, too.
 
-    They are hundreds of thousands, and live on. To look through them again and again takes a third of the processor time of
-    `import tensorflow`, and 0.2 s each time after it. Other objects that exist at the end stay as well if they are garbage.
+    They are hundreds of thousands, and permanent. Scanning them takes a third of the processor time of `import tensorflow`, and
+    0.2 s for each later collection. Other garbage that exists at the end is never freed either.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -43,16 +43,16 @@ def without_garbage_collection():
 
 
 class _TensorFlow:
-    """`tensorflow.compat.v1`, imported when it is first used.
+    """`tensorflow.compat.v1`, imported on first use.
 
-    The import takes seconds of processor time. The launcher reads a scheme's script for its flags, trains nothing, and so
-    never pays for it; the tasks that it starts do.
+    The import takes seconds of processor time. The launcher only reads the flags of a scheme's script, so it never pays for
+    the import; its tasks do.
     """
 
     _module = None
 
     def __reduce__(self):
-        return "tf"  # this module's, whichever process it comes to
+        return "tf"  # pickled as this module's global
 
     def __getattr__(self, name):
         if self._module is None:
@@ -61,9 +61,9 @@ class _TensorFlow:
 
 
 def _import_tensorflow():
-    os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")  # or the first of two processes would take all of a GPU
-    # A third of that time goes into packages that Keras takes along if it finds them, for wrappers and galleries that no
-    # task needs. They stay importable afterwards.
+    os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")  # else the first process on a GPU takes all its memory
+    # A third of that time goes into optional packages of Keras, for wrappers and galleries that no task needs. They stay
+    # importable afterwards.
     is_quiet = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "0") != "0"
     hidden: dict[str, Any] = {package: None for package in ("sklearn", "matplotlib") if package not in sys.modules}
     sys.modules.update(hidden)
@@ -72,8 +72,8 @@ def _import_tensorflow():
             module = importlib.import_module("tensorflow.compat.v1")
             _keep_generated_code_in_memory()
         default = module.logging.INFO if hasattr(sys, "ps1") else module.logging.WARN  # ps1: in a notebook
-        if module.logging.get_verbosity() == default:  # otherwise a script has set what it wants to see
-            module.logging.set_verbosity(module.logging.ERROR)  # it warns that it is deprecated, in most of its parts
+        if module.logging.get_verbosity() == default:  # else a script has set its own
+            module.logging.set_verbosity(module.logging.ERROR)  # no deprecation warnings of compat.v1
         return module
     finally:
         for package in hidden:
@@ -81,12 +81,12 @@ def _import_tensorflow():
 
 
 def _keep_generated_code_in_memory():
-    """From now on tf.autograph loads the code that it generates from memory.
+    """From now on tf.autograph loads its generated code from memory.
 
-    By itself it writes a file into the folder for temporary files, and removes that when the interpreter ends. Tasks end by
-    `os._exit`, so their files would stay.
+    By default it writes a temporary file, and removes it when the interpreter ends. Tasks end by `os._exit`, so their files
+    would stay.
     """
-    with contextlib.suppress(ImportError, AttributeError):  # another version: then the files stay
+    with contextlib.suppress(ImportError, AttributeError):  # another version of TensorFlow: the files stay
         loader: Any = importlib.import_module("tensorflow.python.autograph.pyct.loader")
         original = loader.load_source
 

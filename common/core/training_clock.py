@@ -1,4 +1,4 @@
-"""The seconds that parameters have been trained for. Durations are measured by monotonic clocks: a wall clock may be set."""
+"""The seconds of training of the parameters, measured by monotonic clocks, as a wall clock may be set."""
 
 import contextlib
 import os
@@ -8,41 +8,41 @@ from typing import Any
 
 from common import tf
 
-TELL_SECS = 0.5  # how often a worker tells the ps
-# By so much more than the time since the last call may another worker have said it by the wall clock of a ps; more than that
-# tells that this clock was set meanwhile, so nobody knows, and the call does not count.
+TELL_SECS = 0.5  # period at which a worker reports to the ps
+# Tolerance for the age of another worker's notice, by the wall clock of the ps, beyond the time since the last call. A larger
+# age means that this clock was set meanwhile, so the call does not count.
 SLACK_SECS = 2.0
-SAY_SECS = 0.2  # how often a worker says that it prepares, where others wait for it
+SAY_SECS = 0.2  # period at which a preparing worker notifies the others, if they wait for it
 
 
 class TrainingClock:
-    """For how many seconds the parameters on the ps have been trained, by all workers together.
+    """The seconds of training of the parameters on the ps, by all workers together.
 
-    The ps of the global step keeps the number. Each worker measures with a monotonic clock of its own, and tells the ps twice a
-    second how far it has come; the largest number holds. Parameters that are restored begin with the seconds of their
-    checkpoint. So neither an outage of a ps counts, nor updates that were rolled back, nor a wait before the first round.
+    The ps of the global step keeps the number. Each worker measures with its own monotonic clock, and reports its seconds to
+    the ps twice a second; the maximum counts. Restored parameters start at the seconds of their checkpoint. So outages of a ps,
+    updates that were rolled back, and the wait before the first round do not count.
 
-    What comes before the first call of a session does not count. Nor does a call if TensorFlow prepares its graph in it, as it
-    does in the first one of its kind. Where workers wait for each other, the time in which another worker does so, or starts
-    again, does not count either: of such a call only what comes after the last moment at which another worker has said so, by
-    the wall clock of the ps. If that is set meanwhile, the call does not count.
+    The time before the first call of a session does not count. Nor does the first call of each kind, in which TensorFlow
+    prepares the graph. If workers wait for each other, the time in which another worker prepares or restarts does not count
+    either: such a call counts only from the last notice of another worker on, by the wall clock of the ps. If that clock is
+    set meanwhile, the call does not count.
 
     Args:
       device: of the global step.
 
     Attributes:
-      is_training: whether this worker trains, or is about to; to be set False at its end: a wait for others is no training.
+      is_training: whether this worker trains, or is about to; set to False at its end, as a wait for others is no training.
       waits: whether workers wait for each other.
-      variables: those on the ps; they have no values until `restart`.
-      told: tensors of the same moment: the seconds that the ps has heard of, float64, and the number of their life, int64.
+      variables: the variables on the ps, uninitialized until `restart`.
+      told: a consistent pair of tensors: the seconds reported to the ps, float64, and the id of their life, int64.
     """
 
     def __init__(self, device):
         self.is_training, self.waits = True, False
-        # At the last `tick`: the seconds, the number of the life, and this worker's clock. Another thread reads it as a whole.
+        # At the last `tick`: seconds, id of the life, this worker's clock. A tuple, as another thread reads it.
         self._last: tuple[float, int, float] | None = None
         self._runs, self._next = False, 0.0
-        self._known = 0  # how often others had said that they prepare
+        self._known = 0  # number of notices seen that a worker prepares
         self._prepared: set = set()  # kinds of calls
         self._is_in_call, self._prepares, self._has_prepared = False, threading.Event(), False
         self._session: Any = None
@@ -50,9 +50,9 @@ class TrainingClock:
         options = {"trainable": False, "collections": [], "use_resource": True}
         with tf.device(device), tf.control_dependencies(None):
             trained = tf.get_variable("trained", initializer=tf.zeros([], tf.float64), **options)
-            life = tf.get_variable("life", initializer=tf.zeros([], tf.int64), **options)  # since a `restart`
-            said = tf.get_variable("said", initializer=tf.zeros([], tf.int64), **options)  # how often one said that it prepares
-            said_at = tf.get_variable("said_at", initializer=tf.zeros([], tf.float64), **options)  # by the ps's wall clock
+            life = tf.get_variable("life", initializer=tf.zeros([], tf.int64), **options)  # random, new at each `restart`
+            said = tf.get_variable("said", initializer=tf.zeros([], tf.int64), **options)  # count of notices of preparation
+            said_at = tf.get_variable("said_at", initializer=tf.zeros([], tf.float64), **options)  # by the ps wall clock
             self.variables = [trained, life, said, said_at]
             self._seconds, self._life = tf.placeholder(tf.float64, []), tf.placeholder(tf.int64, [])
             self._before, self._known_there = tf.placeholder(tf.float64, []), tf.placeholder(tf.int64, [])
@@ -65,7 +65,7 @@ class TrainingClock:
             is_same = tf.equal(life.read_value(), self._life)  # else the parameters were restored meanwhile
             since = tf.maximum(tf.timestamp() - said_at.read_value(), 0.0)
             counted = tf.minimum(self._before + since, self._seconds)
-            was_set = since > self._seconds - self._before + SLACK_SECS  # it was said in this call, or just before
+            was_set = since > self._seconds - self._before + SLACK_SECS  # else the notice came in this call, or just before
             counted = tf.where(was_set, self._before, counted)
             seconds = tf.where(tf.equal(said.read_value(), self._known_there), self._seconds, counted)
             most = tf.where(is_same, tf.maximum(trained.read_value(), seconds), trained.read_value())
@@ -74,18 +74,18 @@ class TrainingClock:
             self._tell = is_same, tf.maximum(most, seconds), said.read_value(), told
 
     def restart(self, session, seconds):
-        """The chief's, when the parameters have their values: they were trained for so many seconds."""
+        """Called by the chief after the parameters got their values, with their seconds of training."""
         session.run(self._restart, {self._seconds: seconds, self._life: int.from_bytes(os.urandom(7), "big")})
 
     def stop(self):
-        """The session of this worker is lost, or not open yet: `tick` begins anew with what the ps says."""
+        """Called if this worker's session is lost, or not open yet: the next `tick` starts from the ps's values."""
         self._last, self._runs = None, False
         self._prepared.clear()
-        if self._is_in_call:  # which is made once more, in another session
+        if self._is_in_call:  # the call is repeated in another session
             self._prepares.set()
 
     def come(self, session):
-        """To be called when this worker has a session, where workers wait for each other, and others still wait for it."""
+        """To be called when this worker has a session, if workers wait for each other, while the others still wait for it."""
         self._session = session
         session.run(self._say)
         if self._saying is None:
@@ -95,13 +95,13 @@ class TrainingClock:
     def _say_often(self):
         pause = threading.Event()
         while self._prepares.wait():
-            with contextlib.suppress(tf.errors.OpError, RuntimeError):  # the session has failed; the next one is to come
+            with contextlib.suppress(tf.errors.OpError, RuntimeError):  # the session has failed; a new one will follow
                 self._session.run(self._say)
             pause.wait(SAY_SECS)
 
     @contextlib.contextmanager
     def call(self, kind):
-        """A context for a call; calls of the same kind have the same graph."""
+        """A context for a session call; calls of the same kind run the same graph."""
         self._is_in_call = True
         if kind not in self._prepared:
             self._prepared.add(kind)
@@ -125,7 +125,8 @@ class TrainingClock:
         if now >= self._next or not self.is_training or self._has_prepared:
             told = {self._seconds: seconds, self._before: before, self._life: life, self._known_there: self._known}
             is_same, most, known, _ = session.run(self._tell, told)
-            # The number of others is of a moment in this call: taken for one before it, the clock of all would run fast.
+            # A larger number from another worker is of a moment within this call, so the clock is read after it; with a time
+            # before the call, the common clock would run fast.
             now, seconds = time.monotonic() if most > seconds else now, most
             self._known = known if self.waits else self._known
             self._runs, self._next, self._has_prepared = bool(is_same) and self.is_training, now + TELL_SECS, False
@@ -139,13 +140,13 @@ class TrainingClock:
         return bool(self._prepared) and not self._has_prepared and not self._prepares.is_set()
 
     def seconds(self):
-        """Returns the seconds up to now, by this worker's clock, or up to its end; 0 before its first `tick`."""
+        """Returns the seconds of training up to now, or to this worker's end; 0 before its first `tick`."""
         return self._until(self._last, self._runs and self._counts())
 
     def saved(self, life):
-        """Returns the seconds to save with parameters of the life with this number, 0 if the clock is of another life.
+        """Returns the seconds to save with the parameters of this life; 0 if the clock belongs to another life.
 
-        Where workers wait for each other, those up to the present call: it may be one that does not count.
+        If workers wait for each other, the present call is left out, as it may not count.
         """
         last = self._last
         return self._until(last, self._runs and self._counts() and not self.waits) if last and last[1] == life else 0.0

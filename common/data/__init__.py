@@ -1,11 +1,11 @@
-"""Samples: the data sets, those in files, mapped and streamed ones, and the batches that a worker draws from its shard.
+"""Samples: data sets in memory, in files, mapped or streamed, and the batches that a worker draws from its shard.
 
-Begin with `data`, which loads, checks and cuts data, and `batches`, which draws in the graph.
+Begin with `datasets`, which loads, checks and shards data, and `batches`, which draws batches in the graph.
 """
 
 from typing import TYPE_CHECKING
 
-from common.front_door import front_door
+from common.core import front_door
 
 if TYPE_CHECKING:  # the front door: what others may import
     from common.data import datasets, streams

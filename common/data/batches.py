@@ -1,4 +1,4 @@
-"""Batches of one worker's samples, drawn inside the graph, and variables of a worker's own."""
+"""Batches of one worker's samples, drawn inside the graph, and local variables."""
 
 import itertools
 import os
@@ -13,13 +13,13 @@ from common.data.mapped_rows import Rows
 
 
 class Position:
-    """How many samples a worker has drawn: kept in a file of the run's folder, so that it outlives the process.
+    """The number of samples that a worker has drawn, kept in a file of the run's folder, so that it survives the process.
 
-    It counts the samples of calls that have ended. A worker that dies draws those of its last call again.
+    It counts the samples of completed calls. A restarted worker draws the samples of its interrupted call again.
 
     Args:
       path: of the file.
-      order: whole numbers that tell the order of the samples from others, as its seed; in another order the position is 0.
+      order: whole numbers that identify the order of the samples, such as its seed; in another order the position is 0.
     """
 
     def __init__(self, path, *order):
@@ -28,12 +28,12 @@ class Position:
         kept = os.pread(self._descriptor, numbers.nbytes, 0)
         is_same = len(kept) == numbers.nbytes and kept[:-8] == numbers.tobytes()[:-8]
         value = int(np.frombuffer(kept[-8:], np.int64)[0]) if is_same else 0
-        self.value = value if 0 <= value < 2**62 else 0  # no run comes that far: the file is damaged
+        self.value = value if 0 <= value < 2**62 else 0  # else the file is damaged: no run gets that far
         self._place = numbers.nbytes - 8
         os.pwrite(self._descriptor, numbers[:-1].tobytes() + np.int64(self.value).tobytes(), 0)
 
     def add(self, count):
-        """Notes that so many more samples were drawn. Takes a microsecond."""
+        """Adds `count` drawn samples. Takes a microsecond."""
         self.value += count
         os.pwrite(self._descriptor, self.value.to_bytes(8, sys.byteorder), self._place)
 
@@ -48,8 +48,8 @@ class Batches:
     """Shuffled batches of one worker's samples, drawn inside the graph: no message and no copy from Python per step.
 
     The samples are local variables, fed once (`init_feed_dict`), or stay in their file (`Stored`). Sample number k since the
-    start is that of place i = k mod n in epoch e = k div n, which is second[(first[i] + e) mod n]: two random permutations, and
-    between them a rotation. Every epoch sees every sample once; the order repeats itself after n epochs.
+    start has place i = k mod n in epoch e = k div n, and is second[(first[i] + e) mod n]: two random permutations with a
+    rotation between them. Every epoch has every sample once; the order repeats after n epochs.
 
     Args:
       x, y: arrays `[n, ...]`, or `common.data.Rows`, or several in a tuple or dict.
@@ -57,7 +57,7 @@ class Batches:
       seed: of the order; equal seeds give equal orders.
       name: variable scope.
       weights: of the samples, arrays `[n]`, or None.
-      position: a `Position` at which to begin, in every session; None for 0.
+      position: the `Position` at which every session begins; None for 0.
 
     Attributes:
       arrays: (x, y) or (x, y, weights).
@@ -84,8 +84,8 @@ class Batches:
         """Returns the indices `[window, batch_size]` of the next samples.
 
         Args:
-          window: a number, or an int32 scalar of `most` at most.
-          most: a number; None if `window` is one.
+          window: a number of steps, or an int32 scalar of at most `most`.
+          most: a number; None if `window` is a number.
 
         Raises:
           UserError: if they are too many for memory.
@@ -101,7 +101,7 @@ class Batches:
         return tf.gather(self._second, place % self.num_samples)
 
     def reorder(self, seed):
-        """Takes the order of another seed, from the next initialization of the variables on."""
+        """Switches to the order of another seed, from the next initialization of the variables on."""
         self.order = order_of(self.num_samples, seed)
         self.init_feed_dict.update(zip(self._order_feeds, self.order, strict=True))
 
@@ -111,7 +111,7 @@ class Batches:
         return second[(first[k % self.num_samples] + k // self.num_samples) % self.num_samples]
 
     def batch(self, k):
-        """Returns the indices `[batch_size]` of a batch that is always the same for the same number k, from 0 on."""
+        """Returns the indices `[batch_size]` of batch number k, from 0 on, the same at every call."""
         places = tf.range(k * self.batch_size, (k + 1) * self.batch_size) % self.num_samples
         return tf.gather(self._second, places)
 
@@ -121,20 +121,20 @@ class Batches:
 
 
 def order_of(num_samples, seed):
-    """Returns the two permutations, arrays `[num_samples]`, that make the order of a worker's samples, see `Batches`."""
+    """Returns the two permutations, arrays `[num_samples]`, of the order of a worker's samples, see `Batches`."""
     rng = np.random.default_rng(seed)
     return rng.permutation(num_samples), rng.permutation(num_samples)
 
 
 def fed(name, part, feeds):
-    """Returns an array, or several in a tuple or dict, as local variables, which are fed when they are initialized.
+    """Returns an array, or several in a tuple or dict, as local variables that are fed at their initialization.
 
-    As constants they would be part of the graph, and travel with it. `common.data.Rows` are returned as `Stored`.
+    As constants they would enlarge the graph, and travel with it. `common.data.Rows` are returned as `Stored`.
 
     Args:
       name: of the variables.
       part: the arrays.
-      feeds: a dict that gets what to feed.
+      feeds: a dict to which {placeholder: array} is added.
     """
     names = itertools.chain([name], (f"{name}_{i}" for i in itertools.count(1)))
 
@@ -149,16 +149,16 @@ def fed(name, part, feeds):
 
 
 class Stored:
-    """Samples in a file, for the graph: a batch is read when it is taken, and becomes what training uses then.
+    """Samples in a file, for the graph: a batch is read, and converted to the type of training, when it is drawn.
 
-    If the file holds rows as TensorFlow has them, its pages are the memory of a local variable, which must not be assigned: it
-    is as fast as any other, and the machine has it once for all workers. Otherwise NumPy reads the rows: a step of a small
-    model takes up to 1.4 times as long.
+    If the file has TensorFlow's memory layout, its pages are the memory of a local variable, which must not be assigned: it is
+    as fast as any other, and shared by all workers of a machine. Otherwise NumPy reads the rows, and a step of a small model
+    takes up to 1.4 times as long.
 
     Args:
       name: of the variable.
       rows: the `common.data.Rows`.
-      feeds: a dict that gets what to feed.
+      feeds: a dict to which {placeholder: array} is added.
 
     Attributes:
       shape: a tuple, as of an array.
@@ -170,12 +170,12 @@ class Stored:
             self._chosen = None if rows.chosen is None else fed(f"{name}_chosen", rows.chosen, feeds)
             if self._place:
                 every = self._place[0]
-                tensor = tf.numpy_function(lambda: every, [], every.dtype)  # which shares the memory
+                tensor = tf.numpy_function(lambda: every, [], every.dtype)  # shares the memory
                 tensor.set_shape(every.shape)
                 self._variable = local_variable(name, tensor)
 
     def gather(self, indices):
-        """Returns the samples of these numbers, a tensor of whole ones of any shape."""
+        """Returns the samples at these indices, an integer tensor of any shape."""
         with tf.device("/device:CPU:0"):
             if not self._place:
                 samples = tf.numpy_function(self._rows.__getitem__, [indices], self._rows.dtype, stateful=False)
@@ -183,7 +183,7 @@ class Stored:
                 return samples
             _, first, step = self._place
             indices = indices if self._chosen is None else tf.gather(self._chosen, indices)
-            # Of its value, not of the variable: that would first copy what others have, too.
+            # From the value, as a gather from the variable would first copy the shared memory.
             samples = tf.gather(self._variable.read_value(), first + step * indices)
             return tf.cast(samples, self._rows.dtype)
 
@@ -197,17 +197,17 @@ def _gathered(kept, indices):
 
 
 def local_variable(name, initial_value):
-    """Returns a variable of this worker's own: initialized in every session anew, in no checkpoint."""
+    """Returns a local variable of this worker: initialized in every session, saved in no checkpoint."""
     collections = [tf.GraphKeys.LOCAL_VARIABLES]
     return tf.get_variable(name, initializer=initial_value, trainable=False, collections=collections, use_resource=True)
 
 
 def make_local(next_creator, **arguments):
-    """As a `tf.variable_creator_scope`: variables become this worker's own."""
+    """For `tf.variable_creator_scope`: makes variables local to this worker."""
     return next_creator(**{**arguments, "collections": [tf.GraphKeys.LOCAL_VARIABLES]})
 
 
 def assign_part(vector, value, part):
-    """Returns the operation that writes a part of a variable `[size]`, a slice, in place."""
+    """Returns the operation that writes a slice of a variable `[size]` in place."""
     ends = {"begin": [part.start], "end": [part.stop], "strides": [1]}
     return tf.raw_ops.ResourceStridedSliceAssign(ref=vector.handle, value=value, **ends)

@@ -1,4 +1,4 @@
-"""Data sets as NumPy arrays: those that are known by name or come from a user, what is refused of them, and their shards."""
+"""Data sets as NumPy arrays: built-in ones and a user's, their checks, and their shards."""
 
 import functools
 import gzip
@@ -22,8 +22,8 @@ from common.data.mapped_rows import LARGE, Rows, chunks, is_mapped
 class Data(NamedTuple):
     """A training and a test set: samples, labels, and the weights of the samples, or None if all count the same.
 
-    Each is an array `[n, ...]`, or arrays in a tuple or dict, as a model of several inputs or outputs takes and gives them.
-    Labels are int32 (classes) or float32. A large one that is a mapped file is `common.data.Rows`.
+    Each is an array `[n, ...]`, or arrays in a tuple or dict, for a model of several inputs or outputs. Labels are int32
+    (classes) or float32. A large memory-mapped array is `common.data.Rows`.
     """
 
     x_train: Any
@@ -45,7 +45,7 @@ class Data(NamedTuple):
 
     @property
     def num_samples(self):
-        """How many there are to train with."""
+        """The number of training samples."""
         return len(arrays_in(self.x_train)[0])
 
     @property
@@ -58,14 +58,14 @@ class Data(NamedTuple):
 
 
 def mapped(function, part):
-    """Returns what the function gives for each array of samples, labels or weights, in the same structure."""
+    """Applies the function to each array of samples, labels or weights; returns the results in the same structure."""
     if isinstance(part, dict):
         return {key: mapped(function, value) for key, value in _items(part)}
     return tuple(mapped(function, value) for value in part) if isinstance(part, tuple) else function(part)
 
 
 def _items(part):
-    """Returns (key, value) of a dict in the order of the alphabet, as `tf.nest` and Keras take it apart, or of a tuple."""
+    """Returns (key, value) pairs of a dict in alphabetical order, as `tf.nest` and Keras flatten it, or of a tuple."""
     return sorted(part.items()) if isinstance(part, dict) else enumerate(part)
 
 
@@ -78,7 +78,7 @@ def arrays_in(part):
 
 
 def _named(part, name):
-    """Returns the same as {name: array}, as {"x_train['left']": array}."""
+    """Returns the same arrays by name, as {"x_train['left']": array}."""
     if isinstance(part, (dict, tuple)):
         return {key: array for k, value in _items(part) for key, array in _named(value, f"{name}[{k!r}]").items()}
     return {name: part}
@@ -87,7 +87,7 @@ def _named(part, name):
 def load(spec, seed=0):
     """Returns the `Data` that `--data=spec` names: digits, linear, mnist, mnist1d, quadratic, text or FILE.py:FUNCTION.
 
-    A task of a launcher gets what the check of the input has left for all of them, if it has: see `share`.
+    A task of a launcher gets the data that the input check has shared with all tasks, if any: see `share`.
 
     Raises:
       UserError: if there is no such data or no training could use it.
@@ -162,8 +162,8 @@ def mnist1d():
     return (made["x"][..., None], made["y"]), (made["x_test"][..., None], made["y_test"])
 
 
-LEAST_LOSS = 0.01  # of the best parameters of `quadratic`, on training and test set
-LARGEST, CONDITION = 1.0, 1000.0  # of the eigenvalues of its Hessian: the largest one, and how many times the smallest that is
+LEAST_LOSS = 0.01  # minimum of the loss of `quadratic`, on training and test set
+LARGEST, CONDITION = 1.0, 1000.0  # largest eigenvalue and condition number of its Hessian
 _PARAMETERS = 40
 
 
@@ -199,26 +199,25 @@ def _directions():
     return np.linalg.qr(np.random.default_rng(0).normal(size=[_PARAMETERS, _PARAMETERS]))[0]
 
 
-ALPHABET = "\n" + "".join(map(chr, range(32, 127)))  # of a language model: 96 characters, each the number of its place
+ALPHABET = "\n" + "".join(map(chr, range(32, 127)))  # of the language model: 96 characters, encoded by their index
 _AS_ASCII = str.maketrans({"‘": "'", "’": "'", "“": '"', "”": '"', "–": "-", "—": "-", "…": "...", "\t": "    "})
 
 
 def encoded(text):
-    """Returns the places in `ALPHABET` of a text's characters, uint8 `[n]`; one that is not there becomes a question mark."""
+    """Returns the indices in `ALPHABET` of a text's characters, uint8 `[n]`; unknown ones become question marks."""
     codes = np.frombuffer(text.translate(_AS_ASCII).encode("ascii", "replace"), np.uint8)
     return np.where(codes == ord("\n"), 0, np.where((codes < 32) | (codes > 126), ord("?"), codes) - 31).astype(np.uint8)
 
 
 def decoded(places):
-    """Returns the text whose characters have these places in `ALPHABET`, an array `[n]` of whole numbers."""
+    """Returns the text for these indices in `ALPHABET`, an array `[n]` of whole numbers."""
     return "".join(ALPHABET[place] for place in places)
 
 
 def next_characters(text, length=64):
-    """Returns training and test set of a language model, of windows that follow each other: x, y `[n, length]` each.
+    """Returns training and test set of a language model, in consecutive windows: x, y `[n, length]` each.
 
-    x are the characters of a window, y the ones that follow each of them, as places in `ALPHABET`. The last tenth of the
-    text is for the test.
+    x are the characters of a window, y their successors, as indices in `ALPHABET`. The last tenth of the text is the test set.
 
     Args:
       text: a string, of at least 10 * length + 10 characters.
@@ -237,7 +236,7 @@ def next_characters(text, length=64):
 def text():
     """`next_characters` of Python's own help, `pydoc_data.topics`: English, about 370,000 characters, in every Python.
 
-    A paragraph that occurs several times is taken once: else a tenth of the test set would also be in the training set. The
+    Repeated paragraphs are removed, as otherwise a tenth of the test set would also be in the training set. The
     text differs a little between versions of Python.
     """
     try:
@@ -249,7 +248,7 @@ def text():
 
 
 def checked(arrays, spec):
-    """Returns what `--data=spec` gave as `Data` in the types that training uses, or raises `UserError`.
+    """Returns the arrays from `--data=spec` as `Data`, in the types of training, or raises `UserError`.
 
     Args:
       arrays: `((x_train, y_train), (x_test, y_test))`, each pair with weights of the samples as a third, if they have some.
@@ -264,7 +263,7 @@ def checked(arrays, spec):
                 parts[f"{name}_{half}"] = _as_arrays(part, f"--data={spec}: {name}_{half}")
     except UserError:
         raise
-    except Exception:  # an object that is no array may raise anything when it is converted
+    except Exception:  # converting an object that is no array may raise any error
         expected = "((x_train, y_train), (x_test, y_test)) as NumPy arrays"
         weights = "and weights as a third of each pair, if samples have some"
         raise UserError(f"--data={spec} must give {expected}, {weights}{_given_instead(arrays)}") from None
@@ -287,7 +286,7 @@ def checked(arrays, spec):
             raise UserError(f"--data={spec}: w_{half} holds negative weights")
     for axis in "xyw":
         train, test = (_named(parts[name], axis) if (name := f"{axis}_{half}") in parts else None for half in ("train", "test"))
-        if train is None or test is None:  # of weights alone
+        if train is None or test is None:  # only weights may be missing
             continue
         if train.keys() != test.keys():
             names = " and ".join(f"{axis}_{half} {len(arrays)}" for half, arrays in (("train", train), ("test", test)))
@@ -303,7 +302,7 @@ def checked(arrays, spec):
 
 
 def _given_instead(given):
-    """Returns the end of a line: what was given in place of two pairs of arrays, and what to do; empty if that is unknown."""
+    """Returns the end of an error line: the kind of object given in place of two pairs of arrays, and the remedy, or ""."""
     pairs = list(given) if isinstance(given, (tuple, list)) else []
     parts = [part for pair in pairs if isinstance(pair, (tuple, list)) for part in pair]
     if given is None:
@@ -325,7 +324,7 @@ def _as_arrays(part, name):
     """Returns a part of the data as an array, or as arrays in tuples and dicts; a list of arrays is a tuple, as for `fit`."""
     if isinstance(part, Rows):
         return part
-    if _is_masked(part):  # NumPy would forget the mask, and take what is under it
+    if _is_masked(part):  # NumPy would drop the mask, and use the masked values
         raise UserError(f"{name} has masked values; fill them (.filled), or leave their samples out")
     if isinstance(part, dict):
         if other := [key for key in part if not isinstance(key, str)]:
@@ -345,7 +344,7 @@ def _map_named(function, part, name):
 
 
 def typed(samples, name):
-    """Returns (x, y), or (x, y, weights), some samples of more, in the types that training uses; `name` begins a line.
+    """Returns a part of the samples, (x, y) or (x, y, weights), in the types of training; `name` begins an error line.
 
     Raises:
       UserError: if no training could use them.
@@ -357,7 +356,7 @@ def typed(samples, name):
     return found
 
 
-# What to do with strings.
+# The advice for data with strings.
 OF_STRINGS = (
     "apply StringLookup or TextVectorization in the data, not in the model: dataset.map(lambda x, y: (lookup(x), y)); "
     "keras.layers.Hashing(2**53) makes ids for common.Embedding"
@@ -365,14 +364,15 @@ OF_STRINGS = (
 
 
 def _in_types_of_training(axis, array, name):
-    """Returns an array as int32 or float32, samples of bytes as they are, or raises `UserError`; copies what has to change.
+    """Returns an array in the type of training, or raises `UserError`; copies only if the type changes.
 
-    One that is a large mapped file is not copied: it becomes `common.data.Rows`.
+    Labels become int32 or float32; integer samples keep their type. A large memory-mapped array is not copied: it becomes
+    `common.data.Rows`.
 
     Args:
       axis: "x", "y" or "w", for samples, labels, weights.
       array: of any type.
-      name: of it, to begin a line.
+      name: of the array, to begin an error line.
     """
     if isinstance(array, Rows):
         return array
@@ -410,9 +410,9 @@ EXACT = 2**24, 2**53  # below these, float32 and float64 hold each whole number
 
 
 def rounded(array):
-    """Returns a text on the first of an array of whole numbers that float32 would change; None if there is none.
+    """Returns a text on the first whole number of an array that float32 would change; None if there is none.
 
-    None also if some are no whole numbers: then they are measured, not ids.
+    None also if the array has fractions: then its values are measurements, not ids.
     """
     if all(chunk.max() <= EXACT[0] and chunk.min() >= -EXACT[0] for chunk in chunks(array)):
         return None
@@ -439,12 +439,12 @@ def _is_masked(part):
 
 
 def hold_out(data, share, seed=0):
-    """Returns the `Data` with a share of the training samples taken away, and the `Data` that has these as its test set.
+    """Returns the `Data` without a share of the training samples, and the `Data` with this share as its test set.
 
-    Which, depends on the seed only, so that all tasks hold out the same.
+    The selection depends on the seed only, so that all tasks hold out the same samples.
 
     Raises:
-      UserError: if that leaves nothing to train with, or nothing to validate with.
+      UserError: if no samples remain for training, or none for validation.
     """
     n = data.num_samples
     count = round(share * n)
@@ -465,12 +465,12 @@ def _taken(samples, which):
 
 
 def share(data, descriptor):
-    """Leaves data that has large arrays to the tasks of this machine, which have them in memory once, all together.
+    """Shares large arrays with the tasks of this machine, so that they are in memory only once.
 
     Args:
       data: a `Data`.
-      descriptor: of an empty file, which each of them has under the same number. It gets the arrays, and at its end where
-        they are; it stays empty if there is no large array, or no place for it.
+      descriptor: of an empty file, inherited by each task under the same number. The arrays are written to it, and then their
+        description; it stays empty if there is no large array, or no space for it.
     """
     path = f"/proc/self/fd/{descriptor}"
 
@@ -492,14 +492,16 @@ def share(data, descriptor):
                 file.seek(0, os.SEEK_END)
                 file.write(description + len(description).to_bytes(8, sys.byteorder))
                 return
-        except OSError:  # there is no place for it: each task loads its own
+        except OSError:  # no space: each task loads its own copy
             pass
         file.truncate(0)
 
 
 def shared():
-    """Returns the `Data` that was left for this task, or None. Only the process that forks tasks says which file it is in: a
-    program with that variable in its environment would unpickle any."""
+    """Returns the `Data` that was shared with this task, or None.
+
+    The variable `LAUNCHER_DATA` counts only in a task of the fork server, as its file is unpickled.
+    """
     descriptor = int(os.environ.get("LAUNCHER_DATA") or -1) if task_status.is_fork else -1
     if descriptor < 0 or not (size := os.fstat(descriptor).st_size):
         return None
@@ -508,9 +510,9 @@ def shared():
 
 
 def shard(data, index, count):
-    """Returns the training samples of worker `index` of `count`: every count-th, so that all get equal shares of any order.
+    """Returns the shard of worker `index` of `count`: every count-th training sample, so shards are equal in any order.
 
-    These are x and y, and the weights, if samples have some.
+    The shard is x and y, and the weights, if there are any.
     """
     if data.num_samples < count:
         raise UserError(
@@ -520,10 +522,10 @@ def shard(data, index, count):
 
 
 def plain(data, program):
-    """Returns the same data, if it is one array of samples, one of labels, and no weights: for a program that takes no others.
+    """Returns the same data, for a program that takes only one array of samples, one of labels, and no weights.
 
     Raises:
-      UserError: if it is something else.
+      UserError: for any other data.
     """
     if any(isinstance(part, (dict, tuple)) for part in data[:4]) or data[4:] != (None, None):
         raise UserError(f"{program} takes one array of samples, one of labels, and no weights")
@@ -531,16 +533,16 @@ def plain(data, program):
 
 
 def check_batch(x, y, batch_size, window=1, num_workers=1):
-    """Raises a `UserError` if memory cannot hold the samples of a step, and the indices of those of a window, of each worker.
+    """Raises a `UserError` if memory cannot hold the samples of a step, and the indices of a window, of each worker.
 
-    So neither sizes nor indices overflow 64 bits, with which TensorFlow would abort.
+    So neither sizes nor indices overflow 64 bits, as TensorFlow would abort then.
 
     Args:
       x, y: samples and labels, arrays `[n, ...]`, or several in a tuple or dict.
-      num_workers: how many share this machine.
+      num_workers: number of workers on this machine.
     """
     bytes_of_one = sum(array[:1].nbytes for array in arrays_in((x, y)))
-    # `Batches.next` has two vectors of indices at least, in 64 bits.
+    # `Batches.next` has at least two vectors of 64-bit indices.
     need, has = num_workers * batch_size * (bytes_of_one + 16 * window), limits.memory()
     if need > has:
         of = f" with a window of {window:,} steps" if window > 1 else ""
@@ -552,7 +554,7 @@ def check_batch(x, y, batch_size, window=1, num_workers=1):
 
 
 def call_user_function(flag, spec):
-    """Returns what FUNCTION of `spec`, FILE.py:FUNCTION, returns.
+    """Returns the result of FUNCTION of `spec`, FILE.py:FUNCTION.
 
     Raises:
       UserError: if there is no such file or function.
@@ -561,7 +563,7 @@ def call_user_function(flag, spec):
 
 
 def call(flag, spec, function, *arguments):
-    """Returns what a function of the user's, `spec`, returns.
+    """Returns the result of a function of the user's, `spec`.
 
     Raises:
       UserError: if it raises.
@@ -574,7 +576,7 @@ def call(flag, spec, function, *arguments):
 
 
 def user_function(flag, spec):
-    """Returns FUNCTION of `spec`, FILE.py:FUNCTION. The file's folder is importable to it, as if it was run.
+    """Returns FUNCTION of `spec`, FILE.py:FUNCTION. It can import from the file's folder, as a script can.
 
     Raises:
       UserError: if there is no such file or function.
@@ -598,7 +600,7 @@ def user_function(flag, spec):
             module_spec.loader.exec_module(module)
         except (Exception, SystemExit) as error:
             raise UserError(f"{flag}={spec}: {path} cannot be imported: {one_line(error)}") from error
-        if before is not None:  # a module that others may still import, of the same name
+        if before is not None:  # another module of the same name, still importable
             sys.modules[file.stem] = before
     try:
         function = getattr(module, name, None)
@@ -612,7 +614,7 @@ def user_function(flag, spec):
 
 
 def one_line(error):
-    """The kind and the first line of an exception; of one in a function that TensorFlow traces, the line behind its frames."""
+    """The type and first line of an exception; for one in a function traced by TensorFlow, the line after its frames."""
     lines = str(error).strip().splitlines()
     if lines and lines[0] == "in user code:":
         told = [line.strip() for line in lines if re.match(r" {4}\w+(Error|Exception|Iteration)\b", line)]

@@ -1,4 +1,4 @@
-"""Records in files (TFRecord, Parquet, CSV): how many there are, which of them are whose, and their values as arrays."""
+"""Records in files (TFRecord, Parquet, CSV): their number, their split among workers, and their values as arrays."""
 
 import contextlib
 import fractions
@@ -14,15 +14,15 @@ import numpy as np
 from common.core import UserError
 from common.data.datasets import OF_STRINGS, one_line, rounded
 
-HELD = 10  # without --test_data every tenth record of each file is for the test
-LABELS = ("label", "target", "y")  # what the column of labels may be called, if --label does not say
-_ROWS = 8192  # of a table that are read at once
+HELD = 10  # without --test_data, every tenth record of each file is for the test
+LABELS = ("label", "target", "y")  # names of the label column without --label
+_ROWS = 8192  # read at once from a table
 
 
 class FilePart(NamedTuple):
-    """Some records of a file: of all, of those for the test, or of the others, every `step`-th from number `first` on.
+    """Some records of a file: every `step`-th from number `first` on, of all, of the test records, or of the others.
 
-    Before every `step`-th is taken, a share may be held out for validation, evenly spread.
+    Before that, a share may be held out for validation, evenly spread.
     """
 
     path: str
@@ -31,11 +31,11 @@ class FilePart(NamedTuple):
     first: int = 0
     step: int = 1
     share: tuple[int, int] | None = None  # (p, q): of every q records p are for validation
-    validates: bool = False  # those, and not the others
+    validates: bool = False  # True: the records for validation; False: the others
 
     @property
     def count(self):
-        """How many these are."""
+        """The number of these records."""
         of_test = self.total // HELD
         some = {True: of_test, False: self.total - of_test, None: self.total}[self.held]
         if self.share:
@@ -47,7 +47,7 @@ class FilePart(NamedTuple):
         """Whether the records with these numbers in the file, an array or tensor, are among these."""
         if self.held:
             return number % HELD == HELD - 1
-        of_others = number - number // HELD if self.held is False else number  # their numbers among those that are not held
+        of_others = number - number // HELD if self.held is False else number  # renumbered without held ones
         place = of_others
         if self.share:
             before = held_before(of_others, self.share)
@@ -61,25 +61,25 @@ class FilePart(NamedTuple):
 
 
 def held_before(number, share):
-    """Returns how many of the first `number` records are held out, if of every q records p are, for (p, q) = share."""
+    """Returns the number of held-out records among the first `number`, for (p, q) = share: p of every q records."""
     p, q = share
     return number * p // q
 
 
 def is_held(number, share):
-    """Returns whether the record with this number, an integer, or an array or tensor of them, is one of those."""
+    """Returns whether the record with this number, an integer, or an array or tensor of them, is held out."""
     return held_before(number + 1, share) > held_before(number, share)
 
 
 def share_of(number):
-    """Returns (p, q) whose ratio is a number between 0 and 1, to a millionth."""
+    """Returns (p, q) with the ratio `number`, between 0 and 1, with q of at most a million."""
     return fractions.Fraction(number).limit_denominator(10**6).as_integer_ratio()
 
 
 def split(parts, index, num_workers):
-    """Returns the parts of worker `index`, and whether they are whole files: so if that gives equal shares within a tenth.
+    """Returns the parts of worker `index`, and whether they are whole files.
 
-    Otherwise a worker has every n-th record.
+    They are if that gives equal shares within a tenth; otherwise a worker has every n-th record.
     """
     if len(parts) >= num_workers:
         shares: list[list[FilePart]] = [[] for _ in range(num_workers)]
@@ -98,13 +98,13 @@ def split(parts, index, num_workers):
 
 
 def kind_of(spec):
-    """Returns which kind of files a pattern names, "tfrecord", "parquet" or "csv"; None if it is no pattern."""
+    """Returns the kind of files of a pattern, "tfrecord", "parquet" or "csv"; None for anything else."""
     name = os.path.basename(spec)
     return "tfrecord" if ".tfrecord" in name else next((kind for kind in ("parquet", "csv") if name.endswith(f".{kind}")), None)
 
 
 def files_of(flag, pattern):
-    """Returns the files that a pattern names, in the order of the alphabet.
+    """Returns the files that match a pattern, in alphabetical order.
 
     Raises:
       UserError: if there are none.
@@ -116,7 +116,7 @@ def files_of(flag, pattern):
 
 
 def why(error):
-    """The first line of an exception, without the names of operations that TensorFlow writes around what it says."""
+    """The first line of an exception, without the operation names that TensorFlow adds to the message."""
     return re.sub(r"\{\{.*?\}\} ?| ?\[Op:\w+\].*", "", one_line(error))
 
 
@@ -130,10 +130,10 @@ class TFRecords:
     def __init__(self, parse):
         self._parse, self._lock = parse, threading.Lock()
         self._parts: Any = iter(())
-        self._pipelines: dict[tuple, Any] = {}  # functions of the user's are traced once for each
+        self._pipelines: dict[tuple, Any] = {}  # kept, as each traces the user's functions once
 
     def about(self, paths):
-        """Returns {path: number of records}, and nothing else about the files. It reads the length of each."""
+        """Returns {path: number of records}, and an empty dict. It reads only the records' lengths."""
         return {path: _length_of(path) for path in paths}, {}
 
     def read(self, parts, skip, size):
@@ -156,14 +156,14 @@ class TFRecords:
             raise UserError(f"{path} is damaged: {why(error)}") from None
 
     def _pipeline(self, like, size):
-        """Makes the samples, in arrays of `size`, of the parts that `_parts` gives, which are as `like` but for their files."""
+        """Makes a pipeline of arrays of `size` samples, of the parts in `_parts`: as `like`, but for path, total and first."""
         import tensorflow as tf
 
         def records(path, first, skip):
             part, found = like._replace(first=first), tf.data.TFRecordDataset(path)
             if (
                 part.held is not None or part.step > 1 or part.share
-            ):  # many at once, as one at a time would take longer than to read them
+            ):  # in batches, as filtering single records is slower than reading
                 found = found.batch(_ROWS).enumerate().map(functools.partial(chosen, part)).unbatch()
             return found.skip(skip)
 
@@ -183,7 +183,7 @@ class TFRecords:
 
 
 def _length_of(path):
-    """Returns how many records a file has."""
+    """Returns the number of records in a file."""
     size, at, count = os.path.getsize(path), 0, 0
     with open(path, "rb") as file:
         while at < size:
@@ -214,15 +214,15 @@ class Tables:
 
     Args:
       kind: "parquet" or "csv".
-      label: name of the column of labels; None chooses the last that is called label, target or y, or else the last.
-      known: what `about` returned beside the lengths, if it was called before.
+      label: name of the label column; None: the last one called label, target or y, or else the last.
+      known: second result of an earlier call of `about`.
     """
 
     def __init__(self, kind, label=None, known=None):
         self._kind, self._label, self._known = kind, label, dict(known or {})
 
     def about(self, paths):
-        """Returns {path: number of records}, and what reading them needs to know. It reads the labels.
+        """Returns {path: number of records}, and a dict of label, columns, types and classes. It reads the labels.
 
         Raises:
           UserError: if a file is damaged, or has other columns than the first, or the labels are no numbers.
@@ -291,7 +291,7 @@ class Tables:
                 import pyarrow
                 import pyarrow.csv as csv
 
-                # A CSV file does not state the types of its numbers: samples are floats, labels of the type of the first file.
+                # A CSV file does not state types: samples are floats, labels have the type inferred from the first file.
                 types = {name: pyarrow.float64() for name in columns}
                 label = self._known["label"]
                 if label in types:
@@ -359,7 +359,7 @@ def _values(column, name, path):
 
 
 def _check_exact(columns, path):
-    """Raises a `UserError` if whole numbers of a column would be rounded, as they stand beside fractions, or in a CSV file."""
+    """Raises a `UserError` if float32 would round whole numbers of a column, beside fractions or from a CSV file."""
     for name, values in columns.items():
         if found := rounded(values):
             otherwise = "scale them, or, if they are ids, give them an input of their own with --data=FILE.py:FUNCTION"
@@ -380,7 +380,7 @@ def _listed(names):
 
 @contextlib.contextmanager
 def _as_user_error(path):
-    """An error of pyarrow about a file becomes one line."""
+    """A context that turns pyarrow's error about a file into a `UserError` of one line."""
     try:
         import pyarrow
     except ImportError:

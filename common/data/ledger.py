@@ -1,8 +1,8 @@
-"""Samples of workers that come and go: each leases pieces of the epochs from a ledger on a ps, and gives back what is left.
+"""Samples of workers that come and go: each leases pieces of the epochs from a ledger on a ps, and returns the rest.
 
-Samples have numbers, from 0 on in the order in which all workers together train them: number k is in epoch k div n. A piece
-is a range of numbers. As long as no worker is killed, and no ps, each number is trained exactly once. The pieces of a worker
-that is killed are given back whole, and so are trained again: each number at least once.
+Samples are numbered from 0 on, in the common training order of all workers: number k is in epoch k div n. A piece is a range of
+numbers. As long as no worker and no ps is killed, each number is trained exactly once. The pieces of a killed worker are
+returned whole and trained again: each number at least once.
 """
 
 from typing import Any
@@ -14,19 +14,19 @@ from common.core import MOST_PLACES as MOST
 from common.core import Lock
 from common.data.batches import Batches, local_variable
 
-_MOST_OF_PIECE = 2**14  # samples: a worker copies what is left of its pieces in each round
-_KEPT = 4  # pieces of a worker that the ledger knows: two leases of two pieces, all from which a call draws
-_ROOM = 2 * _KEPT * MOST  # for pieces that were given back
+_MOST_OF_PIECE = 2**14  # samples; bounded, as a worker copies the rest of its pieces in each round
+_KEPT = 4  # pieces of a worker in the ledger: two leases of two pieces, as a call draws from no others
+_ROOM = 2 * _KEPT * MOST  # capacity for returned pieces
 
 
 class Ledger:
-    """Which numbers of samples were leased, which to whom, and which were given back. It is saved in checkpoints.
+    """The sample numbers leased by each worker, and those returned; saved in checkpoints.
 
-    All of it lies on one ps, and changes under one lock. A lease is of two pieces, `[4]`: the first was given back by another
+    All state lies on one ps, and changes under one lock. A lease has two pieces, `[4]`: the first was returned by another
     worker, the second is new; either may be empty.
 
     Args:
-      device: where it lies; "" for this process.
+      device: device of the ledger; "" for this process.
     """
 
     def __init__(self, device):
@@ -41,7 +41,7 @@ class Ledger:
             self._lock.make()
 
     def lease(self, worker, need, size, after=()):
-        """Returns a lease of at least `need` numbers, a tensor `[4]`; the new piece has `size` of them, or is not needed."""
+        """Returns a lease of at least `need` numbers, a tensor `[4]`; its new piece has `size` numbers, or none."""
         with self._lock.held(after) as done, tf.device(self._device):
             count, start = self._count.read_value(), self._next.read_value()
             has = tf.cast(count > 0, tf.int64)
@@ -59,7 +59,7 @@ class Ledger:
             return tf.identity(lease)
 
     def begin(self, worker=None):
-        """Operations that give back all that this worker holds; without one, what any of them holds."""
+        """Operations that return all pieces of this worker; of all workers for None."""
         with self._lock.held([]) as done, tf.device(self._device):
             held = self._held.read_value()
             pieces = tf.reshape(held if worker is None else held[worker], [-1, 2])
@@ -70,13 +70,13 @@ class Ledger:
         return done
 
     def leave(self, worker, left):
-        """Operations that give back the last `left` numbers of what this worker has leased, all that it has not trained."""
+        """Operations that return the last `left` numbers leased by this worker, the untrained ones."""
         with self._lock.held([]) as done, tf.device(self._device):
             held = self._held.read_value()
-            pieces = tf.reshape(held[worker], [-1, 2])  # the oldest first; what is left is the end of them
+            pieces = tf.reshape(held[worker], [-1, 2])  # oldest first, so the untrained numbers are at the end
             sizes = pieces[:, 1] - pieces[:, 0]
             left = left - tf.cumsum(sizes, exclusive=True, reverse=True)  # of this piece and those before it
-            # Fewer than are left if the chief has begun anew, and given back for this one.
+            # May be fewer than `left`, if a restarted chief has returned this worker's pieces.
             of_each = tf.clip_by_value(left, 0, sizes)
             pieces = tf.stack([pieces[:, 1] - of_each, pieces[:, 1]], axis=1)
             given = self._give_back(pieces)
@@ -88,7 +88,7 @@ class Ledger:
         return tf.raw_ops.ResourceScatterUpdate(resource=self._held.handle, indices=[worker], updates=[row])
 
     def _give_back(self, pieces):
-        """Operations that note those of these pieces `[..., 2]` that are not empty. To be run under the lock."""
+        """Operations that store the nonempty ones of these pieces `[..., 2]` as returned. To be run under the lock."""
         count = self._count.read_value()
         some = tf.boolean_mask(pieces, pieces[:, 1] > pieces[:, 0])[: _ROOM - count]
         more = tf.shape(some, out_type=tf.int64)[0]
@@ -98,27 +98,27 @@ class Ledger:
 
 
 class LeasedBatches(Batches):
-    """Batches of all samples, of which this worker trains those whose numbers it has leased.
+    """Batches of the samples whose numbers this worker has leased, out of the whole training set.
 
     Args:
       x, y, batch_size, weights: as of `Batches`.
       seed: of the order; the same for all workers.
       ledger: a `Ledger`.
-      worker: number of this one.
-      num_workers: for so many, or somewhat more, the pieces are small beside an epoch.
+      worker: index of this worker.
+      num_workers: expected number of workers, by which the pieces are kept small relative to an epoch.
 
     Attributes:
-      begin, leave: operations; the former for the begin of a session, the latter for a worker that leaves for good.
+      begin, leave: operations; the former for the start of a session, the latter for a worker that leaves for good.
     """
 
     def __init__(self, x, y, batch_size, seed, ledger, worker, num_workers=1, weights=None, name="batches"):
         super().__init__(x, y, batch_size, seed, name, weights)
         self._ledger, self._worker = ledger, worker
-        self._drawn = self._drawn_at_most = 0  # by a call, when it is built
+        self._drawn = self._drawn_at_most = 0  # per call, counted while it is built
         self._leased: list[Any] = []
         self._size = max(1, min(self.num_samples // (4 * num_workers), _MOST_OF_PIECE))
         with tf.variable_scope(name):
-            # Numbers that were leased and not trained yet. As a constant `none` would give the variable the shape [0] for ever.
+            # Leased, untrained numbers. `none` is no constant, as that would fix the variable's shape to [0].
             none = tf.placeholder_with_default(tf.zeros([0], tf.int64), [None])
             self._pool = local_variable("pool", none)
             most = tf.numpy_function(lambda: np.int64(self._drawn_at_most), [], tf.int64)  # known when all calls are built
@@ -128,10 +128,10 @@ class LeasedBatches(Batches):
         self.leave = ledger.leave(worker, tf.size(self._pool.read_value(), out_type=tf.int64))
 
     def begin_call(self):
-        """Leases more, if less is left than a call may draw; the draws that are built afterwards, of one call, come after it.
+        """Leases more, if less is left than a call may draw; draws of this call, built afterwards, depend on the lease.
 
-        Once a call, as it takes messages to the ledger and back. So what a call draws is of the last two leases, which the
-        ledger knows.
+        Done once per call, as it takes a round trip to the ledger. So a call draws only from the last two leases, which the
+        ledger keeps.
         """
         self._drawn = 0
         pool, most = self._pool.read_value(), self._most.read_value()
@@ -159,11 +159,11 @@ class LeasedBatches(Batches):
 
 
 class LeaseHook(tf.train.SessionRunHook):
-    """Runs operations when a session begins: a worker gives back the samples that it had leased before."""
+    """Runs operations when a session begins, so that a worker returns its earlier leases."""
 
     def __init__(self, begin):
         self._begin = begin
 
     def after_create_session(self, session, coord):
-        """Gives them back."""
+        """Returns the worker's earlier leases to the ledger."""
         session.run(self._begin)

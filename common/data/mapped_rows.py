@@ -1,36 +1,36 @@
-"""Samples in a file that is mapped: rows that are read when they are drawn, never all at once."""
+"""Samples in a memory-mapped file: rows are read when they are drawn, never all at once."""
 
 import mmap
 import os
 
 import numpy as np
 
-LARGE = 2**26  # bytes from which on a mapped array stays in its file: less than that costs a worker little
-CHUNK = 2**22  # numbers that are looked at, at a time: of all at once each intermediate array would be one more copy
-ALIGNED = 64  # a tensor begins at a multiple of so many bytes; TensorFlow copies an array that does not
+LARGE = 2**26  # bytes above which a mapped array stays in its file; a smaller one is cheap to copy
+CHUNK = 2**22  # numbers checked at a time, as intermediate arrays of all of them would each be another copy
+ALIGNED = 64  # alignment of tensors in bytes; TensorFlow copies an unaligned array
 
 
 def is_mapped(array):
-    """Returns whether an array, or what it is a view of, is a file, or a part of one, that is mapped into memory."""
+    """Returns whether an array is a memory-mapped file, or a view of one."""
     while isinstance(array, (np.ndarray, memoryview)):
         array = array.base if isinstance(array, np.ndarray) else array.obj
     return isinstance(array, mmap.mmap)
 
 
 def chunks(array):
-    """Yields an array `[n, ...]`, or `Rows`, piece by piece, as arrays."""
+    """Yields an array `[n, ...]`, or `Rows`, in chunks, as arrays."""
     size = max(1, CHUNK // max(1, int(np.prod(array.shape[1:], dtype=int))))
     for start in range(0, len(array), size):
         yield array[start : start + size]
 
 
 class Rows:
-    """Samples `[n, ...]` that stay in their file: an array that knows its shape and type, and reads only what is asked for.
+    """Samples `[n, ...]` that stay in their file: an array with shape and type that reads only the requested rows.
 
     Args:
       array: a view of a mapped file.
-      dtype: of what is read, which the file may hold as another.
-      chosen: numbers of the rows that these are, an array `[n]`; None for all, in their order.
+      dtype: type of the rows as read; the file's may differ.
+      chosen: indices of the selected rows, an array `[n]`; None for all, in their order.
     """
 
     def __init__(self, array, dtype, chosen=None):
@@ -47,7 +47,7 @@ class Rows:
         return np.array(self._array[which if self.chosen is None else self.chosen[which]], self.dtype, order="C")
 
     def take(self, which):
-        """Returns the `Rows` of a slice, or of an array of numbers. Reads nothing."""
+        """Returns the `Rows` of a slice, or of an array of indices. Reads nothing."""
         if self.chosen is not None:
             return Rows(self._array, self.dtype, self.chosen[which])
         return Rows(self._array[which], self.dtype) if isinstance(which, slice) else Rows(self._array, self.dtype, which)
@@ -60,15 +60,15 @@ class Rows:
 
     @property
     def has_file(self):
-        """Whether another process finds the same by the name of the file."""
+        """Whether another process can open the same file by its name."""
         root = self._root()
         return root is not None and root.mode != "c" and bool(root.filename) and os.path.isfile(root.filename)
 
     def in_place(self):
-        """Returns where the rows are in memory, if the file can be a tensor as it is, else None.
+        """Returns the place of the rows in memory, if the file can serve as a tensor, else None.
 
         Returns:
-          An array `[N, ...]` of which these are some rows, the number of the first, and the distance from one to the next.
+          An array `[N, ...]` that contains these rows, the index of the first, and the step between them.
         """
         root, array, of_one = self._root(), self._array, self._array[:1].nbytes
         if root is None or not array.dtype.isnative or array.dtype.itemsize > 8 or not array[:1].flags.c_contiguous:
@@ -80,7 +80,7 @@ class Rows:
         return every, begin // of_one, step // of_one
 
     def _root(self):
-        """The `np.memmap` that the array is a view of, None if there is none."""
+        """The `np.memmap` behind the array, or None."""
         array = self._array
         while isinstance(array, np.ndarray):
             if isinstance(array, np.memmap) and isinstance(array.base, mmap.mmap):
@@ -89,7 +89,7 @@ class Rows:
         return None
 
     def __reduce__(self):
-        """Another process gets the place of the rows, not the rows."""
+        """Pickles the place of the rows in the file, not the rows."""
         root, array = self._root(), self._array
         if not self.has_file:
             raise ValueError("the file of a mapped array has no name")

@@ -1,4 +1,4 @@
-"""Data that are read while training goes on: files of records, or datasets of tf.data; how workers share and shuffle them."""
+"""Data that are read during training: files of records, or datasets of tf.data; their shards and their shuffling."""
 
 import concurrent.futures
 import contextlib
@@ -31,8 +31,8 @@ from common.data.files import (
     why,
 )
 
-BLOCK_BYTES, BLOCK_SAMPLES = 2**24, 8192  # what a worker shuffles at once: so much, or so many samples, whichever is less
-SAMPLES = 200  # that tell shapes and types
+BLOCK_BYTES, BLOCK_SAMPLES = 2**24, 8192  # largest block that a worker shuffles
+SAMPLES = 200  # read first, for shapes and types
 KEPT_BYTES = 2**26  # a test set up to this size is read once
 ENDLESS = progress.ENDLESS  # global steps of a run that only --seconds ends
 
@@ -41,10 +41,10 @@ class Share:
     """The samples of one worker, or of the test set, in an order of their own.
 
     Args:
-      count: how many; None if they never end.
+      count: number of samples; None if they never end.
       read: function of (number of samples to skip, size, random generator or None) that yields arrays of `size` samples, the
-        last of fewer. The generator gives the order of files.
-      name: what these samples are called in a line, where they are nobody's to train with.
+        last one possibly shorter. The generator gives the order of files.
+      name: of these samples in a line, if they are not for training.
     """
 
     def __init__(self, count, read, name="the test set"):
@@ -55,16 +55,16 @@ class Stream:
     """A training and a test set that are never in memory as a whole.
 
     Args:
-      name: of it, `--data=...`, to begin a line.
+      name: `--data=...`, to begin an error line.
       shares: list of the `Share` of each worker.
       test: `Share` of the test set.
       held_out: `Share` of the samples that were held out for validation, or None.
-      known: what makes `load` faster the next time, for JSON.
+      known: findings that make the next `load` faster, for JSON.
       about: its description in the first line of a run.
-      classes: the smallest and the largest label, where labels are whole numbers and that is known.
+      classes: the smallest and the largest label, if labels are whole numbers and the range is known.
 
     Attributes:
-      first: a `common.data.Data` of a few samples, which tell shapes and types.
+      first: a `common.data.datasets.Data` of a few samples, for shapes and types.
     """
 
     def __init__(self, name, shares, test, held_out, known, about, classes=None):
@@ -72,7 +72,7 @@ class Stream:
         self.classes, self._failures = classes, []
         train, of_test = (self._first(share, half) for share, half in ((shares[0], "training"), (test, "test")))
         self.first = datasets.checked((train, of_test), name.removeprefix("--data="))
-        if classes and self.first.is_classification:  # they are known, though not of which samples
+        if classes and self.first.is_classification:  # so that num_classes is right
             self.first.y_train.flat[0], self.first.y_train.flat[-1] = classes
         for i, share in enumerate(shares):
             if share.count == 0:
@@ -80,12 +80,12 @@ class Stream:
 
     @property
     def failed(self):
-        """What a worker could not read, as a `UserError`, or None."""
+        """The first failure to read, a `UserError`, or None."""
         return self._failures[0] if self._failures else None
 
     @property
     def validation(self):
-        """The same, with what is held out in place of the test set."""
+        """The same stream, with the held-out samples as its test set."""
         found = copy.copy(self)
         found.test = self.held_out
         return found
@@ -98,7 +98,7 @@ class Stream:
 
     @property
     def num_samples(self):
-        """How many there are to train with, or None if they never end."""
+        """The number of training samples, or None if they never end."""
         counts = [share.count for share in self.shares]
         return None if None in counts else sum(counts)
 
@@ -109,19 +109,19 @@ class Stream:
 
     @property
     def block(self):
-        """How many samples a worker shuffles at once."""
+        """The number of samples that a worker shuffles at once."""
         most = max(share.count or BLOCK_SAMPLES for share in self.shares)
         return max(1, min(BLOCK_SAMPLES, BLOCK_BYTES // self.bytes_of_one, most))
 
     def text(self):
-        """The source of the samples, as the first line of a run says it."""
+        """The source of the samples, for the first line of a run."""
         three, size = limits.as_bytes(3 * self.block * self.bytes_of_one), f"{self.test.count:,} samples"
         blocks = f"shuffled in blocks of {self.block:,} samples, of which three take {three} of memory"
         held_out = f"; validation: {self.held_out.count:,} samples" if self.held_out else ""
         return f"{self._about.format(test=size)}{held_out}; read while it trains, {blocks}"
 
     def _read(self, share, skip, size, order, whose):
-        """Yields what a share has, in the types of training.
+        """Yields the samples of a share, in the types of training.
 
         Raises:
           UserError: if it cannot be read, or used.
@@ -149,11 +149,11 @@ class Stream:
     def training_batches(self, index, batch_size, seed, start=0):
         """Yields batches of worker `index`, epoch after epoch, each in another order; a batch may cross the end of an epoch.
 
-        The order depends on the seed only, so a worker can go on where it was.
+        The order depends on the seed only, so a worker can resume at its position.
 
         Args:
           batch_size: samples.
-          start: how many samples it has drawn already.
+          start: number of samples already drawn.
         """
         share, size, rest = self.shares[index], self.block, None
         first, begin = divmod(start, share.count) if share.count else (0, start)
@@ -180,9 +180,9 @@ class Stream:
         yield from self._read(self.test, 0, batch_size, None, f"of {self.test.name}")
 
     def as_tensors(self, draw, argument, batch_size):
-        """Returns the (x, y), or (x, y, weights), that a Python function of `argument`, a tensor, gives, as tensors.
+        """Returns the (x, y), or (x, y, weights), of a Python function of `argument`, a tensor, as tensors.
 
-        `failed` then has what it raises.
+        `failed` then holds its first `UserError`.
         """
 
         def draw_or_note(number):
@@ -205,7 +205,7 @@ def _taken(samples, which):
 
 
 def _ahead(blocks):
-    """Yields the same; while one is used, the next is read."""
+    """Yields the same blocks, with a prefetch of one."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         following = pool.submit(next, blocks, None)
         while (block := following.result()) is not None:
@@ -214,17 +214,17 @@ def _ahead(blocks):
 
 
 class StreamedBatches:
-    """Batches of one worker's samples that are read while it trains: what `common.data.Batches` does with arrays.
+    """Batches of one worker's samples that are read during training: the counterpart of `common.data.Batches` for streams.
 
-    A batch comes through a call of Python (measured: 35 µs more than from memory), so that whatever tf.data can do, and what
-    pyarrow reads, can be trained with, and a position is a number of samples.
+    A batch comes through a call of Python (measured: 35 µs more than from memory), so that any tf.data pipeline and any file of
+    pyarrow can be used, and a position is a number of samples.
 
     Args:
       stream: a `Stream`.
       index: of the worker.
       batch_size: samples per batch.
       seed: of the order.
-      start: how many samples the worker has drawn before.
+      start: number of samples that the worker has already drawn.
 
     Raises:
       UserError: if memory cannot hold a batch.
@@ -236,7 +236,7 @@ class StreamedBatches:
         self._stream = stream
         self._check_batch(1)
         batches = stream.training_batches(index, batch_size, seed, start)
-        # The first now, as it takes longer than others, which would let the other workers begin alone
+        # Draw the slow first batch now, as otherwise the other workers would begin alone.
         self._batches = itertools.chain([next(batches)], batches)
         self._of_state = stream.training_batches(index, batch_size, seed)
         self._kept: list[Any] = []
@@ -245,7 +245,7 @@ class StreamedBatches:
         datasets.check_batch(self._stream.first.x_train, self._stream.first.y_train, self.batch_size, window)
 
     def next(self, window, most=None):
-        """Returns what `samples` takes for the next batches, `[window]`; see `common.data.Batches.next`.
+        """Returns the arguments of `samples` for the next batches, `[window]`; see `common.data.Batches.next`.
 
         Raises:
           UserError: if they are too many for memory.
@@ -254,7 +254,7 @@ class StreamedBatches:
         return tf.fill([window], tf.constant(-1, tf.int64))
 
     def batch(self, k):
-        """Returns what `samples` takes for a batch that is always the same for the same number k, from 0 on."""
+        """Returns the argument of `samples` for batch number k, from 0 on, the same at every call."""
         return tf.cast(k, tf.int64)
 
     def samples(self, which):
@@ -270,7 +270,7 @@ class StreamedBatches:
 
 
 class TestSet:
-    """The test set of a stream, in batches that are read while it is evaluated; a small one is kept.
+    """The test set of a stream, in batches that are read during evaluation; a small one stays in memory.
 
     Args:
       stream: a `Stream`.
@@ -304,11 +304,11 @@ class TestSet:
         return batch
 
 
-KNOWN = "data.json"  # in a run's folder: what the check of the input has found out about the data
+KNOWN = "data.json"  # in a run's folder: findings of the input check about the data
 
 
 def load(settings):
-    """Returns the `common.data.Data`, or the `Stream`, that `--data` names.
+    """Returns the `common.data.datasets.Data`, or the `Stream`, of `--data`.
 
     Raises:
       UserError: if there is no such data or no training could use it.
@@ -329,7 +329,7 @@ def load(settings):
 
 
 def of_function(settings, function):
-    """Returns the `common.data.Data`, or the `Stream`, of what a function of the user's returns."""
+    """Returns the `common.data.datasets.Data`, or the `Stream`, from a function of the user's."""
     spec, shards_itself = settings.data, _takes_two(function)
     arguments = [(settings.num_workers, i) for i in range(settings.num_workers)] if shards_itself else [()]
     pairs = [datasets.call("--data", spec, function, *each) for each in arguments]
@@ -354,7 +354,7 @@ def _is_dataset(value):
 
 
 def is_of_datasets(given):
-    """Whether some part of what a function of the user's gave is a `tf.data.Dataset`."""
+    """Whether the result of a function of the user's contains a `tf.data.Dataset`."""
     return _is_dataset(given) or isinstance(given, (tuple, list)) and any(map(_is_dataset, given))
 
 
@@ -363,7 +363,7 @@ def _asked(settings):
 
 
 def _known(settings):
-    """Returns what the check of the input has found out, if it has looked at the same data: it is in the run's folder."""
+    """Returns the findings of the input check from the run's folder, if they are about the same data, else None."""
     if not settings.run_dir or settings.check:
         return None
     try:
@@ -374,7 +374,7 @@ def _known(settings):
 
 
 def to_keep(settings, dataset):
-    """Returns what `load` reads in the run's folder, for JSON; None for arrays."""
+    """Returns the findings for `load` to keep in the run's folder, for JSON; None for arrays."""
     return {"asked": _asked(settings), "known": dataset.known} if isinstance(dataset, Stream) else None
 
 
@@ -414,11 +414,11 @@ def _of_files(settings, kind, known):
     return Stream(name, shares, test, held_out, known, about, getattr(reader, "classes", None))
 
 
-HELD_OUT = "the held-out samples"  # what they are called in a line
+HELD_OUT = "the held-out samples"  # their name in a line
 
 
 def _validation(settings):
-    """Returns the share that `--validation` names, as (p, q), or None."""
+    """Returns the share of `--validation`, as (p, q), or None."""
     share = getattr(settings, "validation", None)
     return share_of(share) if share else None
 
@@ -429,7 +429,7 @@ def _check_held_out(settings, count, total):
 
 
 def _look_at(settings, reader):
-    """Returns how many records the files of training and of the test have, and what the reader has to know beside that."""
+    """Returns the numbers of records in the training and test files, and the reader's findings about them."""
     found: dict[str, Any] = {"train": {}, "test": {}}
     about: Any = None
     for half, flag, pattern in (("train", "--data", settings.data), ("test", "--test_data", settings.test_data)):
@@ -528,7 +528,7 @@ def _reader_of(dataset):
 
 
 def _has(dataset, what):
-    """Whether a dataset is made by a method of this name; one that takes batches apart begins anew."""
+    """Whether a dataset is made by a method of this name; batches before an unbatching method do not count."""
     kind = type(dataset).__name__
     if "Unbatch" in kind or "FlatMap" in kind or "Interleave" in kind:
         return what != "Batch" and any(_has(each, what) for each in dataset._inputs())
@@ -536,7 +536,7 @@ def _has(dataset, what):
 
 
 def _count(dataset, name):
-    """Returns how many elements a dataset has, None if it never ends; counts them if it does not know."""
+    """Returns the number of elements of a dataset, None if it never ends; counts them if the cardinality is unknown."""
     import tensorflow
 
     count = int(dataset.cardinality())
@@ -551,9 +551,9 @@ def _count(dataset, name):
 
 
 def in_memory(dataset):
-    """Returns all samples of a `Stream` as a `common.data.Data`, for a program that draws them by their numbers.
+    """Returns all samples of a `Stream` as a `common.data.datasets.Data`, for a program that draws them by index.
 
-    A `common.data.Data` is returned as it is.
+    A `common.data.datasets.Data` is returned unchanged.
 
     Raises:
       UserError: if they never end, take more than half of this machine's memory, or cannot be read.
@@ -577,7 +577,7 @@ def in_memory(dataset):
 
 @contextlib.contextmanager
 def reading(dataset):
-    """An error of a stream that is read in a session becomes one line.
+    """A context that turns an error of a stream, read in a session, into one line.
 
     Raises:
       TrainingFailed: in place of TensorFlow's errors.

@@ -1,11 +1,11 @@
-"""Starts the tasks of a run as processes on this machine, watches them, and starts again those that died.
+"""Runs the tasks of a run as processes on this machine: start, supervision, restart.
 
-Begin with `launch`, and `supervisor`, which decides what a death means.
+Begin with `launcher`, and `supervisor`, which decides between restart and failure of the run.
 """
 
 from typing import TYPE_CHECKING
 
-from common.front_door import front_door
+from common.core import front_door
 
 if TYPE_CHECKING:  # the front door: what others may import
     from common.launch import control, launcher, sandbox, supervisor, warm

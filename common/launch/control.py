@@ -1,4 +1,4 @@
-"""Places of a run that workers take and leave: what has started it hears, in the folder of the run, who asks for more or fewer.
+"""Control socket of a run, in its folder: adds or removes workers of a running job.
 
 bash common/join.sh runs/first 3      # three more workers
 bash common/leave.sh runs/first 1     # one fewer
@@ -16,16 +16,16 @@ from pathlib import Path
 
 from common.core import SOCKET, UserError
 
-ANSWER_SECONDS, HOSTS_SECONDS = 60, 600  # until there is an answer; if hosts are to be reached, which may have to make a .venv
-MOST_BYTES = 2**20  # of a request
+ANSWER_SECONDS, HOSTS_SECONDS = 60, 600  # timeouts for an answer; with remote hosts, which may have to build a .venv
+MOST_BYTES = 2**20  # size limit of a request
 
 
 def version(*folders):
-    """Returns a text that tells the Python files in these folders from others."""
+    """Returns a hash of the names and contents of the Python files in these folders."""
     digest = hashlib.sha256()
     for folder in folders:
         for path in sorted(Path(folder).rglob("*.py")):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+            digest.update(bytes(path.relative_to(folder)) + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
 
@@ -33,13 +33,13 @@ COMMON = Path(__file__).resolve().parents[1]
 
 
 def code_of(folder):
-    """Returns the version of `common/`, that of `common/` and this folder of a scheme together, and both folders."""
+    """Returns the version of `common/`, the joint version of `common/` and this scheme's folder, and both folders."""
     folders = COMMON, Path(folder)
     return version(COMMON), version(*folders), folders
 
 
 def check_code(request, code):
-    """Raises a `UserError` if the code is no more what `code_of` returned, or another one where a `Request` was made."""
+    """Raises a `UserError` if the code has changed since `code_of`, or differs from the requester's."""
     known, of_both, folders = code
     if request.version != known or version(*folders) != of_both:
         raise UserError("the code has changed since the run began, or is another checkout's: join with the code of the run")
@@ -49,7 +49,7 @@ ENDING = {"join": "the run is ending, so no worker can join", "leave": "the run 
 
 
 def first(count, free, total):
-    """Returns the first `count` of the places that are free, of `total`. Raises a `UserError` if there are too few."""
+    """Returns the first `count` free places, out of `total` places. Raises a `UserError` if there are too few."""
     if len(free) < count:
         raise UserError(
             f"{len(free)} of the {total} places of the run are free, too few for {count}: --max_workers sets their number"
@@ -58,7 +58,7 @@ def first(count, free, total):
 
 
 def last(count, others):
-    """Returns the last `count` of the workers but worker 0, which are to leave. Raises a `UserError` if there are too few."""
+    """Returns the last `count` of the workers other than worker 0, to leave. Raises a `UserError` if there are too few."""
     if count > len(others):
         raise UserError(
             f"the run has {len(others) + 1} worker{'s' if others else ''}, of which worker 0 has to stay, as it saves the "
@@ -68,18 +68,18 @@ def last(count, others):
 
 
 def joining(workers):
-    """Returns a line about workers that join, which have a `name`."""
+    """Returns a line about workers that join; each has a `name`."""
     return f"{', '.join(worker.name for worker in workers)} join{'s' if len(workers) == 1 else ''}"
 
 
 def leaving(workers):
-    """Returns a line about workers that are asked to leave."""
+    """Returns a line about workers asked to leave."""
     return f"{', '.join(worker.name for worker in workers)} {'is' if len(workers) == 1 else 'are'} asked to leave"
 
 
 @contextlib.contextmanager
 def _named(run_dir):
-    """Gives a path of the socket that is short enough for any folder; raises OSError if there is no folder."""
+    """Yields a path of the socket within the length limit, for any folder; raises OSError if there is no folder."""
     folder = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{folder}/{SOCKET}"
@@ -88,13 +88,13 @@ def _named(run_dir):
 
 
 class Request:
-    """What somebody asks the launcher for.
+    """A request to the launcher, from another process.
 
     Attributes:
       what: "join" or "leave".
-      count: how many workers.
-      version: of the code of `common/` where it is asked, see `version`.
-      hosts: of those who join, (HOST:PORT, folder of the checkout) of each, or none.
+      count: number of workers.
+      version: version of the requester's `common/`, see `version`.
+      hosts: (HOST:PORT, folder of the checkout) of each joining worker, or none.
     """
 
     def __init__(self, text):
@@ -104,7 +104,7 @@ class Request:
         self._answers: queue.SimpleQueue = queue.SimpleQueue()
 
     def answer(self, line, is_error=False):
-        """Answers it, with a line. Only the first answer counts."""
+        """Answers with a line; only the first answer counts."""
         self._answers.put({"line": line, "is_error": is_error})
 
     def wait(self):
@@ -114,18 +114,18 @@ class Request:
 
 @contextlib.contextmanager
 def heard(run_dir, hear):
-    """While the context lasts, calls `hear(request)`, in a thread, for each `Request`, which has to be answered.
+    """While the context lasts, calls `hear(request)` in a thread for each `Request`; it must be answered.
 
-    Only the user of this process can ask.
+    Only the user of this process can connect.
 
     Raises:
-      UserError: if no socket can be made in the folder.
+      UserError: if the socket cannot be created in the folder.
     """
     with _named(run_dir) as path, socket.socket(socket.AF_UNIX) as listener:
         mask = os.umask(0o177)
         try:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)  # of a launcher that was killed: this one has the folder alone
+                os.unlink(path)  # stale: this launcher holds the lock of the folder
             listener.bind(path)
         except OSError as error:
             raise UserError(
@@ -163,12 +163,12 @@ def _answer(connection, hear):
 
 
 def ask(run_dir, what, count, hosts=()):
-    """Asks the launcher of the run in this folder that so many workers "join", or "leave"; returns its answer, a line.
+    """Asks the launcher of the run in this folder to let `count` workers "join" or "leave"; returns its answer, a line.
 
-    `hosts` are those of a `Request`.
+    `hosts` as in `Request`.
 
     Raises:
-      UserError: if there is none, or it refuses.
+      UserError: if there is no such launcher, or it refuses.
     """
     if not Path(run_dir).is_dir():
         raise UserError(f"there is no folder {run_dir}: expected the --run_dir of a run in progress")
@@ -181,7 +181,7 @@ def ask(run_dir, what, count, hosts=()):
                 file.write(json.dumps(words) + "\n")
                 file.flush()
                 answer = json.loads(file.readline())
-    except (FileNotFoundError, ConnectionError, ValueError):  # the last of an answer that never came
+    except (FileNotFoundError, ConnectionError, ValueError):  # ValueError: the connection closed without an answer
         raise UserError(f"no run with --max_workers is training in {run_dir}: it has ended, or began without it") from None
     except OSError as error:
         raise UserError(f"the launcher of {run_dir} cannot be asked: {error.strerror or error}") from None
@@ -191,25 +191,25 @@ def ask(run_dir, what, count, hosts=()):
 
 
 def join(run_dir, count=1):
-    """Starts `count` more workers of the run in this folder, which was begun with `max_workers`; returns a line about them.
+    """Starts `count` more workers of the run in this folder, started with `max_workers`; returns a line about them.
 
     Raises:
-      UserError: if that cannot be.
+      UserError: if there is no such run, or it refuses.
     """
     return ask(run_dir, "join", count)
 
 
 def leave(run_dir, count=1):
-    """Asks the last `count` workers of the run in this folder to leave, each after its call; returns a line about them.
+    """Asks the last `count` workers of the run in this folder to leave, each after its current call; returns a line about them.
 
     Raises:
-      UserError: if that cannot be.
+      UserError: if there is no such run, or it refuses.
     """
     return ask(run_dir, "leave", count)
 
 
 def main(arguments):
-    """Runs `join FOLDER [COUNT]` or `leave FOLDER [COUNT]`, and returns the exit status: 2 after one line if that cannot be."""
+    """Runs `join FOLDER [COUNT]` or `leave FOLDER [COUNT]`, and returns the exit status: 2 after a one-line error."""
     what, *rest = arguments
     try:
         if not 1 <= len(rest) <= 2 or rest[0].startswith("-"):

@@ -1,13 +1,12 @@
-"""The process that starts the tasks of a run: in a network of their own, as forks of itself, so tensorflow is imported once.
+"""Fork server of a run: starts the tasks as forks in a network of their own, so tensorflow is imported once.
 
-It is itself a fork of a warm process (common/launch/warm.py): a launcher asks for it with `ForkServer`. A launcher imports no
-tensorflow, so that a wrong flag is told at once.
+The server is itself a fork of a warm process (common/launch/warm.py), requested by a launcher with `ForkServer`. A launcher
+imports no tensorflow, so that a wrong flag is reported at once.
 
-A task that is started again, after it was killed, is another fork: it is back in a moment. The tasks are this process's
-children, and end with it; it ends with the launcher. Processes that a task has started end with it.
+A restarted task is another fork, up again within a moment. Tasks are children of the server and end with it; the server ends
+with the launcher. Processes started by a task end with the task.
 
-A task tells the launcher what it is doing (`common.core.doing`), so the launcher notices a task that lives, but makes no
-progress.
+A task reports its progress (`common.core.doing`), so the launcher notices a live task that makes none.
 """
 
 import contextlib
@@ -25,30 +24,30 @@ from multiprocessing.connection import Connection, Pipe, wait
 from common.core import TrainingFailed, UserError, open_own, task_status
 from common.launch import sandbox, warm
 
-BEAT_SECONDS = 0.5  # from one sign of life, of a task or of the process that starts them, to the next
-START_SECONDS = 120  # for an answer of that process
-DATA = 100  # the number under which all tasks have the file with their data
-EARLY = 256  # how a task of a scheme ended that exited with 0, but did not say `work_is_done`: no program has this exit status
-_DONE = 100  # exit status of one that did
-LEFT = 257  # how a worker ended that has left for good, as it was asked to
+BEAT_SECONDS = 0.5  # heartbeat interval of tasks and fork server
+START_SECONDS = 120  # timeout for an answer of the fork server
+DATA = 100  # file descriptor of the shared data in all tasks
+EARLY = 256  # exited 0 without `work_is_done`; outside the range of exit statuses
+_DONE = 100  # exit status after `work_is_done`
+LEFT = 257  # a worker that left for good on request
 
 
 class ForkServer:
-    """The launcher's side: asks for the process, asks it for tasks, and hears of their ends. To be used as a context.
+    """The launcher's client of the fork server: starts tasks and receives their exit statuses. To be used as a context.
 
     Args:
-      environment: variables of the process, and of all tasks.
-      log: path of a file for the output of the process itself; None for `errors`.
+      environment: variables of the server and of all tasks.
+      log: path of a file for the output of the server itself; None for `errors`.
       is_isolated: whether the tasks get a network of their own.
-      preloads: whether tasks are scripts that want tensorflow; otherwise each begins as a new program.
-      shared: descriptor of a file with their data, see `common.data.share`; None if there is none.
-      process: the `warm.WarmProcess` that it is a fork of; one for it alone by default.
-      errors: descriptor of the file for the errors of tasks that have no log.
+      preloads: whether tasks are scripts that use tensorflow; otherwise each starts as a new program.
+      shared: descriptor of a file with the tasks' data, see `common.data.share`; None without one.
+      process: the `warm.WarmProcess` to fork the server from; by default one for it alone.
+      errors: descriptor of the file for the errors of tasks without a log.
 
     Attributes:
-      problem: why the tasks are in no network of their own, one line; None if they are, or need not be.
-      heard: when the process itself gave the last sign of life, as time.monotonic().
-      log: path of the file.
+      problem: reason why the tasks have no network of their own, one line; None if they have one or need none.
+      heard: time of the server's last heartbeat, as time.monotonic().
+      log: path of the server's log.
     """
 
     def __init__(self, environment, log, is_isolated, preloads=True, shared=None, process=None, errors=2):
@@ -56,7 +55,7 @@ class ForkServer:
         self._hearing: list[threading.Thread] = []
         self._connection, theirs = Pipe()
         self._words, said = os.pipe()
-        os.set_blocking(said, False)  # no task waits for a launcher that was stopped
+        os.set_blocking(said, False)  # so that no task blocks while the launcher is stopped
         request = {
             "environment": {**os.environ, **environment},
             "log": log and os.path.abspath(log),
@@ -82,7 +81,7 @@ class ForkServer:
         return self
 
     def __exit__(self, *exception):
-        """Kills all that is left. Afterwards all is heard that tasks have said."""
+        """Kills the remaining tasks, after which all their messages have been read."""
         with self._stack:
             with contextlib.suppress(OSError):
                 self._connection.send(("stop",))
@@ -104,21 +103,21 @@ class ForkServer:
         raise TrainingFailed(f"the process that starts the tasks gave no answer for {START_SECONDS} s and was killed")
 
     def kill(self):
-        """Kills the process at once, and with it the tasks."""
+        """Kills the server at once, and the tasks with it."""
         self._warm.kill(self._pid)
 
     def status(self):
-        """Waits for the end of the process, and returns its exit status, negative for a signal, None if that is unknown."""
+        """Waits for the server to exit; returns its exit status, negative for a signal, None if unknown."""
         return self._warm.status(self._pid)
 
     def reserve_ports(self, count):
-        """Returns ports in the tasks' network that no other process gets; see `reserved_port`. Before any start."""
+        """Returns ports reserved in the tasks' network, see `reserved_port`. Call it before any start."""
         return self._ask("ports", count)
 
     def listen(self, ended, said):
-        """From now on calls `ended(key, status)` when a task has ended, and `said(key, text)` when one gives a sign of life.
+        """From now on calls `ended(key, status)` when a task has ended, and `said(key, text)` at each heartbeat or message.
 
-        Both are called from threads. The key is None when this process itself has ended.
+        Both are called from threads. The key is None when the server itself has ended.
         """
 
         def hear_ends():
@@ -134,7 +133,7 @@ class ForkServer:
                     key, _, text = line.rstrip("\n").partition("\t")
                     if key:
                         said(key, text)
-                    else:  # of this process itself
+                    else:  # heartbeat of the server itself
                         self.heard = time.monotonic()
 
         self._hearing = [threading.Thread(target=hear, daemon=True) for hear in (hear_ends, hear_words)]
@@ -142,22 +141,22 @@ class ForkServer:
             thread.start()
 
     def start(self, key, command, log, environ):
-        """Starts a task: `command` is an interpreter, a script and its arguments. None for `log` is this terminal."""
-        with contextlib.suppress(OSError):  # if the process has ended, the listener hears it
+        """Starts a task: `command` is interpreter, script and arguments; with `log` None it writes to this terminal."""
+        with contextlib.suppress(OSError):  # if the server has ended, the listener notices
             self._connection.send(("start", key, command, log, environ))
 
     def signal(self, key, number):
-        """Sends a signal to a task that has not ended."""
+        """Sends a signal to a running task."""
         with contextlib.suppress(OSError):
             self._connection.send(("signal", key, number))
 
 
 @contextlib.contextmanager
 def reserved_port(port=0):
-    """A port of this machine that no other process gets as long as the context lasts: `port`, or any that is free.
+    """Reserves a port of this machine while the context lasts: `port`, or any free one.
 
-    The socket is bound but does not listen; the task's server can bind to the port as well, since both allow reuse, also
-    again after a restart. Closing the socket first would let another program take the port in between.
+    The socket is bound but does not listen; the task's server can bind to the port as well, even after a restart, since both
+    allow reuse. Closing the socket first would let another program take the port in between.
     """
     with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -172,18 +171,18 @@ def _mask():
 
 
 def serve(parent, descriptors, environment, log, is_isolated, preloads, folder, mask):
-    """The life of this process, a fork of process `parent`, and of each of its tasks. Never returns.
+    """Runs the fork server, a fork of process `parent`, and in turn each of its tasks. Never returns.
 
     Args:
-      descriptors: of the launcher's connection, the pipe for words, standard output and error, and data if there are some.
-      environment: all its variables.
-      log, is_isolated, preloads: as `ForkServer` gets them.
-      folder, mask: where it works, and its umask.
+      descriptors: those of the launcher's connection, the message pipe, standard output and error, and the data if any.
+      environment: all variables.
+      log, is_isolated, preloads: as in `ForkServer`.
+      folder, mask: working directory and umask.
     """
     status = 1
     try:
         connection, pipe, output, terminal, *shared = descriptors
-        sandbox.die_with_parent(parent, signal.SIGCONT)  # then it hears of the launcher's end, also if it was stopped
+        sandbox.die_with_parent(parent, signal.SIGCONT)  # so that it notices the launcher's end even if it was stopped
         os.setsid()
         _set_environment(environment | {"LAUNCHER_DATA": str(DATA) if shared else ""})
         os.chdir(folder)
@@ -191,7 +190,7 @@ def serve(parent, descriptors, environment, log, is_isolated, preloads, folder, 
         os.dup2(output, 1)
         os.dup2(terminal, 2)
         os.close(output)
-        os.set_inheritable(pipe, True)  # a task may begin as a new program
+        os.set_inheritable(pipe, True)  # for a task that execs a new program
         if DATA in descriptors:
             raise RuntimeError(f"descriptor {DATA} is in use: too many runs share the warm process")
         if shared:
@@ -209,18 +208,18 @@ def serve(parent, descriptors, environment, log, is_isolated, preloads, folder, 
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(status)  # to take the interpreter apart would take seconds
+        os._exit(status)  # interpreter shutdown would take seconds
 
 
 def _set_environment(environment):
-    """Gives this process other variables than those that it was forked with, but for a folder of caches that came with them."""
+    """Replaces the inherited environment variables, except for the private cache folders."""
     caches = {name: os.environ[name] for name in ("KERAS_HOME", "MPLCONFIGDIR") if "KERAS_HOME_IS_OF" in os.environ}
     os.environ.clear()
     os.environ.update(environment | caches)
     for name in (warm.VARIABLE, "KERAS_HOME_IS_OF"):
         os.environ.pop(name, None)
     time.tzset()
-    tempfile.tempdir = None  # it depends on a variable
+    tempfile.tempdir = None  # cached, but depends on a variable
 
 
 def _set_title(title):
@@ -231,7 +230,7 @@ def _set_title(title):
 
 
 def _serve(connection, pipe, terminal, is_isolated, preloads):
-    """Returns in each task, with its command; in the process itself when it is to stop."""
+    """Returns in each task with its command, and in the server with None when it should stop."""
     problem = sandbox.why_no_own_network() if is_isolated else None
     if is_isolated and not problem:
         sandbox.enter_own_network()
@@ -247,7 +246,7 @@ def _serve(connection, pipe, terminal, is_isolated, preloads):
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
     while True:
-        task_status.write(pipe, "", "")  # a sign of life of this process
+        task_status.write(pipe, "", "")  # heartbeat of the server
         try:
             ready = wait([connection, wakeup], BEAT_SECONDS)
             if wakeup in ready:
@@ -274,12 +273,12 @@ def _serve(connection, pipe, terminal, is_isolated, preloads):
                     os.close(descriptor)
                 connection.close()
                 if preloads and key.startswith("worker"):
-                    # One that is asked to leave hears it when it can, see `signals.hear_signals`.
+                    # SIGTERM, a request to leave, stays pending until the worker can handle it, see `signals.hear_signals`.
                     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
                 _become_task(server, key, pipe, log, terminal, environ)
                 return command
             running[key], keys[pid] = pid, key
-            task_status.write(pipe, key, "")  # the first sign of life, also of one that is stopped before it can give any
+            task_status.write(pipe, key, "")  # first heartbeat, in case the task is stopped before it sends one
         elif request == "signal":
             key, number = arguments
             if key in running:
@@ -290,7 +289,7 @@ def _serve(connection, pipe, terminal, is_isolated, preloads):
 
 
 def _signal(pid, number):
-    """Sends a signal to a task; one that kills it kills the processes that it has started, too."""
+    """Sends a signal to a task; SIGKILL also kills the processes that it has started."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
     if number == signal.SIGKILL:
@@ -319,13 +318,13 @@ def _reap(connection, running, keys, preloads):
 
 
 def kill_orphans(keys):
-    """Kills processes that ended tasks have left behind. Tasks adopt the orphans of what they start, see `_become_task`."""
+    """Kills processes left behind by ended tasks. Running tasks adopt their own orphans, see `_become_task`."""
     for path in os.listdir("/proc") if os.path.isdir("/proc/self") else []:
         if path.isdigit() and int(path) not in keys:
             with contextlib.suppress(OSError), open(f"/proc/{path}/stat") as file:
                 parent = int(file.read().rpartition(")")[2].split()[1])
                 if parent == os.getpid():
-                    os.kill(int(path), signal.SIGKILL)  # a child of this process: no other gets its number meanwhile
+                    os.kill(int(path), signal.SIGKILL)  # our unreaped child, so its pid cannot be reused
 
 
 def _end_all(keys):
@@ -344,10 +343,10 @@ def _end_all(keys):
 def _become_task(server, key, pipe, log, terminal, environ):
     os.setsid()
     sandbox.die_with_parent(server)
-    sandbox.adopt_orphans()  # so they are its children, and those of the process that starts the tasks when it has ended
+    sandbox.adopt_orphans()  # orphans become children of the task, and of the fork server once the task has ended
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher may ignore it, and asks its tasks by it to end
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a launcher that ignores SIGTERM still stops its tasks with it
     if log is not None:
         _write_to(log, key, pipe)
     else:
@@ -357,7 +356,7 @@ def _become_task(server, key, pipe, log, terminal, environ):
 
 
 def _write_to(log, key, pipe):
-    """Sends a task's output to its log; if that is impossible, it goes on where it goes now."""
+    """Redirects a task's output to its log; if that fails, the output stays where it is."""
     try:
         descriptor = open_own(log, os.O_WRONLY | os.O_APPEND)
     except (OSError, UserError) as error:
@@ -395,7 +394,7 @@ def _run(command, preloads):
         with contextlib.suppress(OSError):  # of a full disk
             sys.stdout.flush()
             sys.stderr.flush()
-        # As multiprocessing does it: to take the interpreter apart would take seconds, in which there is no sign of life.
+        # As in multiprocessing: interpreter shutdown would take seconds without a heartbeat.
         os._exit(_DONE if status == 0 and task_status.is_done else status)
 
 
@@ -409,7 +408,7 @@ def _beat():
 
 
 def _made_again(log):
-    """Makes the log of this task again if somebody has deleted it. Returns its path, or "" if that cannot be."""
+    """Recreates the log of this task if it was deleted. Returns its path, or "" if that fails."""
     if log and os.fstat(1).st_nlink == 0:
         _write_to(log, os.environ["LAUNCHER_KEY"], int(os.environ["LAUNCHER_WORDS"]))
         log = log if os.fstat(1).st_nlink else ""

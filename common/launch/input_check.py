@@ -1,4 +1,4 @@
-"""A task looks at data and model before any other starts, and is itself watched: a user's function may hang, or die."""
+"""Checks data and model in one supervised task before the others start: a user's function may hang or crash."""
 
 import contextlib
 import json
@@ -11,23 +11,23 @@ from common.core import FITTING, KNOWN, NOTHING, UserError, last_error, of_memor
 from common.launch.fork_server import EARLY, ForkServer
 from common.launch.supervisor import Supervisor, Task
 
-CHECK_SECONDS = 5  # after which the user is told that the input is being looked at
+CHECK_SECONDS = 5  # delay before the user is told about the check
 
 
 def check_input(script, arguments, settings, process, shared=None):
-    """Lets one task look at data and model before any other starts. For the built-in ones nothing can be wrong.
+    """Checks data and model in one task before any other starts. Built-in ones need no check.
 
     Args:
-      script, arguments, settings: as `common.launch.launcher` gets them.
+      script, arguments, settings: as in `launcher.launch`.
       process: the `warm.WarmProcess` of the run.
-      shared: descriptor of an empty file, in which it leaves large arrays to the tasks, see `common.data.share`.
+      shared: descriptor of an empty file for large arrays shared with the tasks, see `common.data.share`.
 
     Returns:
-      Seconds that it took for each, {`words.LOADING` or `BUILDING`: seconds}, empty for the built-in ones; and what the tasks
-      need not find out about the data again, see `common.data.load`, or None.
+      Seconds of each stage, {`task_status.LOADING` or `BUILDING`: seconds}, empty for the built-in ones; and facts about the
+      data for the tasks, see `common.data.load`, or None.
 
     Raises:
-      UserError: if they cannot be trained, or do not come within `--hang_secs`.
+      UserError: if data and model cannot be trained, or do not load within `--hang_secs`.
     """
     is_small = settings.num_workers <= 100 and settings.batch_size * settings.window <= 2**20
     has_flags = settings.loss is not None or settings.warmup_steps > 0
@@ -39,7 +39,7 @@ def check_input(script, arguments, settings, process, shared=None):
         found = Path(stack.enter_context(tempfile.TemporaryDirectory()), "data.json")
         command = [sys.executable, str(script), *arguments, "--check"]
         task = Task("check", 0, command, "", {"LAUNCHER_FOUND": str(found)}, is_shown=True)
-        # In the network of this machine: data may come from elsewhere
+        # In the machine's own network: data may have to be downloaded.
         shown = stack.enter_context(progress.busy("importing TensorFlow, to check the data and the model"))
         with ForkServer({}, None, is_isolated=False, shared=shared, process=process, errors=errors.fileno()) as server:
             check = _Check(task, server, settings, shown)
@@ -51,7 +51,7 @@ def check_input(script, arguments, settings, process, shared=None):
 
 
 class _Check(Supervisor):
-    """The run of the task that looks at data and model."""
+    """Supervises the task that checks data and model."""
 
     def __init__(self, task, server, settings, shown):
         known = {"check_secs": {}, "num_evaluators": 0, "pace": "own", "ends_with_chief": False}
@@ -61,7 +61,7 @@ class _Check(Supervisor):
         self._doing, self._since = "starting", self._began
 
     def run(self):
-        """Waits until it has ended. Ctrl-C raises KeyboardInterrupt here: there is nothing to save."""
+        """Waits for the task to end. Ctrl-C raises KeyboardInterrupt here: there is nothing to save."""
         self._server.listen(lambda *end: self._events.put(end), self._hear)
         self._task.start(self._server)
         self._next_end()
@@ -81,19 +81,19 @@ class _Check(Supervisor):
             self._say(f"checking the data and the model before the tasks start; it is {self._doing}")
 
     def _flag(self):
-        """Returns the flag, with its value, whose function is called just now; an empty text for other things."""
+        """Returns the flag, with its value, whose function is running; "" at other stages."""
         flags = {task_status.LOADING: f"--data={self._settings.data}", task_status.BUILDING: f"--model={self._settings.model}"}
         return flags.get(self._doing, "")
 
     def _limit(self, progress):
-        # Only the user's function may hang; downloading may take its time.
+        # Only a user's function is likely to hang; a download may be slow.
         return self._settings.hang_secs * (1 if ":" in self._flag() else 10)
 
     def has_passed(self):
         return self._doing == task_status.CHECKED and self._task.status == 0
 
     def why_failed(self, printed, script_name):
-        """One line on how it ended, with this on its standard error."""
+        """Returns one line on the failure, from the exit status and this standard error."""
         status, said = self._task.status, last_error(printed, script_name)
         flag = self._flag() or "the check of data and model"
         if self._task.why_killed:

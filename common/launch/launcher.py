@@ -1,4 +1,4 @@
-"""Starts ps and workers as processes on this machine, and watches them to the end of the run.
+"""Starts ps and workers as processes on this machine, and supervises them to the end of the run.
 
 Imports no tensorflow: only the tasks do.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from common.core import TrainingFailed, UserError, check_locks, devices, prepare_run_dir, progress, write_json
 from common.launch import control, sandbox, warm
 from common.launch.fork_server import ForkServer
-from common.launch.fork_server import reserved_port as reserved_port  # for those that start tasks themselves
+from common.launch.fork_server import reserved_port as reserved_port  # for callers that start tasks themselves
 from common.launch.input_check import check_input
 from common.launch.supervisor import STARTER, StarterEnded, Supervisor, Task
 
@@ -24,14 +24,14 @@ def launch(script, arguments, settings):
 
     Args:
       script: path of the scheme's script.
-      arguments: its command line, handed on to each task.
+      arguments: its command line, passed on to each task.
       settings: the flags, as a namespace.
 
     Raises:
-      UserError: if the run cannot begin.
+      UserError: if the run cannot start.
       TrainingFailed: if a task ended too often.
     """
-    # The file of the data is gone with the last process that has it.
+    # The data lives in an anonymous file, freed with the last process that has it open.
     with open(os.memfd_create("data"), "rb") as shared, warm.WarmProcess() as process:
         check_secs, known = check_input(script, arguments, settings, process, shared.fileno())
         check_isolation(settings)
@@ -73,7 +73,7 @@ def _launch(script, arguments, settings, process=None, shared=None):
         ]
         for task in tasks:
             if settings.max_workers and task.job == "worker" and task.index >= settings.num_workers:
-                task.status, task.has_left = 0, True  # a place that is empty still
+                task.status, task.has_left = 0, True  # a free place
         if server.problem:
             display.say(f"the ports of this run can be reached from outside: {server.problem}")
         if settings.gpus is not None:
@@ -93,7 +93,7 @@ def _launch(script, arguments, settings, process=None, shared=None):
             status = 0
     if status == 0:
         check_locks(settings.run_dir)
-        if _version(result) in (None, before):  # what is there is of a run that this one goes on with
+        if _version(result) in (None, before):  # an existing file is from the resumed run
             raise TrainingFailed(f"worker 0 ended without writing {result}")
         _complete_result(settings, tasks)
     progress.summary(settings, status)
@@ -101,13 +101,13 @@ def _launch(script, arguments, settings, process=None, shared=None):
 
 
 def _doing(workers, index):
-    """Returns what a worker does. Until it has said that, it or the process that it is a fork of imports TensorFlow."""
+    """Returns the activity of a worker; before its first report, it or its warm process is importing TensorFlow."""
     progress = workers[index].progress if index in workers else None
     return progress.what if progress and progress.what else "importing TensorFlow"
 
 
 def _version(path):
-    """Returns what tells a file from what it is replaced by; None if there is none."""
+    """Returns inode and modification time, which change when the file is replaced; None without a file."""
     try:
         found = os.stat(path)
     except OSError:
@@ -116,7 +116,7 @@ def _version(path):
 
 
 def _complete_result(settings, tasks):
-    """Adds to the chief's result what the launcher knows."""
+    """Adds restarts and times, known to the launcher, to the chief's result."""
     path = Path(settings.run_dir, "result.json")
     result = json.loads(path.read_text())
     most = settings.max_workers or settings.num_workers
@@ -131,7 +131,7 @@ def _complete_result(settings, tasks):
 
 
 def check_isolation(settings):
-    """Raises a `UserError` if there has to be a network for the run alone, and there cannot be."""
+    """Raises a `UserError` if network isolation is required but impossible."""
     if settings.require_isolation and not settings.isolation:
         raise UserError("--require_isolation and --noisolation contradict each other: leave one out")
     problem = sandbox.why_no_own_network() if settings.require_isolation else None
@@ -140,12 +140,12 @@ def check_isolation(settings):
 
 
 def environment(num_workers):
-    """Returns the variables that tasks begin with: this process's own, and defaults for others.
+    """Returns the environment variables of tasks: this process's own, plus defaults.
 
     Args:
-      num_workers: how many share this machine.
+      num_workers: number of workers that share this machine.
     """
-    threads = str(max(1, (os.cpu_count() or 1) // num_workers))  # or the tasks fight over the cores
+    threads = str(max(1, (os.cpu_count() or 1) // num_workers))  # to avoid oversubscribing the cores
     return {
         "TF_NUM_INTRAOP_THREADS": threads,
         "TF_NUM_INTEROP_THREADS": threads,
@@ -154,13 +154,13 @@ def environment(num_workers):
 
 
 def fork_server(settings, run_dir, preloads, shared=None, process=None):
-    """Returns the `ForkServer` that starts the tasks of a run; its arguments are those of that class."""
+    """Returns the `ForkServer` that starts the tasks of a run; arguments as in that class."""
     log = Path(run_dir, "logs", "fork-server.log")
-    environ = environment(settings.num_workers) | {"TF_GRPC_REUSE_PORT": "true"}  # of the ports that are reserved
+    environ = environment(settings.num_workers) | {"TF_GRPC_REUSE_PORT": "true"}  # ports are bound: see `reserved_port`
     return ForkServer(environ, log, settings.isolation, preloads, shared, process)
 
 
 def reserved_hosts(server, num_ps, num_workers):
-    """Returns {job: addresses} for so many tasks on this machine, reserved as long as the `ForkServer` lives."""
+    """Returns {job: addresses} for these tasks on this machine, reserved while the `ForkServer` lives."""
     hosts = [f"127.0.0.1:{port}" for port in server.reserve_ports(num_ps + num_workers)]
     return {"ps": hosts[:num_ps], "worker": hosts[num_ps:]}

@@ -1,4 +1,4 @@
-"""The program of a warm process (warm.py): imports tensorflow, then forks a process for each run that starts its tasks.
+"""Program of the warm process (warm.py): imports tensorflow, then forks a fork server for each run.
 
     python common/launch/preload.py OWNER DESCRIPTOR [--preload] [--listen]
 
@@ -21,7 +21,7 @@ from common.launch import fork_server, sandbox, warm
 
 
 def _main(owner, descriptor, *options):
-    sys.path.pop(0)  # this folder, whose names are not for all to import
+    sys.path.pop(0)  # this folder: its modules must not shadow others
     owner, sock = int(owner), socket.socket(fileno=int(descriptor))
     folder = os.path.dirname(sock.getsockname()) if "--listen" in options else None
     signal.signal(signal.SIGTERM, lambda *_: _exit(folder))
@@ -29,11 +29,11 @@ def _main(owner, descriptor, *options):
     sandbox.adopt_orphans()
     if not _has_writable_home():
         startup.private_caches(is_writable=False)
-    signature = warm.signature(os.environ)  # of the code as it is before the import
+    signature = warm.signature(os.environ)  # before the import, so a later change of the code is noticed
     if "--preload" in options:
         _load()
-    sandbox.die_with_parent(owner, signal.SIGCONT)  # from now on it looks itself, and ends what it has forked first
-    os.chdir("/")  # no folder is in use by a process that waits
+    sandbox.die_with_parent(owner, signal.SIGCONT)  # from now on `run` polls for the owner's end, and ends its forks first
+    os.chdir("/")  # a waiting process should not keep a folder busy
     if folder:
         Forking(owner, signature, sock).run()
     else:
@@ -42,7 +42,7 @@ def _main(owner, descriptor, *options):
 
 
 def _has_writable_home():
-    """Whether tasks can write into the home folder. They have no power over other users' files, even those of root."""
+    """Whether tasks can write into the home folder: even root's tasks have no capabilities over other users' files."""
     pid = os.fork()
     if pid == 0:
         with contextlib.suppress(OSError):
@@ -52,36 +52,36 @@ def _has_writable_home():
 
 
 def _load():
-    """Imports what all tasks need, and does nothing with it.
+    """Imports the modules that all tasks need, without running anything in them.
 
-    Threads would not be in a fork; and each fork would go on with the same random numbers, by which a ps tells apart the steps
-    of the workers.
+    Threads don't survive a fork; and forks would share a random state, although a ps tells the workers' steps apart by random
+    numbers.
     """
     import setproctitle
 
     setproctitle.setproctitle(f"warm process of {os.getppid()}")
     from common.training import loop  # and with it tensorflow and keras
 
-    os.register_at_fork(after_in_child=loop.np.random.seed)  # or all tasks would draw the same
+    os.register_at_fork(after_in_child=loop.np.random.seed)  # otherwise all tasks would draw the same numbers
     _freeze()
 
 
 def _freeze():
-    """Garbage collection in a task would copy the objects that all tasks share."""
+    """Freezes the garbage collector: collection in a task would copy the pages that all tasks share."""
     gc.collect()
     gc.freeze()
 
 
 def _load_for_pictures():
-    """Imports what draws curve.png at the end of a run. While the first run starts: it need not wait for that."""
-    with contextlib.suppress(Exception):  # a run says what is wrong with it
+    """Imports matplotlib, for curve.png, while the first run starts, so that no run waits for the import."""
+    with contextlib.suppress(Exception):  # a run reports the error itself
         importlib.import_module("matplotlib.backends.backend_agg")
         importlib.import_module("matplotlib.figure")
     _freeze()
 
 
 def _exit(folder):
-    """Removes the folders of socket and caches, and ends this process: to take the interpreter apart would take seconds."""
+    """Removes the folders of socket and caches, and exits at once: interpreter shutdown would take seconds."""
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
     startup.remove_private_caches()
@@ -89,14 +89,14 @@ def _exit(folder):
 
 
 class Forking:
-    """Forks processes for launchers until its owner has ended, or has sent SIGTERM, or nobody can ask any more."""
+    """Forks processes for launchers until its owner ends or sends SIGTERM, or no launcher can connect any more."""
 
     def __init__(self, owner, signature, listening, *connections):
         self._owner, self._signature, self._listening = owner, signature, listening
         self._connections = list(connections)
-        self._forked: dict[int, Connection] = {}  # process ids, and for whom they are
+        self._forked: dict[int, Connection] = {}  # {process id: connection of its launcher}
         self._is_ending, self._deadline = False, float("inf")
-        self._can_draw = not listening  # with one launcher there is one run, whose chief imports that itself
+        self._can_draw = not listening  # one launcher means one run, whose chief imports matplotlib itself
         self._woken, self._wakeup = os.pipe()
         for end in (self._woken, self._wakeup):
             os.set_blocking(end, False)
@@ -105,7 +105,7 @@ class Forking:
         self._is_ending = self._is_ending or number == signal.SIGTERM
 
     def run(self):
-        """Serves launchers until then."""
+        """Serves launchers until one of these events."""
         for number in (signal.SIGCHLD, signal.SIGTERM):
             signal.signal(number, self._hear)
         signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
@@ -113,7 +113,7 @@ class Forking:
             if os.getppid() != self._owner and self._deadline == float("inf"):
                 self._is_ending, self._deadline = True, time.monotonic() + warm.STOP_SECONDS
                 for pid in self._forked:
-                    os.kill(pid, signal.SIGCONT)  # they hear of the end of their launchers themselves
+                    os.kill(pid, signal.SIGCONT)  # wakes stopped ones; they notice the end of their launchers themselves
             if self._is_ending and self._listening:
                 self._listening.close()
                 self._listening = None
@@ -150,12 +150,12 @@ class Forking:
                 self._fork(connection, value, descriptors)
             elif value in self._forked:  # kill
                 os.kill(value, signal.SIGKILL)
-        except (EOFError, OSError):  # that launcher has ended
+        except (EOFError, OSError):  # this launcher has ended
             self._connections.remove(connection)
             connection.close()
             for pid, launcher in self._forked.items():
                 if launcher is connection:
-                    os.kill(pid, signal.SIGCONT)  # so that it hears of that, too
+                    os.kill(pid, signal.SIGCONT)  # wakes a stopped fork, so that it notices the end as well
 
     def _fork(self, connection, request, descriptors):
         parent = os.getpid()

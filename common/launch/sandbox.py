@@ -1,4 +1,4 @@
-"""Uses Linux for a process of a run: a network of its own, no power beyond an ordinary user's, an end with its parent."""
+"""Linux sandbox for a process of a run: own network namespace, no extra capabilities, exit with its parent."""
 
 import contextlib
 import ctypes
@@ -11,7 +11,7 @@ import struct
 
 
 def die_with_parent(parent, number=signal.SIGKILL):
-    """Makes this process end when its parent, process `parent`, ends, however it ends (Linux): it gets that signal."""
+    """Sends signal `number` to this process when its parent, process `parent`, ends, however that happens (Linux)."""
     pr_set_pdeathsig = 1
     prctl(pr_set_pdeathsig, number)
     if os.getppid() != parent:
@@ -19,19 +19,19 @@ def die_with_parent(parent, number=signal.SIGKILL):
 
 
 def prctl(what, value=0, *more):
-    """Sets a property of this process, where the system, and its version, has it; returns whether it has."""
+    """Sets a property of this process; returns whether the system supports it and has set it."""
     libc = ctypes.CDLL(None)
     return hasattr(libc, "prctl") and libc.prctl(what, value, *more, *[0] * (3 - len(more))) == 0
 
 
 def adopt_orphans():
-    """Processes that descendants of this one leave behind when they end become its children (Linux)."""
+    """Makes orphaned descendants children of this process (Linux)."""
     pr_set_child_subreaper = 36
     prctl(pr_set_child_subreaper, 1)
 
 
 def why_no_own_network():
-    """Tries `enter_own_network` in another process; returns None, or the reason why it fails and how to change that."""
+    """Tries `enter_own_network` in a fork; returns None, or the reason for its failure and the remedy."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -44,10 +44,10 @@ def why_no_own_network():
 
 
 def enter_own_network():
-    """Puts this process, which must have one thread only, and its children into a network that no other process is in.
+    """Moves this process, which must be single-threaded, and its children into a network of their own.
 
-    It is a Linux network namespace with a loopback interface, inside a user namespace, which needs no rights. Some systems
-    refuse a later step, when there is no way back: to be tried before, see `why_no_own_network`.
+    It is a Linux network namespace with a loopback interface, inside a user namespace, which needs no privileges. Some systems
+    refuse a later step, which cannot be undone: try `why_no_own_network` first.
 
     Raises:
       OSError: if the system forbids it.
@@ -70,10 +70,10 @@ def enter_own_network():
 
 
 def give_up_power():
-    """Takes from this process, and all that it will start, what a namespace of its own lets it do beyond an ordinary user."""
+    """Drops the capabilities that a user namespace of its own gives to this process and its descendants."""
     pr_capbset_drop, pr_cap_ambient, clear_all = 24, 47, 4
     capability = 0
-    while prctl(pr_capbset_drop, capability):  # or a program that root starts would get them again
+    while prctl(pr_capbset_drop, capability):  # otherwise a program started by root would regain them
         capability += 1
     prctl(pr_cap_ambient, clear_all)
     version_3, this_process = 0x20080522, 0
@@ -84,13 +84,13 @@ def give_up_power():
 
 
 def give_up_new_privileges():
-    """No program that this process will start gains rights by its file, as sudo does."""
+    """Stops programs started by this process from gaining privileges through their file, as sudo does."""
     pr_set_no_new_privs = 38
     prctl(pr_set_no_new_privs, 1)
 
 
 def how_to_allow(number):
-    """The reason why `enter_own_network` ended with this error number, and how to change that."""
+    """Returns the reason for this error number of `enter_own_network`, and the remedy."""
 
     def says(path, value):
         with contextlib.suppress(OSError), open(f"/proc/sys/{path}") as file:

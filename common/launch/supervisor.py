@@ -1,4 +1,4 @@
-"""Watches the tasks of a run: hears what they say, kills those that hang, starts those again that died, stops them all.
+"""Supervises the tasks of a run: reads their messages, kills hung tasks, restarts dead ones, stops them all.
 
 Imports no tensorflow: only the tasks do.
 """
@@ -29,41 +29,41 @@ from common.core import (
 from common.launch import control
 from common.launch.fork_server import EARLY, LEFT
 
-STOP_SECONDS = 60  # to save a checkpoint and leave, before a task is killed
-WRITE_SECONDS = 5  # to write a checkpoint whose values were read, when a ps has died meanwhile
-PS_SECONDS = 10  # for a ps to see that all workers are done
-CHIEF_SECONDS = 5  # for a chief to end that has dismissed the others
-FAILED_FOR_GOOD = 3  # exit status of a task for which a new start is of no use
+STOP_SECONDS = 60  # grace period to save a checkpoint, before a task is killed
+WRITE_SECONDS = 5  # to write a checkpoint already in memory, after the death of a ps
+PS_SECONDS = 10  # for a ps to notice that all workers are done
+CHIEF_SECONDS = 5  # for a chief to exit after it has dismissed the others
+FAILED_FOR_GOOD = 3  # exit status of a task that a restart cannot help
 
 
 @dataclass
 class Task:
-    """A process of the cluster, and its log; one that `is_shown` writes to the terminal instead."""
+    """A task of the cluster, with its process and log; with `is_shown` it writes to the terminal instead."""
 
     job: str
     index: int
     command: list
     run_dir: str
-    environ: dict = field(default_factory=dict)  # of its own
+    environ: dict = field(default_factory=dict)  # additional variables
     is_shown: bool = False
     restarts: int = 0
-    restarted: list = field(default_factory=list)  # when it was, as time.monotonic()
-    starts_at: float | None = None  # when it will be started, if it waits for that
-    started: float = -math.inf  # when it was last started, as time.monotonic()
-    status: int | None = None  # how it ended, None until it has
-    heard: float = math.inf  # when it gave the last sign of life, as time.monotonic(); it begins with one
-    progress: Any = None  # a `task_status.TaskProgress`, None for a program that tells none
-    progressed: float = math.inf  # when it last got something done, as far as is known here
-    last_line: str = ""  # what it said that it ended with
-    why_killed: str = ""  # by this process
+    restarted: list = field(default_factory=list)  # times of its recent restarts, as time.monotonic()
+    starts_at: float | None = None  # time of a pending start
+    started: float = -math.inf  # time of its last start, as time.monotonic()
+    status: int | None = None  # exit status, None while it runs
+    heard: float = math.inf  # time of the last heartbeat, as time.monotonic(); inf before the first
+    progress: Any = None  # a `task_status.TaskProgress`, None for a program that reports none
+    progressed: float = math.inf  # time of the last known progress
+    last_line: str = ""  # error line reported at its end
+    why_killed: str = ""  # reason why this process killed it
     ran_out: bool = False  # whether the kernel killed it because memory ran out
-    is_asked: bool = False  # whether it has said that it was asked to end
-    has_left: bool = False  # whether it is a worker that has left for good, or a place that none has taken yet
+    is_asked: bool = False  # whether it has reported a request to end
+    has_left: bool = False  # whether the worker has left for good, or the place is still free
     is_leaving: bool = False  # whether it was asked to leave, by this process or another
-    stands_in: bool = False  # whether its process only leaves, in place of one that has died while it left
-    born: float | None = None  # when its process gave the first sign of life, as time.monotonic()
-    seconds: float = 0.0  # for which its processes have lived that have ended
-    log_begins: int = 0  # where in the log that starts what it has printed since it was started
+    stands_in: bool = False  # whether its process only leaves, in place of one that died while leaving
+    born: float | None = None  # time of its process's first heartbeat, as time.monotonic()
+    seconds: float = 0.0  # total lifetime of its ended processes
+    log_begins: int = 0  # offset in the log of the output since its last start
 
     @property
     def name(self):
@@ -88,24 +88,24 @@ class Task:
         server.start(self.name, self.command, None if self.is_shown else str(self.log), environ)
 
     def end(self, status):
-        """Notes that the process has ended, and how."""
+        """Records the exit status of the process."""
         self.has_left = status == LEFT
         self.stands_in = self.stands_in and not self.has_left
         self.status = 0 if self.has_left else status
         self.seconds, self.born = self.lived(), None
 
     def lived(self):
-        """Returns for how many seconds its processes have lived up to now."""
+        """Returns the total lifetime of its processes so far, in seconds."""
         return self.seconds + (0 if self.born is None else time.monotonic() - self.born)
 
     def hear(self, text):
-        """Notes a sign of life, and what the task says; returns the part that is for the user."""
+        """Records a heartbeat or message of the task; returns the text for the user, or ""."""
         now = time.monotonic()
         self.heard = now
         self.born = self.born or now
         if text.startswith(task_status.PROGRESS):
             known, told = self.progress, task_status.read_progress(text)
-            if known is None or told.number >= known.number:  # two threads of a task tell it, and the older may come later
+            if known is None or told.number >= known.number:  # two threads of a task report, maybe out of order
                 self.progress = told
                 if known is None or told.number > known.number:
                     self.progressed = now
@@ -116,7 +116,7 @@ class Task:
         return ""
 
     def last_words(self):
-        """The line that it ended with, or else the last error in its log."""
+        """Returns the error line reported at its end, or else the last error in its log."""
         if self.last_line:
             return self.last_line.partition(": ")[2]
         if self.is_shown:
@@ -132,7 +132,7 @@ class Task:
         return ""
 
     def how(self):
-        """How it ended, if it did not end well."""
+        """Describes a failure of the task, for messages."""
         if self.why_killed:
             return f"{self.why_killed} and was killed"
         if self.ran_out:
@@ -147,45 +147,46 @@ class StarterEnded(TrainingFailed):
     """The process that starts the tasks has ended, and all tasks with it."""
 
 
-HOUR = 3600  # seconds in which restarts count
-MOST_PAUSE = 30  # seconds before a restart
-SERVER_SECS = 10  # without a sign of life from the process that starts the tasks, at least, until that is taken for hanging
+HOUR = 3600  # time window for counting restarts, in seconds
+MOST_PAUSE = 30  # limit of the backoff before a restart, in seconds
+SERVER_SECS = 10  # minimum heartbeat timeout of the fork server, in seconds
 
 
 class Supervisor:
-    """The tasks of a run from start to end.
+    """Supervises the tasks of a run from start to end.
 
-    A task is killed that gives no sign of life for `hang_secs`, or that makes no progress: that does the same thing for longer
-    than `hang_secs` and ten times what it took before, here or in the check of the input; ten times `hang_secs` for what was
-    never done before. Not one that may be waiting for others, as in a synchronous scheme, as long as one of them goes on. When
-    all workers wait, the run has failed.
+    A task is killed if it sends no heartbeat for `hang_secs`, or makes no progress: if an activity takes longer than both
+    `hang_secs` and ten times its longest duration so far, here or in the input check; without an earlier duration the limit is
+    ten times `hang_secs`. A task that may be waiting for others, as in a synchronous scheme, is exempt while one of them makes
+    progress.
+    If all workers wait, the run has failed.
 
     Args:
       tasks: every `Task`.
       server: the `ForkServer` that starts them.
-      settings: `max_restarts`, of each task within an hour; `hang_secs`, None for programs that tell nothing; `check_secs`, as
-        `check_input` returns it; `pace`: with "ring" all are started again with one; `ends_with_chief`: whether worker 0 ends
-        the training of all others, and `num_evaluators`: how many of the last workers then still have something to do.
+      settings: `max_restarts`, of each task within an hour; `hang_secs`, None for programs without heartbeat; `check_secs`, as
+        `check_input` returns it; `pace`: with "ring" one restart restarts all; `ends_with_chief`: whether worker 0 ends the
+        training of all others, and `num_evaluators`: number of evaluators, the last workers, that the run then still waits for.
       say: function that shows a line to the user.
     """
 
     def __init__(self, tasks, server, settings, say):
         self._tasks, self._server, self._settings, self._say = {task.name: task for task in tasks}, server, settings, say
-        self._events: queue.SimpleQueue = queue.SimpleQueue()  # its put may be called by a signal handler
+        self._events: queue.SimpleQueue = queue.SimpleQueue()  # `put` is reentrant, as needed in a signal handler
         self._workers = [task for task in tasks if task.job == "worker"]
         self._chief = (self._workers or tasks)[0]  # a check has no worker
         self._evaluators = self._workers[len(self._workers) - settings.num_evaluators :]
         self._looked, self._oom_kills, self._is_stopping = time.monotonic(), count_oom_kills(), False
         self._is_interrupted, self._in_ring = False, settings.pace == "ring"
-        self.code: Any = None  # as `places.code_of` returns it, of a run whose workers come and go
+        self.code: Any = None  # from `control.code_of`, in an elastic run
 
     def run(self):
-        """Returns the exit status of the run; whatever task is left then ends with the server.
+        """Runs all tasks and returns the exit status of the run; remaining tasks then end with the server.
 
         Raises:
           StarterEnded: if the server has ended before the run.
           TrainingFailed: if a task has failed for good.
-          UserError: if a task has ended with a user's mistake.
+          UserError: if a task has failed by a user's mistake.
         """
         before = {number: signal.signal(number, self._interrupt) for number in signals.heeded()}
         self._server.listen(lambda *end: self._events.put(end), self._hear)
@@ -205,7 +206,7 @@ class Supervisor:
         if number == signal.SIGHUP and self._is_interrupted:
             return  # the shell and the system may both send it: that is no second request
         self._is_interrupted = True
-        self._events.put(None)  # not an exception, which could strike between the start of a task and the note of it
+        self._events.put(None)  # an exception here could strike between the start of a task and its bookkeeping
 
     def _hear(self, name, text):
         task = self._tasks[name]
@@ -215,10 +216,10 @@ class Supervisor:
         elif text == task_status.LEAVING:
             task.is_leaving = True
         elif text := task.hear(text):
-            self._events.put(text)  # to be shown by the main thread: a terminal may block the thread that writes to it
+            self._events.put(text)  # shown by the main thread, as a terminal may block its writer
 
     def _next_end(self, deadline=math.inf):
-        """Waits for a task to end, starting and looking after others meanwhile; returns it, or None when it is past `deadline`.
+        """Waits for a task to end, and handles all other events meanwhile; returns the task, or None after `deadline`.
 
         Raises KeyboardInterrupt on Ctrl-C.
         """
@@ -260,7 +261,7 @@ class Supervisor:
             return task
 
     def _heed(self, task):
-        """Ends the run when the chief was asked to end, which saves a checkpoint. Raises KeyboardInterrupt, as Ctrl-C does."""
+        """Ends the run when the chief, which saves checkpoints, was asked to end. Raises KeyboardInterrupt, as Ctrl-C does."""
         if self._is_stopping or not self._settings.ends_with_chief or self._has_ended():
             return
         if task is self._chief:
@@ -273,7 +274,7 @@ class Supervisor:
             )
 
     def hear_request(self, request):
-        """Lets workers join or leave, as a `common.launch.Request` asks. Called from any thread."""
+        """Queues a `control.Request` of workers to join or leave. Called from any thread."""
         self._events.put(request)
 
     def _answer(self, request):
@@ -286,7 +287,7 @@ class Supervisor:
             request.answer(line)
 
     def _join(self, request):
-        """Starts workers in places that are empty; returns a line that names them. Raises a `UserError` if that cannot be."""
+        """Starts workers in free places; returns a line that names them. Raises a `UserError` if that is impossible."""
         if self._is_stopping or self._has_ended():
             raise UserError(control.ENDING["join"])
         if request.hosts:
@@ -298,7 +299,7 @@ class Supervisor:
         return control.joining(those)
 
     def _leave(self, count):
-        """Asks the last workers to leave; returns a line that names them. Raises a `UserError` if that cannot be."""
+        """Asks the last workers to leave; returns a line that names them. Raises a `UserError` if that is impossible."""
         if self._is_stopping or self._has_ended():
             raise UserError(control.ENDING["leave"])
         going = control.last(count, [task for task in self._workers[1:] if task.is_running and not task.is_leaving])
@@ -308,7 +309,7 @@ class Supervisor:
         return control.leaving(going)
 
     def _what_to_do(self):
-        """Says at the end of a line that `--resume` goes on, unless it would find nothing."""
+        """Returns a hint to `--resume`, for the end of a line, if there is a checkpoint."""
         return "; --resume goes on" if has_checkpoint(self._chief.run_dir) else ""
 
     def _starting(self):
@@ -325,15 +326,15 @@ class Supervisor:
         return of_memory(printed) or f"failed ({status}): {last_error(printed, '')}"
 
     def _look(self, last_look):
-        """Kills tasks that give no sign of life, or make no progress.
+        """Kills tasks that send no heartbeat or make no progress.
 
         Raises:
-          TrainingFailed: if the process that starts them is the one, or all wait for each other, or a lock is gone.
+          TrainingFailed: if the fork server hangs, if all workers wait for each other, or if a lock is gone.
         """
         if self._chief.run_dir:  # a check has none
             check_locks(self._chief.run_dir)
         now, tasks = time.monotonic(), [task for task in self._tasks.values() if task.is_running]
-        if now - last_look > 2:  # this process itself was stopped, and could not hear
+        if now - last_look > 2:  # this process itself was stopped, and missed heartbeats
             self._server.heard = max(now, self._server.heard)
             for task in tasks:
                 task.heard, task.progressed = max(now, task.heard), max(now, task.progressed)
@@ -354,7 +355,7 @@ class Supervisor:
     def _look_for_progress(self, now, tasks):
         away = [task for task in self._tasks.values() if task.starts_at is not None or task.why_killed and task.is_running]
         if away or any(task.job == "ps" and not task.progress.waits for task in tasks):
-            for task in tasks:  # any may have waited for one that is not back yet
+            for task in tasks:  # any of them may have waited for a task that is not back yet
                 if task.job != "ps":
                     task.progressed = now
         stalled = [task for task in tasks if now - task.progressed > self._limit(task.progress)]
@@ -368,16 +369,16 @@ class Supervisor:
             raise TrainingFailed(f"no worker makes progress: {each}{', ...' if workers[4:] else ''}{self._what_to_do()}")
 
     def _limit(self, progress):
-        """Seconds after which a task that is still doing this is taken for hanging."""
+        """Returns the time limit, in seconds, of the task's current activity."""
         hang_secs, expected = self._settings.hang_secs, progress.longest
         if expected is None and progress.what in self._settings.check_secs:
-            # There it was alone; now all tasks share the cores.
+            # The check had the cores to itself; now all tasks share them.
             expected = self._settings.check_secs[progress.what] * max(1, len(self._tasks) / (os.cpu_count() or 1))
         return 10 * hang_secs if expected is None else max(hang_secs, 10 * expected)
 
     def _kill(self, task, why):
         task.why_killed = why
-        task.heard = task.progressed = math.inf  # once is enough
+        task.heard = task.progressed = math.inf  # so that it is killed only once
         self._server.signal(task.name, signal.SIGKILL)
 
     def _watch(self):
@@ -393,16 +394,16 @@ class Supervisor:
         for task in self._starting():
             task.starts_at = None  # not needed any more
         deadline = time.monotonic() + PS_SECONDS
-        with contextlib.suppress(StarterEnded):  # nobody is needed any more
+        with contextlib.suppress(StarterEnded):  # no task is needed any more
             while any(task.is_running for task in self._tasks.values()):
                 if self._next_end(deadline) is None:
-                    break  # a ps that was restarted at the very end may have missed a worker's word
+                    break  # a ps restarted at the very end may have missed that a worker is done
         return 0
 
     def _may_be_asked_again(self, task):
-        """Whether this worker has ended well, but the chief was started again meanwhile.
+        """Whether this worker has succeeded, but the chief was restarted meanwhile.
 
-        The chief may have dismissed it before it failed. With the ps it has then lost the report, and waits for another one.
+        The chief may have dismissed it before failing. If the ps has lost the report as well, the chief waits for a new one.
         """
         if not self._settings.ends_with_chief or self._in_ring or self._has_ended():
             return False
@@ -415,8 +416,10 @@ class Supervisor:
         return self._settings.ends_with_chief and self._chief.status == 0
 
     def _mend(self, task):
-        """Lets a task that has failed start again, the first time at once. A worker that was leaving has left: in its place
-        comes one that only says so, and gives back the samples that it had leased."""
+        """Schedules the restart of a failed task, the first time at once.
+
+        A worker that failed while leaving counts as gone: a stand-in process only reports that, and returns its leased samples.
+        """
         self._must_be_mendable(task)
         if task.is_leaving and not task.stands_in:
             self._say(f"{task.name} {task.how()} while it was leaving; another process leaves in its place")
@@ -431,7 +434,7 @@ class Supervisor:
         self._start_again(task, time.monotonic() + pause)
 
     def _must_be_mendable(self, task):
-        """Raises the error that ends the run, unless a new start of this task may help."""
+        """Raises the error that ends the run, unless a restart of this task may help."""
         if task.status == 2:  # the user's mistake
             raise UserError(task.last_words())
         log = "" if task.is_shown else f" (log: {task.log})"
@@ -443,10 +446,10 @@ class Supervisor:
             raise TrainingFailed(f"{task.name} {task.how()} after {len(task.restarted)} restarts: {task.last_words()}{log}")
 
     def _start_again(self, task, moment):
-        """Lets a task start again at this moment, and with it those that it needs to go on."""
+        """Schedules the restart of a task at this moment, and of the tasks that it depends on."""
         others = [other for other in self._tasks.values() if other is not task]
         if self._in_ring and not self._has_ended():
-            # Workers that reduce among themselves wait for ever for one that is gone, so all of them begin anew.
+            # Workers in an all-reduce wait for ever for a missing one, so all of them restart.
             for other in others:
                 other.starts_at = None
                 self._server.signal(other.name, signal.SIGKILL)
@@ -457,19 +460,19 @@ class Supervisor:
             for other in others:
                 is_asked = self._in_ring or other not in self._evaluators and not other.has_left
                 if not other.is_running and other.starts_at is None and is_asked:
-                    other.starts_at = moment  # it had done its part, but the chief asks all for their report
+                    other.starts_at = moment  # it had finished, but the restarted chief needs all reports again
 
     def _stop_workers(self):
-        """Lets the workers end, the chief with a checkpoint, for which it needs the ps. A second Ctrl-C ends them at once.
+        """Stops the workers; the chief saves a checkpoint, for which it needs the ps. A second Ctrl-C ends them at once.
 
-        When a ps has died, or in a ring a worker, those that wait for it get no more than the time to write.
+        After the death of a ps, or in a ring of a worker, the others get only the time to write a checkpoint.
         """
         self._say("stopping; Ctrl-C again stops at once")
         self._is_stopping = True
         for task in self._starting():
             task.starts_at = None
         for worker in self._workers:
-            if not worker.is_asked:  # else it knows, and a second signal would end it at once
+            if not worker.is_asked:  # a second signal would end it at once
                 self._server.signal(worker.name, self._signal_to_stop(worker))
         deadline, is_told = time.monotonic() + STOP_SECONDS, False
         try:
@@ -484,11 +487,11 @@ class Supervisor:
             pass
 
     def _is_missed(self, task):
-        """Whether this task has died, of a run that stops, and workers may wait for it."""
+        """Whether this task has died while the run stops, and workers may wait for it."""
         return not task.is_running and (task.status != 0 if task.job == "ps" else self._in_ring and task.status < 0)
 
     def _signal_to_stop(self, worker):
-        """SIGTERM to a worker of a scheme means that it alone is to leave."""
+        """Returns the stop signal for a worker: to a scheme's worker SIGTERM would mean leaving alone, hence SIGINT."""
         is_of_scheme = self._settings.ends_with_chief and worker not in self._evaluators
         return signal.SIGINT if is_of_scheme else signal.SIGTERM
 

@@ -1,11 +1,11 @@
-"""The warm process: it has imported tensorflow, and forks the processes that start the tasks of runs (forkserver.py).
+"""Warm process: has imported tensorflow, and forks the fork servers of runs (fork_server.py).
 
 The import takes seconds of processor time. A launcher starts a warm process for its run, unless the variable `VARIABLE` names
-the socket of one: a program that calls `train` keeps one for all its runs (`kept`), and so do the tests.
+the socket of an existing one: a program that calls `train` keeps one for all its runs (`kept`), and so do the tests.
 
-A warm process keeps nothing of a run. It serves a launcher of its own user and namespaces only, and only if that would start
-just such a process itself (`signature`). A change of the code, of packages or of a variable that is read at import makes the
-next launcher start another one.
+A warm process keeps no state of a run. It serves only launchers of its own user and namespaces, and only those that would start
+an identical process themselves (`signature`). A change of the code, of packages or of a variable read at import makes the next
+launcher start a new one.
 """
 
 import atexit
@@ -30,20 +30,20 @@ from typing import Any
 from common.core import TrainingFailed, exit_reasons, progress
 
 VARIABLE = "WARM_PROCESS"  # in the environment of a launcher: the path of the socket of a warm process
-IMPORT_SECONDS = 600  # for the import, on a busy machine with a slow disk
-STOP_SECONDS = 10  # for a process to end that was told to
+IMPORT_SECONDS = 600  # timeout of the import, for a busy machine with a slow disk
+STOP_SECONDS = 10  # grace period of a process told to end
 
 PROGRAM = Path(__file__).with_name("preload.py")
 ROOT = PROGRAM.parents[2]
 
-# glibc reads these when a process begins.
+# glibc reads these at the start of a process.
 _MALLOC = {
     "MALLOC_ARENA_MAX": "1",  # with a heap for each thread, glibc's default, memory grows twice as fast
-    # The memory of a large message is kept for the next one: the kernel takes as long to give it as the network to fill it.
+    # Keeps the memory of a large message for the next one: getting it from the kernel takes as long as the network transfer.
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(2**40),
 }
-# Prefixes of the variables that Python, C libraries, numpy, tensorflow and keras read when they are loaded,
+# Prefixes of the variables that Python, C libraries, numpy, tensorflow and keras read when loaded,
 _READ_AT_IMPORT = (
     *("PYTHON", "LD_", "LC_", "LANG", "GLIBC_", "MALLOC_", "HOME", "TF", "KERAS_", "XLA_", "GRPC_", "CUDA_", "NVIDIA_"),
     *("MATPLOTLIBRC", "MPLCONFIGDIR"),
@@ -57,21 +57,21 @@ _READ_LATER = {
 
 
 def environment(environ):
-    """Returns the variables with which a warm process begins, for a launcher that has these."""
+    """Returns the environment variables of a warm process, given those of its launcher."""
     others = [folder for folder in environ.get("PYTHONPATH", "").split(os.pathsep) if folder not in ("", str(ROOT))]
     # `train` adds the folder of `common`, which is in the process anyway.
     return {**_MALLOC, **environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *others])}
 
 
 def signature(environ):
-    """Returns a text that is the same for two processes if their forks would be the same.
+    """Returns a hash that is equal for two processes if their forks would be equivalent.
 
-    It covers the interpreter, the installed packages, the code of `common`, the variables that are read at import, and all that
-    a process inherits and a fork does not change: limits, processors, namespaces, signals that are ignored.
+    It covers the interpreter, the installed packages, the code of `common`, the variables read at import, and all inherited
+    state that a fork does not change: limits, processors, namespaces, ignored signals.
     """
     found = hashlib.blake2b()
     for path in sorted([*(ROOT / "common").rglob("*.py"), ROOT / "requirements.txt", ROOT / "pyproject.toml"]):
-        found.update(path.name.encode() + b"\0" + path.read_bytes())
+        found.update(bytes(path.relative_to(ROOT)) + b"\0" + path.read_bytes())
     environ = environment(environ)
     inherited: list[Any] = [
         (sys.executable, sys.flags, os.getresuid(), os.getresgid(), sorted(os.getgroups())),
@@ -94,25 +94,27 @@ def _namespace(pid, name):
 
 
 def _peer(connected):
-    """Returns the process at the other end of a Unix socket, and its user."""
+    """Returns pid and uid of the process at the other end of a Unix socket."""
     return struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[:2]
 
 
 def is_of_the_same(connected):
-    """Whether the process at the other end of a Unix socket is of this user, and in this user namespace: not a task, which may
-    have given up power that this process has."""
+    """Whether the peer of a Unix socket has this user and user namespace.
+
+    A task, in a user namespace of its own, may have dropped capabilities that this process has.
+    """
     pid, user = _peer(connected)
     try:
         return user == os.geteuid() and _namespace(pid, "user") == _namespace("self", "user")
-    except OSError:  # it has ended
+    except OSError:  # the peer has ended
         return False
 
 
 class WarmProcess:
-    """A launcher's side: finds a warm process or starts one when it is first needed. To be used as a context.
+    """A launcher's client of a warm process: finds or starts it at first use. To be used as a context.
 
     Args:
-      preloads: whether it is to import tensorflow; without that it is always a new one.
+      preloads: whether the process should import tensorflow; if not, it is always a new one.
     """
 
     def __init__(self, preloads=True):
@@ -133,12 +135,11 @@ class WarmProcess:
             self._errors.close()
 
     def serve(self, request, descriptors):
-        """Forks a process that starts tasks, see `common.launch.serve`; returns its number.
+        """Forks a fork server, see `fork_server.serve`; returns its process id.
 
         Args:
           request: arguments of that function.
-          descriptors: of files that it gets: its connection, the pipe for words, its standard output and error, and data if
-            there are some.
+          descriptors: those of the server's connection, the message pipe, its standard output and error, and the data if any.
 
         Raises:
           TrainingFailed: if the warm process ends, for example while it imports.
@@ -150,17 +151,17 @@ class WarmProcess:
             self._connection.send(("serve", request))
             with socket.socket(fileno=os.dup(self._connection.fileno())) as same:
                 socket.send_fds(same, [b"\0"], descriptors)
-        except OSError:  # it has ended: the wait for its answer says how
+        except OSError:  # the process has ended: `_wait_for` reports how
             pass
         return self._wait_for("forked", IMPORT_SECONDS)
 
     def kill(self, pid):
-        """Kills one of the processes that `serve` returned."""
+        """Kills a process that `serve` has forked."""
         with contextlib.suppress(OSError):
             self._connection.send(("kill", pid))
 
     def status(self, pid, seconds=STOP_SECONDS):
-        """Waits for the end of one of these processes; returns its exit status, negative for a signal, None if unknown."""
+        """Waits for such a process to exit; returns its exit status, negative for a signal, None if unknown."""
         try:
             while pid not in self._ended:
                 self._wait_for("ended", seconds)
@@ -191,7 +192,7 @@ class WarmProcess:
         return exit_reasons.of_memory(printed) or f"failed ({status}): {exit_reasons.last_error(printed, '')}"
 
     def _found(self):
-        """Returns a connection to the process that the environment names, if it is to be relied on; else None, after a line."""
+        """Returns a connection to the process named in the environment, if it is trusted and equivalent; else None."""
         path = os.environ.get(VARIABLE)
         if not path:
             return None
@@ -224,11 +225,11 @@ class WarmProcess:
 
 
 def start(arguments, sock, errors, environ):
-    """Starts a warm process that is reached by a socket, and returns its `subprocess.Popen`. It ends with this process."""
+    """Starts a warm process on a socket, and returns its `subprocess.Popen`. It ends with this process."""
     return subprocess.Popen(
         [sys.executable, str(PROGRAM), str(os.getpid()), str(sock.fileno()), *arguments],
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,  # a reader of this process's output waits for all that have it open
+        stdout=subprocess.DEVNULL,  # a reader of this process's output would wait until every holder closes it
         stderr=errors,
         env=environment(environ),
         pass_fds=[sock.fileno()],
@@ -237,7 +238,7 @@ def start(arguments, sock, errors, environ):
 
 
 def end(process):
-    """Ends a warm process that serves nobody any more."""
+    """Ends a warm process that serves no launcher any more."""
     process.terminate()
     try:
         process.wait(STOP_SECONDS)
@@ -247,7 +248,7 @@ def end(process):
 
 
 class _Kept:
-    """A warm process that this process keeps for its launchers, with a socket in a folder that no other user can enter."""
+    """A warm process kept for the launchers of this process, with its socket in a folder private to the user."""
 
     def __init__(self, environ):
         self.owner, self.signature = os.getpid(), signature(environ)
@@ -259,11 +260,11 @@ class _Kept:
             self.process = start(["--preload", "--listen"], listening, nowhere, environ)
 
     def serves(self, environ):
-        """Whether it lives, and is the one that this process would start for such a launcher now."""
+        """Whether it is alive, and equivalent to a new one for a launcher with these variables."""
         return self.owner == os.getpid() and self.process.poll() is None and self.signature == signature(environ)
 
     def end(self):
-        """Ends the process when the runs that it serves have ended; it serves no other."""
+        """Ends the process once its present runs have ended; it accepts no others."""
         if self.owner == os.getpid():
             self.process.terminate()
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -274,12 +275,12 @@ _lock = threading.Lock()
 
 
 def kept(environ):
-    """Returns these variables of a launcher, and that of a warm process which this process keeps for its launchers.
+    """Returns these variables plus `VARIABLE`, the socket of a warm process kept for the launchers of this process.
 
-    It ends with this process, also if that is killed. If it was killed itself, or would be another one now, there is a new one.
+    It ends with this process, even if that is killed. It is replaced if it was killed itself, or is no longer equivalent.
 
     Args:
-      environ: the variables.
+      environ: variables of a launcher.
     """
     global _kept
     if VARIABLE in environ:

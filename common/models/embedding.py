@@ -1,4 +1,4 @@
-"""`Embedding`: a `keras.layers.Embedding` whose table, in a cluster, lies cut over the ps and is never whole on a worker."""
+"""`Embedding`: a `keras.layers.Embedding` with a table sharded over the ps in a cluster, never whole on a worker."""
 
 import keras
 
@@ -6,27 +6,27 @@ from common import tf
 from common.core import UserError
 from common.scheme import tables
 
-# Of each type of floating point the number up to which it has all whole numbers.
+# The number up to which each floating-point type represents all integers.
 EXACT = {"bfloat16": 2**8, "float16": 2**11, "float32": 2**24, "float64": 2**53}
 
 
 class Embedding(keras.layers.Embedding):
-    """A `keras.layers.Embedding`: in `fit`, `predict` and files it is no other. In a cluster no worker has the whole table.
+    """A `keras.layers.Embedding`, with the same behavior in `fit`, `predict` and files; in a cluster its table is sharded.
 
     Before a window a worker pulls the rows that its batches need, each once; it pushes the gradients of these rows. See
     `common.scheme.tables`.
 
     Args:
-      input_dim: rows of the table; ids are 0 to input_dim − 1. With None it has no end: ids are 0 to 2⁵³ − 1, and a row
-        appears when it is first used, in a cluster; in a file there are the rows that were used, and others are as they begin.
+      input_dim: rows of the table; ids are 0 to input_dim − 1. None for an unbounded table: ids are 0 to 2⁵³ − 1; in a cluster
+        a row is created at its first use; a file holds the used rows, and all others have their initial values.
       output_dim: numbers in a row.
-      known: how many rows there are, of a table without an end that comes from a file.
-      seed_of_rows: of the first rows, where the initializer has no seed of its own; by default one for each layer.
+      known: number of rows of an unbounded table from a file.
+      seed_of_rows: seed of the initial rows, if the initializer has none; by default one for each layer.
       **others: as of `keras.layers.Embedding`.
 
     Raises:
-      UserError: in a cluster, for what would need the whole table: a regularizer, a constraint, weights, LoRA. Without one, for
-        a table without an end.
+      UserError: in a cluster, for features that need the whole table: a regularizer, a constraint, weights, LoRA; without a
+        cluster, for an unbounded table that is not from a file, when it is built.
     """
 
     def __init__(self, input_dim, output_dim, known=None, seed_of_rows=None, **others):
@@ -48,7 +48,7 @@ class Embedding(keras.layers.Embedding):
             )
 
     def build(self, input_shape=None):
-        """Makes the table, unless that is on the ps."""
+        """Creates the table, unless it is on the ps."""
         if self.is_on_ps:
             self.built = True
         elif self.input_dim is not None:
@@ -64,7 +64,7 @@ class Embedding(keras.layers.Embedding):
             self.built = True
 
     def get_config(self):
-        """Returns what `from_config` takes."""
+        """Returns the arguments of `from_config`."""
         return super().get_config() | (
             {} if self._known is None else {"known": self._known, "seed_of_rows": self.seed_of_rows}
         )
@@ -97,7 +97,7 @@ class Embedding(keras.layers.Embedding):
         """Returns the rows `[..., output_dim]` of these ids."""
         if not self.is_on_ps and self.input_dim is not None:
             return super().call(inputs)
-        if inputs.dtype.is_floating:  # as bytes come; a number that is not whole is no row, and becomes −1, which is none
+        if inputs.dtype.is_floating:  # such as converted bytes; a fraction becomes the invalid id −1
             self._check_exact(inputs.dtype)
             inputs = tf.where(tf.equal(inputs, tf.floor(inputs)), inputs, -tf.ones_like(inputs))
         if inputs.dtype not in (tf.int32, tf.int64):
@@ -105,7 +105,7 @@ class Embedding(keras.layers.Embedding):
         if not self.is_on_ps:
             return tf.cast(self._known_rows(inputs), self.compute_dtype)
         find = tables.finder()
-        if find is None:  # as when the model is tried with a few samples: rows of the right shape
+        if find is None:  # a trial call of the model: any rows of the right shape
             shape = tf.concat([tf.shape(inputs), [self.output_dim]], axis=0)
             rows = tf.random.stateless_uniform(shape, [0, 0], -0.05, 0.05)
         else:
@@ -113,7 +113,7 @@ class Embedding(keras.layers.Embedding):
         return tf.cast(rows, self.compute_dtype)
 
     def _check_exact(self, dtype):
-        """Raises a `UserError` if this type of floating point does not hold all ids: some rows would be taken for others."""
+        """Raises a `UserError` if this floating-point type cannot represent all ids, since ids would be mixed up."""
         exact = EXACT.get(dtype.name, 1)
         if (tables.IDS if self.input_dim is None else self.input_dim) > exact:
             raise UserError(
@@ -149,7 +149,7 @@ class Embedding(keras.layers.Embedding):
             )
 
     def _known_rows(self, ids):
-        """Returns the rows of a table without an end that comes from a file; those that it has not are as they begin."""
+        """Returns rows of an unbounded table from a file; missing rows have their initial values."""
         ids = tf.cast(ids, tf.int64)
         at = tf.minimum(tf.searchsorted(self._ids, tf.reshape(ids, [-1])), self._known - 1)
         at = tf.reshape(at, tf.shape(ids))
@@ -159,11 +159,11 @@ class Embedding(keras.layers.Embedding):
         return tf.tensor_scatter_nd_update(tf.gather(self._embeddings.value, at), missing, first)
 
     def fill(self, table):
-        """Takes the whole table: from now on this is a layer like any other, with a table of its own.
+        """Loads the whole table; the layer then becomes an ordinary layer with its own table.
 
         Args:
-          table: an array `[input_dim, output_dim]`, with which this is a `keras.layers.Embedding`; of a table without an end
-            the ids of the rows, in order, int64 `[n]`, and the rows `[n, output_dim]`.
+          table: an array `[input_dim, output_dim]`, which makes this a `keras.layers.Embedding`; for an unbounded table the
+            sorted ids of the rows, int64 `[n]`, and the rows `[n, output_dim]`.
         """
         self.is_on_ps, self.built = False, False
         self._tracker.unlock()

@@ -21,19 +21,19 @@ from common.scheme import tables
 def build(spec, data, seed=0, loss=None, tables_on_ps=False, tables_seed=0, **sizes):
     """Returns the `Model` that `--model=spec` names, one of `BUILT_IN` or FILE.py:FUNCTION, with its initial values.
 
-    To be called before a graph is entered: the values of Keras variables can only be read eagerly.
+    Call it before a graph is entered: Keras variables can only be read eagerly.
 
     Args:
       spec: as above.
       data: a `common.data.Data`.
-      seed: of the initial values, where the model has no seeds of its own.
-      loss: `--loss`, a name of Keras's, for a model that has no loss of its own.
-      tables_on_ps: whether layers `common.Embedding` have their tables there, see `common.scheme.tables`, or in the model.
-      tables_seed: of the first rows of these tables, the same in all tasks.
-      **sizes: of a transformer, see `common.core.sizes`; other models have no use for them.
+      seed: seed of the initial values, unless the model sets seeds of its own.
+      loss: `--loss`, a Keras loss name, for a model without a loss of its own.
+      tables_on_ps: whether tables of `common.Embedding` layers lie on the ps, see `common.scheme.tables`, or in the model.
+      tables_seed: seed of the initial rows of these tables, the same in all tasks.
+      **sizes: sizes of a transformer, see `common.core.sizes`; other models ignore them.
 
     Raises:
-      UserError: if there is no such model or it does not fit `data`.
+      UserError: if the model does not exist or does not fit `data`.
     """
     import keras
 
@@ -55,7 +55,7 @@ def build(spec, data, seed=0, loss=None, tables_on_ps=False, tables_seed=0, **si
 
 
 def by_labels(keras_model, is_classification):
-    """Returns the `Model` of a Keras model that is built and not compiled, by whether its labels are classes or numbers."""
+    """Returns the `Model` of a built, uncompiled Keras model, with the loss for class labels or for numbers."""
     from common.models import losses
 
     losses.by_labels(keras_model, is_classification)
@@ -66,7 +66,7 @@ def by_labels(keras_model, is_classification):
 
 @contextlib.contextmanager
 def named(spec):
-    """Errors of a model are said of `--model=spec`, unless they name another flag."""
+    """Prefixes errors of a model with `--model=spec`, unless they name another flag."""
     try:
         yield
     except UserError as error:
@@ -109,7 +109,7 @@ def _dense(inputs, outputs):
     return (inputs + 1) * outputs
 
 
-# How many parameters they have, for samples of a shape and a number of outputs
+# Parameter counts, by the shape of a sample and the number of outputs
 _count_of = {
     "linear": lambda shape, outputs: _dense(math.prod(shape), outputs),
     "mlp": lambda shape, outputs: _dense(math.prod(shape), 128) + _dense(128, 128) + _dense(128, outputs),
@@ -122,7 +122,7 @@ _count_of = {
 
 
 def _built_in(spec, data, sizes):
-    """Returns the Keras model that is called `spec`, one of `BUILT_IN`, for this data."""
+    """Returns the Keras model `spec`, one of `BUILT_IN`, for this data."""
     import keras
 
     _check_arrays(spec, data)
@@ -157,7 +157,7 @@ def _built_in(spec, data, sizes):
 
 
 def _is_sequence(data):
-    """Whether samples are sequences of whole numbers, and each place in them has a class: x and y `[n, length]`."""
+    """Whether samples are integer sequences with a class for each position: x and y `[n, length]`."""
     x, y = data.x_train, data.y_train
     if not data.is_classification or x.dtype.kind not in "iu" or x.shape != y.shape or len(x.shape) != 2 or x.shape[1] == 1:
         return False
@@ -166,7 +166,7 @@ def _is_sequence(data):
 
 
 def _of_sequences(spec, data, sizes):
-    """Returns the Keras model `spec` that gives the logits of each place; the linear one a table of them, a row each number."""
+    """Returns the Keras model `spec` with logits at each position; the linear model is a table of logits, one row per token."""
     import keras
 
     from common.models import transformer
@@ -188,9 +188,9 @@ def _of_sequences(spec, data, sizes):
 
 
 def _check_size(what, count, hint):
-    """Raises a `UserError` if memory cannot hold a model of so many parameters, before it is built.
+    """Raises a `UserError` if memory cannot hold a model of `count` parameters, before it is built.
 
-    A worker has them four times at least: as Keras made them, as initial values, as x and as the gradient.
+    A worker holds at least four copies: the Keras variables, the initial values, x and the gradient.
     """
     need, has = 4 * 4 * count, limits.memory()
     if need > has:
@@ -201,7 +201,7 @@ def _check_size(what, count, hint):
 
 
 def _check_arrays(spec, data):
-    """Raises a `UserError` if the samples or the labels are several arrays, with which the models of this module do nothing."""
+    """Raises a `UserError` if samples or labels are several arrays, or labels have a shape that the built-in model rejects."""
     for name, part in (("x_train", data.x_train), ("y_train", data.y_train)):
         if isinstance(part, (dict, tuple)):
             raise UserError(f"--model={spec} takes one array of samples and one of labels; {name} is {len(arrays_in(part))}")
@@ -221,18 +221,19 @@ def _check_arrays(spec, data):
 
 
 def checked(keras_model, data, loss=None, last_operation=None):
-    """Returns the `Model`. Calls it on some samples, which also builds one that is not built yet; so do loss and metrics.
+    """Returns the `Model`, after a trial of the model, its loss and its metrics on a few samples, which also builds them.
 
     Args:
       keras_model, data, loss: as in `build`.
-      last_operation: function that returns "Softmax" or "Sigmoid", if the model ends so, or None, where that is known.
+      last_operation: function that returns the model's final activation, "Softmax" or "Sigmoid", or None, if it is known
+        beforehand.
 
     Raises:
-      UserError: if it cannot be trained with these samples.
+      UserError: if the model cannot be trained with these samples.
     """
     from common.models import losses
 
-    _refuse_layers(keras_model)  # before they are called: Keras's own complaints about them say something else
+    _refuse_layers(keras_model)  # before the call, whose Keras errors would be misleading
     _refuse_strings(keras_model)
     _refuse_other_names(keras_model, data.x_train)
     x, y, *weights = _telling_samples(data.train)
@@ -248,14 +249,14 @@ def checked(keras_model, data, loss=None, last_operation=None):
         if values.dtype.kind == "f" and not np.isfinite(values).all():
             count = np.sum(~np.isfinite(values))
             raise UserError(f"{v.path} begins with {count} values that are NaN or infinite")
-    _refuse_layers(keras_model)  # also those that the call has made
+    _refuse_layers(keras_model)  # again, since the call may have created layers
     _refuse_what_is_not_honoured(keras_model)
     own_optimizer = type(keras_model.optimizer).__name__ if keras_model.compiled and keras_model.optimizer else None
     last_operation = last_operation or (lambda: _last_operation(keras_model, x, outputs))
     minimizes = losses.choose(keras_model, outputs, last_operation, data, loss)
     with _as_user_error(f"the loss, {minimizes.removeprefix('the loss of ')}, does not fit the labels"):
         keras_model._compute_loss(x, y, outputs, *weights)
-        if data.num_samples > 2:  # shapes that differ may fit by chance, with as many samples as one of them has
+        if data.num_samples > 2:  # different shapes may broadcast by chance when a dimension equals the number of samples
             two = [tf.nest.map_structure(lambda array: array[:2], part) for part in (x, y, outputs, *weights)]
             keras_model._compute_loss(*two)
         x_test, y_test, *weights_test = _telling_samples(data.test)
@@ -267,7 +268,7 @@ def checked(keras_model, data, loss=None, last_operation=None):
 
 
 def _refuse_strings(keras_model):
-    """Raises a `UserError` if a layer of a functional or sequential model takes strings: workers draw numbers."""
+    """Raises a `UserError` if a functional or sequential model has a string input: workers draw numbers."""
     inputs = [given for given in getattr(keras_model, "inputs", None) or [] if given.dtype == "string"]
     for layer in keras_model._flatten_layers() if inputs else ():
         taken = [given for node in layer._inbound_nodes for given in node.input_tensors]
@@ -277,9 +278,9 @@ def _refuse_strings(keras_model):
 
 
 def _refuse_other_names(keras_model, x):
-    """Raises a `UserError` if samples in a dict have other keys than a functional or sequential model has inputs.
+    """Raises a `UserError` if the keys of a dict of samples differ from the input names of a functional or sequential model.
 
-    Keras would take them apart by the alphabet and, with one key more or less, give the inputs each other's samples.
+    Keras would match them in alphabetical order and, with a missing or extra key, feed inputs the wrong samples.
     """
     expected = tables.named_inputs(keras_model).keys()
     if not isinstance(x, dict) or not expected:
@@ -294,7 +295,7 @@ def _refuse_other_names(keras_model, x):
 def _numbers(results):
     """Returns the results of metrics as {name: scalar}.
 
-    Those of a metric that gives several, as F1Score, are name_0, name_1, ...; those of one that gives a dict have its keys.
+    Results of a vector metric, such as F1Score, are name_0, name_1, ...; results of a dict metric have its keys.
     """
     found: dict = {}
     for name, value in results.items():
@@ -312,7 +313,7 @@ def _numbers(results):
 
 
 def _telling_samples(samples):
-    """Returns the first three samples, and those with the smallest and the largest label, where labels may be classes."""
+    """Returns the first three samples, and, for integer labels, the samples with the smallest and the largest label."""
     import keras
 
     n = len(arrays_in(samples[0])[0])
@@ -326,12 +327,12 @@ def _telling_samples(samples):
     return [mapped(as_input, x), *others]  # tensors, as `fit` has them
 
 
-# Methods by which a model changes what `fit` does.
+# Methods of the training loop of `fit` that a model may override.
 _OF_FIT = ("train_step", "test_step", "make_train_function", "make_test_function", "train_on_batch", "fit")
 
 
 def _refuse_what_is_not_honoured(keras_model):
-    """Raises a `UserError` for what `fit` would do with a model, and the update of a vector of parameters does not."""
+    """Rejects features of `fit` that an update of a flat vector does not support, with a `UserError`."""
     import keras
 
     for v in keras_model.trainable_variables:
@@ -351,7 +352,7 @@ def _refuse_what_is_not_honoured(keras_model):
 
 
 def _refuse_layers(keras_model):
-    """Raises a `UserError` for layers that no worker can train as `fit` does."""
+    """Raises a `UserError` for layers that workers cannot train as `fit` does."""
     for layer in keras_model._flatten_layers():
         if layer.compute_dtype == "float16":
             raise UserError(
@@ -364,15 +365,15 @@ def _refuse_layers(keras_model):
             )
 
 
-# Operations that move numbers, or take means of them: their results from probabilities alone are no logits either.
+# Operations that move or average numbers: applied to probabilities, they do not produce logits.
 _MOVES = {"Identity", "Cast", "Reshape", "Squeeze", "ExpandDims", "Transpose", "StridedSlice", "Slice", "GatherV2", "Pack"}
 _MOVES |= {"Split", "SplitV", "Unpack", "ConcatV2", "Mean", "Sum", "AddV2", "AddN", "Mul", "RealDiv"}
 
 
 def _last_operation(keras_model, x, outputs):
-    """Returns "Softmax" or "Sigmoid" if the model gives what these operations of TensorFlow give, a part of it, or means.
+    """Returns "Softmax" or "Sigmoid" if the outputs are results of this TensorFlow operation, parts of them, or their means.
 
-    "Softmax" also for outputs that are such probabilities by some other way; None for others.
+    "Softmax" also for outputs that are non-negative and sum to 1 for another reason; None for others.
     """
     import tensorflow
 
@@ -398,9 +399,9 @@ def _last_operation(keras_model, x, outputs):
 
 
 def _scope(keras_model, *values):
-    """A scope of Keras in which the model's variables have these values: trained ones, state, and those of metrics.
+    """Returns a Keras scope with these values of the model's variables: trainable variables, state, and metric variables.
 
-    Additions to losses are collected there.
+    It also collects the layers' additional losses.
     """
     import keras
 
@@ -414,9 +415,9 @@ _by_value: contextvars.ContextVar[bool] = contextvars.ContextVar("_by_value", de
 
 @contextlib.contextmanager
 def _compared_by_value():
-    """`==` and `!=` of tensors compare their values meanwhile, as they do under `fit`: a loss may mask with `y != 0`.
+    """Makes `==` and `!=` of tensors compare values in this context, as under `fit`: a loss may mask with `y != 0`.
 
-    In a graph that is no function, TensorFlow would compare the objects: that mask would be True, whatever y is.
+    In a graph outside of a `tf.function`, TensorFlow compares the objects, so the mask would always be True.
     """
     _override_comparisons()
     token = _by_value.set(True)
@@ -441,23 +442,23 @@ def _override_comparisons():
 
 
 def _training(keras_model, training):
-    """Returns the argument that tells the model whether it is trained, if it takes one; `fit` does the same."""
+    """Returns the keyword argument `training`, if the model's call takes it, as `fit` does."""
     return {"training": training} if keras_model._call_has_training_arg else {}
 
 
 def as_input(array):
-    """Returns samples as models take them: bytes as float32."""
+    """Returns samples as model inputs: uint8 becomes float32."""
     is_bytes = array.dtype in (np.uint8, tf.uint8)
     return (array.astype(np.float32) if isinstance(array, np.ndarray) else tf.cast(array, tf.float32)) if is_bytes else array
 
 
 @contextlib.contextmanager
 def _as_user_error(what):
-    """An error in a user's model becomes one line: `what`, and why."""
+    """Turns an error in a user's model into a one-line `UserError`: `what`, and the cause."""
     try:
         yield
     except Exception as error:
-        why = re.search(r"\x1b\[1m(.*?)\x1b\[0m", str(error), re.DOTALL)  # what Keras puts around it says nothing
+        why = re.search(r"\x1b\[1m(.*?)\x1b\[0m", str(error), re.DOTALL)  # Keras surrounds the cause with boilerplate
         if isinstance(error, UserError):
             if why is None:
                 raise
@@ -474,17 +475,17 @@ def _as_user_error(what):
                 "it needs a variable or table other than its layers' keras.Variables, such as a tf.Variable, a lookup layer, "
                 "keras.random without a SeedGenerator, or the compiled optimizer"
             )
-        line = re.sub(r"{{function_node .*?}} | \[Op:\w+\].*|  Label values: .*", "", line)  # nor does TensorFlow
+        line = re.sub(r"{{function_node .*?}} | \[Op:\w+\].*|  Label values: .*", "", line)  # TensorFlow's boilerplate
         raise UserError(f"{what}: {line}") from error
 
 
 def _is_in(error, file):
-    """Whether an exception was raised under a function of a file of this name."""
+    """Whether the traceback of an exception contains a file of this name."""
     return any(Path(frame.filename).name == file for frame in traceback.extract_tb(error.__traceback__))
 
 
 def _make_constant(keras_model):
-    """Turns tensors that layers and regularizers hold into NumPy arrays, as no graph takes a tensor from outside it."""
+    """Turns tensors held by layers, regularizers and constraints into NumPy arrays, since a graph rejects foreign tensors."""
     import keras
 
     for layer in keras_model._flatten_layers():
@@ -496,19 +497,19 @@ def _make_constant(keras_model):
 
 
 class Model:
-    """A Keras model as a worker needs it: its initial values, and loss and metrics as functions of a flat vector.
+    """A Keras model in functional form: its initial values, and loss and metrics as functions of a flat vector.
 
-    The loss is the one that the model was compiled with, plus its own (regularization), as `fit` computes it. State is what is
-    not trained: moving means, the seeds of Dropout.
+    The loss is the compiled loss plus the model's own losses (regularization), as `fit` computes it. State is the untrained
+    variables: moving means, the seeds of Dropout.
 
     Args:
-      keras_model: compiled, and its metrics are built.
-      measures: the names that its `compute_metrics` gives.
-      own_optimizer: the name of the optimizer that the user compiled it with. No scheme uses it.
-      places: for how many places of a sample it gives an output each, as of a sequence: a parameter is used at all of them.
+      keras_model: a compiled model with built metrics.
+      measures: the metric names of its `compute_metrics`.
+      own_optimizer: the name of the user's compiled optimizer. No scheme uses it.
+      places: number of positions of a sample with an output each, as of a sequence: a parameter is used at all of them.
 
     Attributes:
-      tables: the `common.scheme.Spec`s of those that are on the ps, of which `size` counts nothing.
+      tables: the `common.scheme.Spec`s of the tables on the ps; `size` does not include them.
     """
 
     def __init__(self, keras_model, measures, own_optimizer=None, places=1):
@@ -532,25 +533,25 @@ class Model:
 
     @property
     def description(self):
-        """Names and shapes of all variables, a list: of which model a vector of parameters is."""
+        """Names and shapes of all variables, a list that identifies the model of a parameter vector."""
         variables = [*self.keras_model.trainable_variables, *self.keras_model.non_trainable_variables]
         return [[v.name, list(v.shape)] for v in variables] + [[t.name, [t.rows, t.width]] for t in self.tables]
 
     def seeds(self, state):
-        """Returns those values of the state, a list, that are generators of random numbers, `[2]` each, as of Dropout."""
+        """Returns the random generator states in the model state, a list of values `[2]`, as of Dropout."""
         variables = self.keras_model.non_trainable_variables
         return [own for own, v in zip(state, variables, strict=True) if "seed_generator_state" in v.path]
 
     def draw_apart(self, number):
-        """From now on the initial state draws other random numbers than for another number; with 0 it stays as it is.
+        """Makes the random numbers of the initial state differ between workers, by this number; 0 leaves the seeds unchanged.
 
-        Also where the user has given the seeds, as `Dropout(0.5, seed=1)`.
+        It also applies to seeds of the user, as in `Dropout(0.5, seed=1)`.
         """
         for own in self.seeds(self.initial_state):
             own += np.array([number, 0], own.dtype)
 
     def split(self, parameters):
-        """Returns the flat vector `[size]` as the list of the model's trainable variables."""
+        """Splits the flat vector `[size]` into tensors of the shapes of the trainable variables, a list."""
         pieces = tf.split(parameters, self.sizes)
         return [tf.reshape(piece, shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
 
@@ -559,8 +560,8 @@ class Model:
 
         Args:
           variables, state: values of the model's variables, lists of tensors.
-          x, y: samples and labels `[n, ...]`, in the structure that the model takes and gives.
-          weights: of the samples, `[n]`, or in the structure of the labels.
+          x, y: samples and labels `[n, ...]`, in the structure of the model's inputs and outputs.
+          weights: sample weights, `[n]`, or in the structure of the labels.
 
         Raises:
           UserError: if the model cannot be a part of a graph.
@@ -577,8 +578,8 @@ class Model:
 
         Args:
           parameters, state, x, y, weights: as of `loss`.
-          rows: of each table on the ps the `common.scheme.LocalRows`. Of each one the last result has gradients `[n, width]`
-            and at which of its rows, `[n]`; a row may come more than once.
+          rows: the `common.scheme.LocalRows` of each table on the ps. For each, the last result has gradients `[n, width]` and
+            their row indices `[n]`, possibly with duplicates.
 
         Raises:
           UserError: if the model cannot be a part of a graph, or its loss has no gradient.
@@ -610,14 +611,14 @@ class Model:
         return loss, tf.concat(flat, axis=0), state, of_rows
 
     def ids_of(self, x, tables_on_ps):
-        """Returns which rows samples need: of each table a list of tensors of ids. Nothing else of the model is computed.
+        """Returns the row ids that samples need, a list of tensors per table. Nothing else of the model is computed.
 
         Raises:
           UserError: if the model cannot be a part of a graph, ids depend on more than samples, or a layer looks nothing up.
         """
         model = self.keras_model
         variables = model.trainable_variables, model.non_trainable_variables
-        values = [[tf.placeholder(v.dtype, v.shape) for v in some] for some in variables]  # which nothing that is run needs
+        values = [[tf.placeholder(v.dtype, v.shape) for v in some] for some in variables]  # never fed: ids need samples alone
         asked = tables.Asked(tables_on_ps, [*values[0], *values[1]])
         scope = _scope(model, *values)
         with _as_user_error("the model cannot be a part of a graph"), scope, _compared_by_value(), tables.found_by(asked):
@@ -628,17 +629,17 @@ class Model:
         return asked.ids
 
     def state_at(self, parameters, state, sample, count):
-        """Returns the state at these parameters, when they are not those that it was trained with: a list of tensors.
+        """Returns the state, a list of tensors, re-estimated at parameters that differ from the trained ones.
 
-        The moving means and variances of batch normalization become the averages of those of `count` batches, at these
-        parameters, as in PreciseBN (Wu and Johnson 2021, arXiv:2105.07576; fvcore's `update_bn_stats`). Other state that
-        changes with training, and is no seed, goes on from `state`.
+        The moving means and variances of batch normalization become the averages of the statistics of `count` batches at these
+        parameters, as in PreciseBN (Wu and Johnson 2021, arXiv:2105.07576; fvcore's `update_bn_stats`). Other floating-point
+        state that changes in training continues from `state`.
 
         Args:
           parameters: tensor `[size]`.
           state: tensors.
-          sample: function of the number of a batch, a tensor, that returns (x, y) or (x, y, weights).
-          count: of batches.
+          sample: function of a batch number, a tensor, that returns (x, y) or (x, y, weights).
+          count: number of batches.
         """
         import keras
 
@@ -670,7 +671,7 @@ class Model:
         """Calls the model on a batch and computes its loss, as Keras's trainer does.
 
         Returns:
-          The scope in which the model's variables are what they are afterwards, the loss, and the outputs.
+          The scope with the updated values of the model's variables, the loss, and the outputs.
         """
         model, x = self.keras_model, tf.nest.map_structure(as_input, x)
         scope = _scope(model, variables, state, metrics)
@@ -684,7 +685,7 @@ class Model:
     def evaluate(self, parameters, state, x, y, weights=None, batch_size=500):
         """Returns the loss and the metrics over all samples, {name: scalar}, as `keras.Model.evaluate` does.
 
-        In batches, so that a large test set needs no more memory than a small one.
+        It works in batches, so memory use does not grow with the test set.
 
         Raises:
           UserError: if a metric cannot be a part of a graph, or is no number.
@@ -697,7 +698,7 @@ class Model:
         return self.evaluate_parts(parameters, state, part, tf.nest.flatten(x)[0].shape[0], batch_size)
 
     def evaluate_parts(self, parameters, state, part, n, batch_size):
-        """As `evaluate`, of n samples, which `part` gives in batches: a function of the number of a sample, a tensor."""
+        """As `evaluate`, for n samples in batches; `part` maps a batch's first sample number, a tensor, to the batch."""
         model, variables = self.keras_model, self.split(parameters)
 
         def batch(start, total, metrics, _):
@@ -717,23 +718,24 @@ class Model:
         return {**found, "loss": total / n}
 
     def save(self, parameters, state, path, rows_of_tables=()):
-        """Writes the model with these values, so that `keras.models.load_model(path)` gives it back. All or nothing.
+        """Atomically writes the model with these values to a file for `keras.models.load_model(path)`.
 
-        From any thread in which no graph is open; from one at a time. With tables only once, as they come into the model.
+        Callable from any thread without an open graph; calls are serialized. With tables it can be called only once, since
+        they become layers of the model.
 
         Args:
           parameters, state: arrays.
-          path: of the file.
+          path: path of the file.
           rows_of_tables: see `fill`.
         """
         with self._saving:
             self._save(parameters, state, path, rows_of_tables)
 
     def fill(self, rows_of_tables):
-        """The tables come into the model, whose layers are then like any other.
+        """Loads the tables into the model; its layers then become ordinary layers.
 
         Args:
-          rows_of_tables: of each table that is on the ps, what `common.scheme.whole` returns.
+          rows_of_tables: the result of `common.scheme.whole` for each table on the ps.
         """
         for layer, rows in zip(self._on_ps, rows_of_tables, strict=True):
             layer.fill(rows)
@@ -750,6 +752,6 @@ class Model:
         try:
             self.keras_model.save(unfinished)
             os.replace(unfinished, path)
-        finally:  # on a full disk it would take the room of the next checkpoint
+        finally:  # on a full disk a leftover file would take the space of the next checkpoint
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(unfinished)

@@ -1,4 +1,4 @@
-"""The loss that a Keras model is trained to minimize, and its metrics: its own choice, a flag's, or what the labels suggest."""
+"""The training loss of a Keras model and its metrics: compiled by the user, from a flag, or chosen by the labels."""
 
 import inspect
 import weakref
@@ -13,24 +13,24 @@ _CROSS_ENTROPIES = {  # the loss and its measure
     "categorical_crossentropy": (keras.losses.CategoricalCrossentropy, keras.metrics.CategoricalAccuracy),
     "binary_crossentropy": (keras.losses.BinaryCrossentropy, keras.metrics.BinaryAccuracy),
 }
-_compiled_here: weakref.WeakSet = weakref.WeakSet()  # models that `choose` has compiled; a function may give one again
+_compiled_here: weakref.WeakSet = weakref.WeakSet()  # models compiled by `choose`; a function may return one again
 PROBABILITIES = {"Softmax": "softmax", "Sigmoid": "sigmoid"}  # by the type of the operation that makes them
 
 
 def choose(keras_model, outputs, last_operation, data, loss=None):
-    """Compiles a model that is not, with the loss of the flag or else of the labels; returns what it minimizes, as text.
+    """Compiles an uncompiled model with the loss of the flag or by the labels; returns a description of the loss.
 
-    Without a flag, that is the cross-entropy of logits for whole numbers as labels, and the squared error for others.
+    Without a flag, it is the cross-entropy of logits for integer labels, and the squared error for others.
 
     Args:
-      keras_model: called on samples before.
-      outputs: what it gave, arrays in any structure.
-      last_operation: function that returns a key of `PROBABILITIES`, if it ends so, or None.
+      keras_model: a model that was called on samples before.
+      outputs: its outputs, arrays in any structure.
+      last_operation: function that returns the final activation, a key of `PROBABILITIES`, or None.
       data: a `common.data.Data`.
-      loss: `--loss`, a name of Keras's, or None.
+      loss: `--loss`, a Keras loss name, or None.
 
     Raises:
-      UserError: if the model has a loss already, or none fits.
+      UserError: if there is a flag and the model has a loss already, or no loss fits.
     """
     computes_it = type(keras_model).compute_loss is not keras.Model.compute_loss
     has_own = computes_it or keras_model.compiled and keras_model not in _compiled_here
@@ -44,14 +44,14 @@ def choose(keras_model, outputs, last_operation, data, loss=None):
         by_labels(keras_model, data.is_classification)
         _compiled_here.add(keras_model)
     elif not keras_model.compiled:
-        keras_model.compile("sgd")  # or `fit`, and `evaluate`, would refuse it
+        keras_model.compile("sgd")  # `fit` and `evaluate` reject an uncompiled model
     if not (minimizes := text(keras_model)):
         raise UserError("the model is compiled without a loss, and its layers add none: compile it with one")
     return minimizes
 
 
 def by_labels(keras_model, is_classification):
-    """Compiles a model with the loss for labels that are classes, the cross-entropy of logits, or the squared error."""
+    """Compiles a model with the cross-entropy of logits for class labels, else with the squared error."""
     if is_classification:
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         keras_model.compile("sgd", loss, metrics=[keras.metrics.SparseCategoricalAccuracy("accuracy")])
@@ -60,7 +60,7 @@ def by_labels(keras_model, is_classification):
 
 
 def by_name(keras_model, name, last_operation=None):
-    """Compiles a model with a loss of Keras's, by its name; a cross-entropy takes what the model gives, logits or not."""
+    """Compiles a model with a Keras loss by name; a cross-entropy takes logits or probabilities, by `last_operation`."""
     if name in _CROSS_ENTROPIES:
         from_logits = last_operation not in PROBABILITIES
         loss, metric = _CROSS_ENTROPIES[name]
@@ -78,7 +78,7 @@ def by_name(keras_model, name, last_operation=None):
 
 
 def text(keras_model):
-    """The loss of a model that is compiled, or computes its loss itself."""
+    """Returns a description of the loss of a model with a compiled loss or its own `compute_loss`."""
     if type(keras_model).compute_loss is not keras.Model.compute_loss:
         return "the loss of its compute_loss"
     name = _name(keras_model.loss)
@@ -98,7 +98,7 @@ def _name(loss):
 
 
 def _check_labels(outputs, last_operation, data):
-    """Raises a `UserError` if the labels, and what the model gives, do not say what to minimize."""
+    """Raises a `UserError` if labels and outputs do not determine a loss."""
     outputs, own = keras.tree.flatten(outputs), "compile the model with the loss that fits, or name it with --loss"
     if len(outputs) != 1 or len(arrays_in(data.y_train)) != 1:
         counts = f"{len(outputs)} outputs and {len(arrays_in(data.y_train))} arrays of labels"

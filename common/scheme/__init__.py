@@ -1,13 +1,13 @@
-"""What a scheme is written with: the global parameters, a worker's local ones, and the steps of a round.
+"""The building blocks of schemes: global parameters, a worker's local parameters, and the steps of a round.
 
-Begin with `center` and `local`, the two arguments of each scheme, and `steps`, which makes a round of what a scheme yields.
+Begin with `center` and `local`, the two arguments of each scheme, and `steps`, which assembles the yielded steps to a round.
 """
 
 from typing import TYPE_CHECKING
 
-from common.front_door import front_door
+from common.core import front_door
 
-if TYPE_CHECKING:  # the front door: what others may import
+if TYPE_CHECKING:  # the front door: public names of the package
     from common.scheme import tables
     from common.scheme.barriers import Pace, Ring, Together
     from common.scheme.center import GlobalParameters, fragments_of

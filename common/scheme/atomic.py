@@ -1,4 +1,4 @@
-"""Pull and push as indivisible actions over all ps tasks: the ps know, at the update, what came since this worker's pull."""
+"""Pull and push as atomic actions over all ps tasks, with the exact staleness known on the ps at the update."""
 
 import contextlib
 import math
@@ -13,16 +13,16 @@ from common.scheme.steps import Step, before_read, check_pieces
 
 
 class Exact:
-    """Each pull or push holds a lock on ps 0, so that no other one of this kind runs on any ps meanwhile.
+    """Atomic pulls and pushes: each holds a lock on ps 0, so that no other one runs concurrently on any ps.
 
     The ps tasks remember the worker's last pull, in variables of its session.
 
     Args:
       center: the `common.scheme.GlobalParameters`.
       local: this worker's `common.scheme.LocalParameters`.
-      remember: "step", the number of updates in it, or "value", x̃ itself.
-      threshold: with "step", a push of this staleness or more is thrown away, on all ps; it is no update. Infinity is allowed.
-        None throws nothing away.
+      remember: "step", the global step of the pull, or "value", x̃ itself.
+      threshold: with "step", the staleness from which a push is dropped, on all ps; it is no update then. Infinity is allowed.
+        None drops no push.
 
     Attributes:
       threshold: as above.
@@ -52,14 +52,14 @@ class Exact:
                     self._pieces.append(local_variable(f"pulled_value_{i}", tf.zeros(piece.shape)))
 
     def pull(self):
-        """x ← x̃, as one indivisible action, which the ps tasks remember."""
+        """x ← x̃, as one atomic action, recorded on the ps tasks."""
         center, value, window, mine = self._center, self._local.value, self._local.window_of_tables(), []
         if window:
             mine += window.draw()
         with tf.control_dependencies(None):
             with tf.device(center.step.device), tf.control_dependencies(before_read(center.step.device)):
                 before = [tf.no_op()]
-            if window:  # the lock is taken when all ps know which rows this worker needs
+            if window:  # before the lock, which then waits for no worker
                 before += window.ask()
             with center.lock.held(before) as done:
                 with tf.device(center.step.device):
@@ -81,16 +81,16 @@ class Exact:
         return Step((*mine, *done), pulled=step, done=((self, "pull"),))
 
     def push(self, optimizer, message, at_ps=None):
-        """x̃ ← optimizer(x̃, at_ps(part, at_update)) as one indivisible action over all ps tasks; counts one update.
+        """x̃ ← optimizer(x̃, at_ps(part, at_update)) as one atomic action over all ps tasks; counts one update.
 
-        The lock is taken when the message has arrived on all ps, so it never waits for a worker; with several ps it is held for
-        one exchange of small messages between them. Under the lock it is decided, for all ps, whether the push is thrown away.
+        The lock is taken after the message has arrived on all ps, so its holder never waits for a worker; with several ps it is
+        held for one exchange of small messages between them. Under the lock the push is accepted or dropped, for all ps.
 
         Args:
-          optimizer: a `tf.train.Optimizer` that works element by element.
-          message: what is sent, see `common.scheme.parts_of`; the gradient `[size]`, most simply.
-          at_ps: function of a part of the message that has arrived and a `common.scheme.AtUpdate`, which works where x̃ is and
-            at the moment of the update; returns the gradient that the optimizer gets, float32.
+          optimizer: an elementwise `tf.train.Optimizer`.
+          message: a message, see `common.scheme.parts_of`; in the simplest case the gradient `[size]`.
+          at_ps: function of an arrived part of the message and a `common.scheme.AtUpdate`, run on the ps at the time of the
+            update; returns the gradient for the optimizer, float32.
         """
         center, dynamic = self._center, getattr(self._local, "dynamic", None)
         (parts, keep), here = center.parts(message), []
@@ -103,12 +103,12 @@ class Exact:
             begun = [begin_anew]
             with tf.device(center.step.device), tf.control_dependencies(None):
                 made = [tf.identity(steps)]
-        with tf.control_dependencies(None):  # what went before reaches the ps with its part
+        with tf.control_dependencies(None):  # the part itself carries the dependency on the worker's earlier operations
             for piece, part in zip(center.targets, parts, strict=True):
                 with tf.device(piece.device):
                     here.append(arrived(part))
             with center.lock.held([tensor.op for part in [*here, *made] for tensor in tensors_of(part)]) as done:
-                step, late, staleness, read = None, None, None, []  # what depends on the global step before this update
+                step, late, staleness, read = None, None, None, []  # reads that must precede the count of this update
                 is_fresh = None
                 scheduled: Any = contextlib.nullcontext()
                 if center.schedule is not None:
@@ -117,7 +117,7 @@ class Exact:
                     scheduled, read = factor_is(factor), [factor.op]
                 if self._step is not None:
                     with tf.device(center.step.device):
-                        # A ps that was restarted may have lost updates which this worker has seen.
+                        # A restarted ps may have lost updates already pulled by this worker.
                         step = center.step.read_value()
                         late = tf.maximum(step - self._step.read_value(), 0)
                         staleness = tf.cast(late, tf.float32)
@@ -148,19 +148,19 @@ class Exact:
         return Step(operations, updated=updated, step_before=step_before, kept=of_answer, done=done_words)
 
     def _apply_if_fresh(self, optimizer, gradient, late, read):
-        """Applies the gradients of all pieces, and counts the update, if the push is not too stale.
+        """Applies the gradients of all pieces, and counts the update, if the staleness is below the threshold.
 
         Args:
           optimizer: a `tf.train.Optimizer`.
-          gradient: function of the number of a piece.
+          gradient: function of a piece number that returns its gradient.
           late: the staleness, an int64 scalar.
-          read: operations that need the global step as it was.
+          read: reads of the global step that must precede its change.
 
         Returns:
           Operations, `updated` and `step_before` of the `common.scheme.Step`, and whether the gradients are applied.
         """
         center = self._center
-        # Slots cannot be made under a condition. This is never run, nor is the optimizer's.
+        # `tf.cond` branches cannot create slots, so create them here; this operation never runs.
         pairs = [(gradient(i), piece) for i, piece in enumerate(center.targets)]
         optimizer = center.optimizers.use(optimizer, lambda own: center.make_slots(own, pairs))
 
@@ -178,7 +178,7 @@ class Exact:
             return [applied, *counted], present + made, present - made * late, is_fresh
 
     def check_round(self, name, words):
-        """Raises a `UserError` if a push comes before its pull; with a threshold each one needs a pull of its own."""
+        """Raises a `UserError` if a push precedes the first pull; with a threshold each push needs its own pull."""
         words = [word for word in words if word in ("pull", "push")]
         if words[0] != "pull":
             raise UserError(f"{name}: with center.exact, a round begins with its `pull()`; it has {', '.join(words)}")

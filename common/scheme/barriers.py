@@ -1,7 +1,7 @@
-"""How workers wait for each other: at a bounded distance (`Pace`), for every update (`Together`), or in a ring (`Ring`).
+"""Barriers between workers: bounded staleness (`Pace`), synchronous updates (`Together`), or an all-reduce (`Ring`).
 
-A scheme gets one of these from the center. It knows how a worker enters and leaves, and how many gradients make an update. A
-worker has one at most.
+A scheme gets one of these from the center, at most one per worker. It defines a worker's entry and exit, and the number of
+gradients per update.
 """
 
 import re
@@ -16,7 +16,7 @@ from common.scheme.steps import Step, before_all, before_early_read, before_read
 
 
 class Pace:
-    """Stale synchronous parallel (Ho et al. 2013): a worker is at most so many ticks ahead of the slowest.
+    """Stale synchronous parallel (Ho et al. 2013): a worker is at most `staleness` ticks ahead of the slowest.
 
     Args:
       center: the `common.scheme.GlobalParameters`.
@@ -25,15 +25,15 @@ class Pace:
 
     Attributes:
       staleness: as above.
-      gradients_per_update: of how many workers.
+      gradients_per_update: number of workers whose gradients make an update.
       enter, leave, release: operations. `enter` runs when a session begins; `leave` when this worker has finished, so that the
-        others stop waiting for it; `release` when it is to stop, so that it no longer waits itself.
-      behind: which workers this one waits for just now, booleans `[num_workers]`.
-      vote: None, as a worker stops by itself.
-      left: the chief's, where workers come and go: a placeholder for `enter`, booleans `[num_workers]`, of those that have left
-        for good, which a ps that was restarted has forgotten. None elsewhere.
-      come, go, has_left: where workers come and go and each update is made together, operations, and a boolean tensor: `come`
-        ends when a worker that has entered may begin its first round; `go` says that its next push is its last. None elsewhere.
+        others stop waiting for it; `release` when it has to stop, so that it no longer waits itself.
+      behind: the workers that block this one at the moment, booleans `[num_workers]`.
+      vote: None, since a worker stops by itself.
+      left: placeholder for `enter` on the chief of an elastic run: the workers that have left for good, booleans
+        `[num_workers]`, since a restarted ps has lost them. None elsewhere.
+      come, go, has_left: in an elastic synchronous run, two operations and a boolean tensor: `come` ends when an entered worker
+        may begin its first round; `go` announces that its next push is its last. None elsewhere.
     """
 
     gradients_per_update, vote = 1, None
@@ -49,16 +49,16 @@ class Pace:
             self.behind = self._clocks.behind(index)
 
     def wait(self):
-        """Ends when this worker is at most `staleness` ticks ahead of the slowest. A read after it misses no older update."""
+        """Waits until this worker is at most `staleness` ticks ahead of the slowest. A read after it sees all older updates."""
         return _wait(self, self._center, self._clocks, self._local.index)
 
     def tick(self):
-        """c ← c + 1: one more step of this worker, and all that it pushed before, is done."""
+        """c ← c + 1: one more step of this worker, including its earlier pushes, is done."""
         with tf.control_dependencies(None):
             return Step(tuple(self._clocks.tick(self._local.index, before_all())), done=((self, "tick"),))
 
     def check_round(self, name, words):
-        """Raises a `UserError` unless a round waits before it reads, and ticks once, after all that it changes."""
+        """Raises a `UserError` unless a round waits before it reads, and ticks once, after all its changes."""
         in_order = [word for word in dict.fromkeys(words) if word in ("wait", "read")] != ["read", "wait"]
         if words.count("tick") != 1 or "wait" not in words or not in_order or "change" in words[words.index("tick") :]:
             raise UserError(
@@ -68,26 +68,26 @@ class Pace:
 
 
 class Together:
-    """Every update is made of the gradients of N workers, all taken at the x̃ that they change.
+    """Synchronous updates: each aggregates the gradients of N workers, all computed at the x̃ that the update changes.
 
-    N is the number of workers less `backup_workers` (Chen et al. 2016). Where workers come and go, N is that of those who are
-    there, and one at least. A worker that comes takes part from the next update on, and one that leaves gives a last gradient.
-    So N changes between two updates. (With backup workers a last gradient may come too late; then N is one less for the next
+    N is the number of workers less `backup_workers` (Chen et al. 2016). In an elastic run N is based on the current workers,
+    and is at least one. A new worker takes part from the next update on, and a leaving worker gives a last gradient. So N
+    changes between two updates. (With backup workers a last gradient may come too late; then N is one less for the next
     update.)
 
-    Exactly once: a gradient counts if there was no update since this worker's last `wait`, before it pulled, and it has given
-    none for this update yet. All that happens to it, on all ps tasks, is one indivisible action, under the lock of the center.
-    The N-th makes the update.
+    Exactly once: a gradient counts if there was no update since this worker's last `wait`, before its pull, and it is the
+    worker's first for this update. Its handling on all ps tasks is one atomic action, under the lock of the center. The N-th
+    gradient triggers the update.
 
     Args:
       center: the `common.scheme.GlobalParameters`.
       local: this worker's `common.scheme.LocalParameters`.
-      backup_workers: the number of workers for which an update does not wait.
-      mean: if not, an update is made of the sum of the gradients.
+      backup_workers: number of stragglers that an update does not wait for.
+      mean: whether gradients are averaged; otherwise they are summed.
 
     Attributes:
-      gradients_per_update: N; where workers come and go, as the run begins.
-      enter, leave, release, behind, vote, left, come, go, has_left: as of `Pace`; it is over when one of the workers leaves.
+      gradients_per_update: N; in an elastic run N at its beginning.
+      enter, leave, release, behind, vote, left, come, go, has_left: as of `Pace`; but `leave` of one worker ends the training.
     """
 
     vote = come = go = has_left = None
@@ -116,23 +116,22 @@ class Together:
                 center.count_local_steps()
 
     def push(self, optimizer, message, at_ps=None, of_all=None):
-        """x̃ ← optimizer(x̃, mean of the gradients of N workers), once N have arrived that were taken at this x̃; one update.
+        """x̃ ← optimizer(x̃, mean of the gradients of N workers), once N gradients at this x̃ have arrived; one update.
 
         Args:
-          optimizer: a `tf.train.Optimizer` that works element by element.
-          message: what is sent to the ps tasks, see `common.scheme.parts_of`; a gradient `[size]`, most simply.
-          at_ps: function of a part of the message that has arrived and a `common.scheme.AtUpdate`; returns this piece of this
-            worker's gradient, float32. It runs before the lock is taken, for gradients that come too late, too: slots are for
-            `of_all`.
-          of_all: function of a piece of the mean (or sum) and an `AtUpdate`; returns what the optimizer gets instead.
+          optimizer: an elementwise `tf.train.Optimizer`.
+          message: a message to the ps tasks, see `common.scheme.parts_of`; in the simplest case a gradient `[size]`.
+          at_ps: function of an arrived part of the message and a `common.scheme.AtUpdate`; returns this piece of this worker's
+            gradient, float32. It runs before the lock, also for late gradients, so slots belong in `of_all`.
+          of_all: function of a piece of the mean (or sum) and an `AtUpdate`; returns the gradient for the optimizer.
         """
         return self._give(optimizer, message, at_ps, of_all)
 
     def send(self, p, optimizer, message):
         """x̃_p ← optimizer(x̃_p, mean of the messages of N workers) for fragment p, once N have arrived; one update.
 
-        The fragments take turns: the message counts if this one is next. If not, because this worker has begun anew, it is
-        thrown away, and `receive` does not wait; so the worker comes into step within P updates.
+        The fragments take turns: the message counts only in the turn of this fragment. The message of a restarted worker out of
+        turn is dropped, and `receive` does not wait; so the worker is in step again within P updates, for P fragments.
 
         Args:
           p: number of the fragment, see `GlobalParameters.fragment`.
@@ -142,14 +141,14 @@ class Together:
         return self._give(optimizer, message, fragment=p)
 
     def receive(self, p, vector):
-        """Ends when the update is made that this worker has sent something for; then v_p ← x̃_p. One message from each ps.
+        """Waits for the update of the last `send` of this worker; then v_p ← x̃_p. One message from each ps.
 
-        The ps wait and read by themselves: x̃_p is on its way as soon as the update is made, while the worker makes the steps
-        between the two.
+        The ps wait and read without the worker: the transfer of x̃_p starts as soon as the update is made, and overlaps with
+        the worker's steps between `send` and `receive`.
 
         Args:
           p: number of the fragment.
-          vector: one `[size]` of this worker's own, as `LocalParameters.copy` returns it.
+          vector: a worker-local vector `[size]`, as returned by `LocalParameters.copy`.
         """
         center, clocks, index = self._center, self._clocks, self._local.index
         may_go_on = clocks.may_go_on(index)
@@ -167,14 +166,14 @@ class Together:
         (parts, keep), gradients = center.parts(message, fragment=fragment), []
         found = [AtUpdate(center, i) for i in numbers]
         sent = [tensor.op for part in parts for tensor in tensors_of(part)]
-        with tf.control_dependencies(None):  # what went before reaches the ps with its part
+        with tf.control_dependencies(None):  # the part itself carries the dependency on the worker's earlier operations
             for piece, part, at_update in zip(pieces, parts, found, strict=True):
                 with tf.device(piece.device):
                     gradient = gradient_of(arrived(part), at_ps, at_update)
                     if isinstance(gradient, tf.IndexedSlices) and not at_update.is_of_table:
                         gradient = tf.math.unsorted_segment_sum(gradient.values, gradient.indices, at_update.size)
                     gradients.append(gradient)
-                    # Slots cannot be made under a condition. This is never run, nor is the optimizer's.
+                    # `tf.cond` branches cannot create slots, so create them here; this operation never runs.
                     if of_all:
                         gradient_of(gradients[-1], of_all, at_update, "of_all")
             made = gradients if fragment is None else [tf.zeros(piece.shape) for piece in center.pieces]
@@ -218,8 +217,8 @@ class Together:
 
                 with tf.control_dependencies([step_before, *added]):
                     applied = tf.cond(is_last, apply, tf.no_op).op
-                # `step_before` once more: where `apply` gets it and makes no use of it, TensorFlow's graph optimizer takes away
-                # that the condition comes after it, and it might be read when it is already counted.
+                # `step_before` again: if `apply` does not use it, TensorFlow's graph optimizer removes the condition's
+                # dependency on it, and it might be read after the update is counted.
                 with tf.control_dependencies([step_before, applied]):
                     counted = center.step.assign_add(tf.cast(is_last, tf.int64), read_value=False)
                 with tf.control_dependencies([counted]):
@@ -229,7 +228,7 @@ class Together:
         return Step(operations, updated=updated, step_before=step_before, training_ended=ended, done=words, kept=kept)
 
     def _count_gradients(self, total):
-        """Operations that count the gradients in a total, where workers come and go."""
+        """Returns the operations that count the gradients of an update in an elastic run."""
         if not self.go:
             return []
         center = self._center
@@ -237,7 +236,7 @@ class Together:
             return [center.local_steps.assign_add(total.count(), read_value=False)]
 
     def wait(self):
-        """Ends when the update is made for which this worker computed a gradient, whether that counted or came too late."""
+        """Waits for the update of this worker's gradient, whether that counted or came too late."""
         return _wait(self, self._center, self._clocks, self._local.index)
 
     def check_round(self, name, words):
@@ -260,20 +259,20 @@ class Together:
             )
 
     def _enter(self, local):
-        """When the chief enters, x̃ may have gone back to a checkpoint. Then no gradient counts that is on its way.
+        """Returns the `enter` operations; the chief's discard gradients in flight, since x̃ may be a restored checkpoint.
 
-        Who is new, or comes back, does as if its gradient for the update that is being made had come.
+        A new or returning worker of an elastic run skips the current update, as if its gradient had already arrived.
         """
         clocks, center = self._clocks, self._center
         with center.lock.held([]) as enter, tf.device(center.step.device):
             before = after = clocks.read() if self.left is None else clocks.read(self.left)
             if local.index > 0 and local.begin_workers is not None:
                 low = clocks.low(before)
-                first = tf.where(low >= FINISHED, tf.constant(FINISHED, tf.int64), low + 1)  # if training has ended, so has it
+                first = tf.where(low >= FINISHED, tf.constant(FINISHED, tf.int64), low + 1)  # unless the training has ended
                 after = tf.where(before[local.index] >= FINISHED, clocks.with_clock(before, local.index, first), before)
             if local.index == 0:
                 newest = tf.reduce_max(tf.where(before >= FINISHED, tf.zeros_like(before), before))
-                # A worker that has sent a fragment goes on, and the next one counts; else it is the turn of the same one still.
+                # A whole cycle further: it releases waiting workers and keeps the fragment's turn of the newest clock.
                 newest += center.fragments
                 after = tf.where(before >= FINISHED, before, tf.fill([local.num_workers], newest))
                 enter += [total.clear() for total in self._sums]
@@ -288,7 +287,7 @@ class Together:
 
 
 class Ring:
-    """The workers average a vector among themselves, without a ps; x̃ gets what all have, from the chief.
+    """The workers average a vector by all-reduce, without a ps; the chief publishes the common result as x̃.
 
     Args:
       center: the `common.scheme.GlobalParameters`.
@@ -296,9 +295,9 @@ class Ring:
 
     Attributes:
       gradients_per_update: the number of workers.
-      enter, leave, release: as of `Pace`; there is nothing to do.
-      behind: None, since no task keeps account of it.
-      vote: this worker is to stop, and all others together with it after the call, in which it has to take part.
+      enter, leave, release: as of `Pace`; empty.
+      behind: None, since no task records it.
+      vote: operation that stops this worker, and with it all others, after the next call, which it must join.
     """
 
     enter, leave, release, behind, left = (), (), (), None, None
@@ -310,16 +309,16 @@ class Ring:
         with tf.control_dependencies(None), tf.variable_scope(local.name):
             with tf.device(center.step.device):
                 newest = center.step.read_value()
-            self._step = local_variable("step", newest)  # as many updates as x has, of all workers together
+            self._step = local_variable("step", newest)  # the number of updates in x
             local.counts_updates_in(self._step)
             self._stopping = local_variable("stopping", tf.zeros([]))
             self.vote = self._stopping.assign(1.0, read_value=False)
 
     def mean(self, tensor):
-        """Returns the mean over all workers of a tensor, by an all-reduce among them. All have to take part, or none goes on.
+        """Returns the mean of a tensor over all workers, by an all-reduce. It blocks until all workers take part.
 
-        It is TensorFlow's ring, in which a worker sends n-ths of the tensor, 2 (n − 1) in turn. Two workers send their whole
-        tensors to each other instead: as many bytes, but at once.
+        It is TensorFlow's ring: a worker sends 2 (n − 1) chunks in turn, each 1/n of the tensor. Two workers exchange whole
+        tensors instead: the same number of bytes in one message.
         """
         return spent("all-reduce", lambda: self._mean(tensor), tensor)
 
@@ -327,7 +326,7 @@ class Ring:
         n = self._local.num_workers
         if n == 1:
             return tensor
-        self._num_means += 1  # all workers build the same graph, so it is the same for all
+        self._num_means += 1  # the same on all workers, since they build the same graph
         ring = {"group_size": n, "group_key": 1, "instance_key": self._num_means, "communication_hint": "ring"}
         if n > 2:
             return tf.raw_ops.CollectiveReduce(input=tensor, merge_op="Add", final_op="Div", subdiv_offsets=[0], **ring)
@@ -335,7 +334,7 @@ class Ring:
         return tf.reduce_mean(tf.raw_ops.CollectiveGather(input=row, shape=[n, *tensor.shape], **ring), axis=0)
 
     def publish(self, steps=1):
-        """x̃ ← x, the chief's, which is that of all workers, `steps` updates after the last time. One message, the chief's."""
+        """x̃ ← x of the chief, the same on all workers, `steps` updates after the last time. One message, from the chief."""
         center, local = self._center, self._local
         ended = self._mean(self._stopping.read_value()) > 0
         newest = self._step.assign_add(steps)
@@ -355,7 +354,7 @@ def _both(operations, operation):
 
 
 def _left(local):
-    """Returns what `Pace` has as `left`."""
+    """Returns `Pace.left`, a placeholder or None."""
     is_chief = local.begin_workers is not None and local.index == 0
     return tf.placeholder(tf.bool, [local.num_workers]) if is_chief else None
 
@@ -368,7 +367,7 @@ def _wait(owner, center, clocks, index):
 
 
 class _Total:
-    """A sum of gradients of a piece of x̃, beside it; empty at first. It needs no initialization."""
+    """A gradient accumulator beside a piece of x̃, initially empty. It needs no initialization."""
 
     def __init__(self, name, piece, reduction):
         self._device = piece.device
@@ -380,17 +379,17 @@ class _Total:
     def add(self, gradient, counts):
         """The operation that adds a gradient, if it counts."""
         with tf.device(self._device):
-            # An accumulator has a step of its own, 0 or more, and drops what is older.
+            # An accumulator has its own step, 0 or more, and drops gradients with a smaller one.
             step = tf.where(counts, tf.constant(tf.int64.max, tf.int64), tf.constant(-1, tf.int64))
             return tf.raw_ops.ResourceAccumulatorApplyGradient(handle=self._handle, local_step=step, gradient=gradient)
 
     def count(self):
-        """Returns how many gradients are in it, an int64 scalar."""
+        """Returns the number of accumulated gradients, an int64 scalar."""
         with tf.device(self._device):
             return tf.cast(tf.raw_ops.ResourceAccumulatorNumAccumulated(handle=self._handle), tf.int64)
 
     def take(self):
-        """Returns the mean or the sum, of one gradient at least, and empties it."""
+        """Returns the mean or the sum of at least one gradient, and empties the accumulator."""
         with tf.device(self._device):
             return tf.raw_ops.ResourceAccumulatorTakeGradient(handle=self._handle, num_required=1, dtype=tf.float32)
 
@@ -402,14 +401,14 @@ class _Total:
 
 
 class _RowTotal:
-    """The gradients of rows of a piece of a table, beside it, as they come; empty at first. It needs no initialization.
+    """A queue of row gradients beside a piece of a table, initially empty. It needs no initialization.
 
-    As in `_Total` all that has come counts, however many that are: a worker that dies in the middle may have given one twice.
+    As in `_Total` all arrived gradients count: a worker that dies halfway may have given one twice.
 
     Args:
-      name: for the ps.
-      piece: the piece.
-      mean: whether `take` returns their mean, or the sum.
+      name: shared name on the ps.
+      piece: a piece of a table.
+      mean: whether `take` returns the mean or the sum.
     """
 
     def __init__(self, name, piece, mean):
@@ -423,7 +422,7 @@ class _RowTotal:
             return tf.cond(counts, lambda: self._queue.enqueue([gradient.values, gradient.indices]), tf.no_op).op
 
     def take(self):
-        """Returns the mean or the sum, each row once, and empties it."""
+        """Returns the mean or the sum, each row once, and empties the queue."""
         with tf.device(self._device):
             n = self._queue.size()
 

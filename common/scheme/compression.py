@@ -1,4 +1,4 @@
-"""Vectors with fewer bits, as they travel between a worker and the ps: packed at one end, unpacked at the other."""
+"""Compression of vectors between a worker and the ps: packed by the sender, unpacked by the receiver."""
 
 from typing import Any
 
@@ -7,23 +7,23 @@ import numpy as np
 from common import tf
 from common.core import UserError
 
-BLOCK = 256  # at most so many values have a scale in common
-BIASED = ("bf16", "sign", "topk")  # what these do not send has to be kept, and added to the next message
-SHARE = 0.01  # of the values that "topk" sends, unless the user says; Lin et al. 2017 come down to a thousandth
+BLOCK = 256  # maximum number of values with a common scale
+BIASED = ("bf16", "sign", "topk")  # biased compressors need error feedback
+SHARE = 0.01  # default share of values sent by "topk"; Lin et al. 2017 use 0.001
 
-# Places in [0, 1), as many as a block has values, in an order in which neighbours lie apart; see `_uniform`.
+# BLOCK evenly spaced numbers in [0, 1), shuffled so that neighbours lie apart; see `_uniform`.
 _PLACES = ((np.random.default_rng(0).permutation(BLOCK) + 0.5) / BLOCK).astype(np.float32)
 _SIGNS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") * 2.0 - 1.0
 
 
 class Compression:
-    """How the messages of a run are packed: what `--compress`, `--topk` and `--compress_pull` say.
+    """Compression of a run's messages by `--compress`, `--topk` and `--compress_pull`.
 
     Args:
-      push: what a worker sends, one of `common.core.COMPRESSIONS`.
-      pull: what it gets, one of `common.core.PULL_COMPRESSIONS`.
-      topk: the share of the values that "topk" sends; None for `SHARE`.
-      seed: of the stochastic rounding.
+      push: compression of pushes, one of `common.core.COMPRESSIONS`.
+      pull: compression of pulls, one of `common.core.PULL_COMPRESSIONS`.
+      topk: share of the values sent by "topk"; None for `SHARE`.
+      seed: seed of the stochastic rounding.
     """
 
     def __init__(self, push="none", pull="none", topk=None, seed=0):
@@ -35,30 +35,30 @@ class Compression:
 
 
 def compression_of(settings):
-    """Returns the `Compression` that the flags ask for, None if they ask for none."""
+    """Returns the `Compression` of the flags, or None."""
     if settings.compress == settings.compress_pull == "none":
         return None
     return Compression(settings.compress, settings.compress_pull, settings.topk, settings.seed)
 
 
 class Packed:
-    """A float32 vector on its way.
+    """A compressed float32 vector.
 
     Args:
-      tensors: what travels, a list.
-      unpack: function that makes the vector of these tensors, on the device on which it is called.
+      tensors: the tensors of the message, a list.
+      unpack: function of these tensors that returns the vector on the current device.
     """
 
     def __init__(self, tensors, unpack):
         self.tensors, self._unpack = tensors, unpack
 
     def unpacked(self):
-        """Returns the vector, on the present device."""
+        """Returns the vector, on the current device."""
         return self._unpack(*self.tensors)
 
 
 class PackedPieces:
-    """A vector that a scheme sends packed in a way of its own, see `GlobalParameters.sparse`.
+    """A vector with the scheme's own compression, see `GlobalParameters.sparse`.
 
     Attributes:
       parts: a `Packed` for each piece of x̃.
@@ -68,15 +68,15 @@ class PackedPieces:
         self.parts = parts
 
     def unpacked(self):
-        """Returns the vector as the ps get it, on the present device."""
+        """Returns the vector as received by the ps, on the current device."""
         pieces = [part.unpacked() for part in self.parts]
         return tf.concat(pieces, axis=0) if len(pieces) > 1 else pieces[0]
 
 
 def pack(kind, vector, seed=None, share=SHARE):
-    """Packs a vector v, float32 `[n]`, on the present device; returns it as `Packed`.
+    """Packs a vector v, float32 `[n]`, on the current device; returns it as `Packed`.
 
-    Of a block of at most 256 values, where s is the scale of the block and u uniform in [0, 1):
+    For a block of at most 256 values, where s is the scale of the block and u uniform in [0, 1):
 
         bf16:        the upper half of each float32, rounded to nearest, ties to even.
         int8, int4:  q = ⌊v/s + u⌋ of b bits, s = max|v|/(2^(b−1) − 1). Stochastic rounding: the mean of q s is v (Alistarh et
@@ -84,17 +84,17 @@ def pack(kind, vector, seed=None, share=SHARE):
         sign:        sign(v), that of 0 being −1, and s = mean|v| (Seide et al. 2014, Interspeech, "1-bit stochastic gradient
                      descent"; with this scale Karimireddy et al. 2019, https://arxiv.org/abs/1901.09847, algorithm 1, there
                      one scale for all).
-        topk:        the k = share × n values of largest |v|, one at least, and where they are, int32 (Lin et al. 2017,
+        topk:        the k = share × n values of largest |v|, at least one, and their indices, int32 (Lin et al. 2017,
                      https://arxiv.org/abs/1712.01887).
 
-    If a value of a block is not finite, none of the block is when it is unpacked; with bf16 that value alone, with topk all
-    that were sent. So a training that diverges is noticed as it would be without.
+    A value that is not finite makes its whole block not finite when it is unpacked; with bf16 only itself, with topk all sent
+    values. So a diverging training is noticed as without compression.
 
     Args:
       kind: one of these.
-      vector: see above; n is known.
+      vector: see above; n is static.
       seed: int64 `[2]`, for int8 and int4: equal seeds give equal u.
-      share: for topk.
+      share: share of sent values, for topk.
     """
     return {"bf16": _bf16, "int8": _int8, "int4": _int4, "sign": _sign, "topk": _topk}[kind](vector, seed, share)
 
@@ -107,7 +107,7 @@ def _int8(vector, seed, share):
     blocks, n = _blocks(vector)
     inverse, scale = _scales(blocks, 127)
     rounded = tf.floor(blocks * inverse + _uniform(blocks.shape, seed))
-    # 127 times a rounding error, and u near 1, would come to 128.
+    # Rounding errors and u near 1 could yield 128.
     sent = tf.cast(tf.minimum(rounded, 127.0), tf.int8)
     return Packed([sent, scale], lambda sent, scale: _joined(tf.cast(sent, tf.float32) * scale, n))
 
@@ -115,7 +115,7 @@ def _int8(vector, seed, share):
 def _int4(vector, seed, share):
     blocks, n = _blocks(vector)
     inverse, scale = _scales(blocks, 7)
-    # From 0 to 15; a cast cuts off what comes after the point.
+    # From 0 to 15; the cast truncates.
     shifted = tf.cast(tf.minimum(blocks * inverse + (_uniform(blocks.shape, seed) + 8.0), 15.5), tf.uint8)
     pairs = tf.bitcast(tf.reshape(shifted, [-1, 2]), tf.uint16)
     sent = tf.cast((pairs | tf.bitwise.right_shift(pairs, _uint16(4))) & _uint16(0xFF), tf.uint8)
@@ -134,7 +134,7 @@ def _sign(vector, seed, share):
     counts = np.full([blocks.shape[0], 1], int(blocks.shape[1]), np.float32)
     counts[-1] -= blocks.shape.num_elements() - n
     scale = tf.reduce_sum(tf.abs(blocks), axis=1, keepdims=True) / counts
-    # Eight bytes, 0 or 1, as one number: the product has each of them as a bit of its highest byte.
+    # Eight bytes, 0 or 1, as one number: the multiplication gathers them as the bits of the highest byte.
     eights = tf.bitcast(tf.reshape(tf.cast(blocks > 0, tf.uint8), [-1, 8]), tf.uint64)
     sent = tf.cast(tf.bitwise.right_shift(eights * _uint64(0x0102040810204080), _uint64(56)), tf.uint8)
 
@@ -154,22 +154,22 @@ def _topk(vector, seed, share):
 
 
 def pack_sparse(vector, chunk_size, top, value_bits):
-    """Packs the values of largest |v| of each chunk of a vector, float32 `[n]`, and their places; returns it as `Packed`.
+    """Packs the values of largest |v| in each chunk of a vector, float32 `[n]`, and their indices; returns it as `Packed`.
 
-    The vector is cut into equal chunks of c ≤ chunk_size values, with zeros behind its end. Of each k = top × c / chunk_size
-    values are sent, rounded, at least one. The place of one in its chunk takes ⌈log₂ c⌉ bits, none if k = c. A value takes
+    The vector is cut into equal chunks of c ≤ chunk_size values, padded with zeros. Of each k = top × c / chunk_size
+    values are sent, rounded, at least one. An index in a chunk takes ⌈log₂ c⌉ bits, none if k = c. A value takes
     b = value_bits: with 32 it is a float32; with 2 to 8 it is rounded as by the authors of SparseLoCo (Sarfi et al. 2025,
     https://arxiv.org/abs/2508.15706; `TopKCompressor` in https://github.com/tplr-ai/templar). With the mean m and the standard
     deviation σ of all values that are sent
 
         q = round((v − m)/s) + 2^(b−1), from 0 to 2^b − 1;  s = 6 σ/2^b;
 
-    v arrives as the mean of those with the same q. These means, 2^b of float32, are sent, too, all in one tensor of bytes.
+    v arrives as the mean of the values with the same q. These means, 2^b of float32, are sent, too, all in one tensor of bytes.
 
-    If a value is not finite, none that is sent is when it is unpacked.
+    A value that is not finite makes all sent values not finite when they are unpacked.
 
     Raises:
-      UserError: for other numbers.
+      UserError: for numbers out of range.
     """
     if value_bits not in (*range(2, 9), 32) or not 1 <= top <= chunk_size <= 2**22:
         raise UserError(
@@ -206,7 +206,7 @@ def pack_sparse(vector, chunk_size, top, value_bits):
 
 
 def _to_levels(values, bits):
-    """Returns the q of values as int32 of the same shape, and the mean of those with each q, float32 `[2^bits]`."""
+    """Returns the q of values as int32 of the same shape, and the mean value of each q, float32 `[2^bits]`."""
     levels = 2**bits
     centered = values - tf.reduce_mean(values)
     deviation = tf.sqrt(tf.reduce_sum(centered**2) / max(1, values.shape.num_elements() - 1))
@@ -216,21 +216,21 @@ def _to_levels(values, bits):
 
 
 def _to_bytes(numbers, bits):
-    """Returns whole numbers below 2^bits, int32, one behind the other, as uint8 `[bytes]`."""
+    """Packs whole numbers below 2^bits, int32, into consecutive bits, uint8 `[bytes]`."""
     found = tf.reshape(tf.bitwise.right_shift(numbers[..., None], np.arange(bits, dtype=np.int32)) & 1, [-1])
     eights = tf.reshape(tf.pad(found, [[0, -found.shape[0] % 8]]), [-1, 8])
     return tf.cast(tf.reduce_sum(eights * 2 ** np.arange(8, dtype=np.int32), axis=1), tf.uint8)
 
 
 def _from_bytes(sent, bits, shape):
-    """Returns the numbers that `_to_bytes` has made bytes of."""
+    """Inverts `_to_bytes`; returns the numbers, int32."""
     found = tf.reshape(tf.bitwise.right_shift(tf.cast(sent, tf.int32)[:, None], np.arange(8, dtype=np.int32)) & 1, [-1])
     numbers = tf.reshape(found[: bits * int(np.prod(shape))], [*shape, bits])
     return tf.reduce_sum(numbers * 2 ** np.arange(bits, dtype=np.int32), axis=-1)
 
 
 def _blocks(vector):
-    """Returns a vector as blocks of equal size `[blocks, size]`, a multiple of 8, with zeros behind its end; and n."""
+    """Returns a vector as zero-padded blocks of equal size `[blocks, size]`, a multiple of 8; and n."""
     n = int(vector.shape[0])
     count = -(-n // BLOCK)
     size = -(-n // (8 * count)) * 8
@@ -244,7 +244,7 @@ def _joined(blocks, n):
 
 
 def _scales(blocks, most):
-    """Returns 1/s, 0 for blocks of zeros, and s, of `most` levels on each side of 0: `[blocks, 1]` each."""
+    """Returns 1/s, 0 for blocks of zeros, and s, for `most` levels on each side of 0: `[blocks, 1]` each."""
     largest = tf.reduce_max(tf.abs(blocks), axis=1, keepdims=True)  # not finite if one of them is not
     return tf.math.divide_no_nan(float(most), largest), largest / float(most)
 
@@ -252,10 +252,10 @@ def _scales(blocks, most):
 def _uniform(shape, seed):
     """Returns numbers u in [0, 1), float32 `[blocks, size]`.
 
-    Each is uniform, and those of different blocks or seeds are independent, but within a block they have fixed places on a
-    circle, which is turned at random (Cranley & Patterson 1976, SIAM J. Numer. Anal. 13). Rounding is unbiased with any u that
-    are uniform one by one. A random number for each value takes four times as long, longer than all the rest: 8.1 ms in place
-    of 1.8 for int8 and 1.4 million values on one core.
+    Each u is uniform, and independent of those of other blocks or seeds, but a block has fixed numbers with a random shift
+    modulo 1 (Cranley & Patterson 1976, SIAM J. Numer. Anal. 13). Rounding is unbiased if each u alone is uniform. A random
+    number for each value takes four times as long, longer than all other operations: 8.1 ms instead of 1.8 for int8 and 1.4
+    million values on one core.
     """
     turned = _PLACES[: int(shape[1])] + tf.random.stateless_uniform([int(shape[0]), 1], seed)
     return turned - tf.floor(turned)
@@ -270,23 +270,23 @@ def _uint64(number):
 
 
 class Packing:
-    """Packs the vectors of one message of a worker: `parts_of` calls it for each of them. `keep` then keeps what is not sent.
+    """Compresses the vectors of one message of a worker, called by `parts_of` for each; `keep` then updates the error feedback.
 
-    Error feedback (Seide et al. 2014; Karimireddy et al. 2019): v = g + E, C(v) is sent, E ← v − C(v). E, a vector of the
-    worker's own, is zero at first. Where rounding is unbiased there is none. If the ps drop the message, E stays as it was.
+    Error feedback (Seide et al. 2014; Karimireddy et al. 2019): v = g + E, C(v) is sent, E ← v − C(v). E, a worker-local
+    vector, is initially zero. Unbiased rounding needs no E. If the ps drop the message, E is unchanged.
 
-    If x gives what x̃ gets, x keeps what is not sent: x ← x + (e − C(e)) beside x ← x − e. So both change by the same C(e).
-    The rest stays in x − x̃, of which the next e is made.
+    If x gives C(e) to x̃, x keeps the rest: x ← x + (e − C(e)) beside x ← x − e. So both change by the same C(e). The rest
+    stays in x − x̃, the basis of the next e.
 
     Args:
       compression: a `Compression`.
-      sizes: of the pieces of x̃.
+      sizes: sizes of the pieces of x̃.
       worker: the `common.scheme.LocalParameters`.
-      next_number: function that counts the vectors that are sent in a round.
-      gives: whether x gives what x̃ gets.
+      next_number: function that counts the sent vectors of a round.
+      gives: whether x changes by −C(e) when x̃ changes by C(e).
 
     Attributes:
-      packed: how many vectors there were.
+      packed: number of compressed vectors.
     """
 
     def __init__(self, compression, sizes, worker, next_number, gives=False):
@@ -322,10 +322,10 @@ class Packing:
         return parts
 
     def keep(self, counts=None):
-        """Returns the operations of the worker that keep what is not sent, a list.
+        """Returns the worker's operations that update the error feedback, a list.
 
         Args:
-          counts: whether the ps take the message, a boolean scalar; None if they take every one.
+          counts: whether the ps accept the message, a boolean scalar; None if they never drop one.
         """
         kept = []
         for unsent, before, rest in self._unsent:
@@ -335,6 +335,6 @@ class Packing:
 
 
 def read_packed(kind, value, i):
-    """Packs what a worker reads, on the ps, which has it as piece i. Workers that read the same get the same."""
+    """Packs piece i for a pull, on its ps. Equal values give equal messages to all workers."""
     seed = tf.stack([tf.cast(tf.bitcast(tf.reduce_sum(value), tf.int32), tf.int64), tf.constant(i, tf.int64)])
     return pack(kind, value, seed)

@@ -1,6 +1,6 @@
-"""How the learning rate changes with the global step, in every scheme; and which parameters weight decay shrinks.
+"""Learning rate schedules by the global step for all schemes, and the side of weight decay, ps or worker.
 
-With a schedule, `hp.learning_rate` of a scheme is a `Rate`: a number times a factor that is computed where it is used.
+With a schedule, `hp.learning_rate` of a scheme is a `Rate`: a number times a factor computed at the place of use.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from common.data import datasets
 
 
 class Schedule:
-    """The factor of the learning rate, as a function of the global step s, the number of updates that were made before.
+    """The factor of the learning rate, as a function of the global step s, the number of previous updates.
 
     It is f(s) min(1, (s + 1)/w) for w steps of warm-up, where in a run of n updates, with p = (s − w)/(n − w) from 0 to 1,
 
@@ -28,11 +28,11 @@ class Schedule:
       warmup_steps: w.
 
     Attributes:
-      ask: function that returns n, to be set. It is called when the first factor is needed: n may not be known before. Until it
-        is set, all factors are 1: of a round that is built to be counted, and never run.
+      ask: function that returns n, to be set. It is called for the first factor, since n may be unknown before. Until it is
+        set, all factors are 1, for rounds that are built only for counting.
 
     Raises:
-      UserError: if there is no such function.
+      UserError: if the function does not exist.
     """
 
     def __init__(self, spec, warmup_steps):
@@ -48,7 +48,7 @@ class Schedule:
 
     @property
     def total(self):
-        """n, the number of updates that it was made for."""
+        """n, the number of updates of the run."""
         if self._n is None:
             self._n = self.ask()
             if self._warmup_steps >= self._n:
@@ -98,7 +98,7 @@ class Schedule:
 
 
 def schedule_of(settings):
-    """Returns the `Schedule` that the flags ask for, None if they ask for none."""
+    """Returns the `Schedule` of the flags, or None."""
     if settings.learning_rate_schedule is None and not settings.warmup_steps:
         return None
     return Schedule(settings.learning_rate_schedule, settings.warmup_steps)
@@ -109,7 +109,7 @@ _factor: contextvars.ContextVar[Any] = contextvars.ContextVar("_factor", default
 
 @contextlib.contextmanager
 def factor_is(factor):
-    """Rates that become tensors meanwhile have this factor, a scalar tensor."""
+    """Sets the factor, a scalar tensor, of `Rate`s converted to tensors in this context."""
     token = _factor.set(factor)
     try:
         yield
@@ -118,13 +118,13 @@ def factor_is(factor):
 
 
 class Rate:
-    """A learning rate under a schedule: a number times the factor, which is computed where, and when, it is used.
+    """A learning rate under a schedule: a number times the factor, computed at the place and time of use.
 
-    On a ps, in an update: of the global step that this update finds. On a worker: of the one that it pulled last. It goes where
-    a number or a scalar tensor can go: into an optimizer, into products.
+    In an update on a ps the factor is that of the current global step, on a worker that of the last pulled one. It can replace
+    a number or a scalar tensor in an optimizer or a product.
 
     Args:
-      number: the rate when the factor is 1.
+      number: the rate at factor 1.
       factor: function that returns the factor on this worker.
     """
 
@@ -166,13 +166,13 @@ class Rate:
 
 
 def hyperparameters(hp, center, local):
-    """Returns what a scheme gets as `hp`: with a schedule its learning rates are `Rate`s.
+    """Returns the argument `hp` of a scheme; with a schedule its learning rates are `Rate`s.
 
-    Center or local get the weight decay, center the optimizer of tables (`--table_optimizer`), and local learns `hp.window` and
-    whether to pull ahead (`hp.overlap`, if there is such a flag).
+    It also sets the weight decay of center or local, the optimizer of tables of center (`--table_optimizer`), and `hp.window`
+    and `hp.overlap` (if the scheme has this flag) of local.
 
-    `hp.optimizer_on` says on which side the optimizer of the scheme's paper stands. If that is the ps, all its learning rates
-    follow the schedule, and x̃ decays. If it is the worker, only the learning rate of the local steps does, and x decays.
+    `hp.optimizer_on` is the side of the optimizer in the scheme's paper. With "ps", all learning rates follow the schedule, and
+    x̃ decays. With "worker", only the learning rate of the local steps does, and x decays.
 
     Args:
       hp: all flags as a namespace.
@@ -183,7 +183,7 @@ def hyperparameters(hp, center, local):
     local.overlap, local.window = bool(values.get("overlap")), values.get("window", 1)
     of_worker = "learning_rate" if values.get("local_learning_rate") is None else "local_learning_rate"
     is_on_worker = values.get("optimizer_on") == "worker"
-    own = values.get("learning_rates") or []  # of each worker, which scales its own part of a sum
+    own = values.get("learning_rates") or []  # one per worker, for its own part of a sum
     if not is_on_worker and own:
         values["learning_rate"] = sum(own)
     if center.schedule is not None:
@@ -212,14 +212,14 @@ def hyperparameters(hp, center, local):
 
 
 class _Changing(Settings):
-    """What a scheme gets as `hp` if workers come and go."""
+    """The argument `hp` of a scheme in an elastic run."""
 
     @property
     def num_workers(self):
-        """n, how many workers there were when `local.compare(center)` read x̃ last, a float32 scalar on this worker.
+        """n, the number of workers at the last `local.compare(center)`, a float32 scalar on this worker.
 
         Raises:
-          UserError: if the scheme has not compared before.
+          UserError: if the scheme has not called `compare` before.
         """
         if self._local.present is None:
             raise UserError(
@@ -229,13 +229,13 @@ class _Changing(Settings):
 
 
 def check_rates(center, last):
-    """Raises a `UserError` if a scheme is built otherwise than its learning rates and its weight decay need.
+    """Raises a `UserError` if a scheme does not meet the requirements of its schedule and weight decay.
 
     Args:
       center: the `common.scheme.GlobalParameters`.
       last: the global step to stop at.
     """
-    if center.schedule is not None and center.schedule.total != last:  # it has asked too early
+    if center.schedule is not None and center.schedule.total != last:  # n was asked for too early
         raise UserError("a scheme must say before its first step how its workers wait, as with center.together(local)")
     if center.decay is not None and not center.has_decayed:
         raise UserError(

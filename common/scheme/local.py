@@ -1,4 +1,4 @@
-"""x, a worker's own parameters: pull, train a window, and the worker's other vectors."""
+"""x, a worker's local parameters: pull, local training of a window, and further local vectors."""
 
 import contextlib
 import math
@@ -24,41 +24,41 @@ from common.scheme.steps import (
 )
 from common.scheme.tables import ROW_BY_ROW, SCHEMES, Window, found_by
 
-STATE_SAMPLES = 2000  # with so many the moving means of a model are estimated anew, where it is evaluated
+STATE_SAMPLES = 2000  # sample size for re-estimating the moving means at evaluation
 
 
 class LocalParameters:
-    """x: a worker's own copy of the parameters, and what its model needs to compute gradients there.
+    """x: a worker's copy of the parameters, and its model's state for computing gradients.
 
-    It begins as a copy of x̃, so the global variables have to be initialized before the local ones.
+    Its initial value is a copy of x̃, so the global variables must be initialized before the local ones.
 
     Args:
       center: the `common.scheme.GlobalParameters`.
       model: a `common.models.Model`.
-      batches: gives the next samples, see `common.data.Batches`.
-      name: variable scope; different for each worker, since the ps know what they remember of it by this name.
-      index, num_workers: which worker of how many this is.
-      delay: seconds that each call of `train` takes longer, to see what a slow worker does.
-      clip_norm: the largest norm of the gradient of a step; a longer one is scaled down to it. None lets all be.
-      kept: variables, see `GlobalParameters.keep`: where the state of this worker's model begins, in place of the model's own.
-      samples_of_each: how many samples each worker has, a list; None in it if they never end. None: all have equally many.
-      begin_workers: if workers come and go, how many of them the run begins with, as an attribute, too; None elsewhere.
-      must_be_finite: whether `train` fails, before others get anything of it, when its loss or gradient is not finite, see
-        `common.core.must_be_finite`; else it goes on with that.
+      batches: source of the next samples, see `common.data.Batches`.
+      name: variable scope, unique per worker, since the ps name their records of a worker by it.
+      index, num_workers: number of this worker, and number of workers.
+      delay: extra seconds per call of `train`, to simulate a straggler.
+      clip_norm: the largest norm of a step's gradient; a longer one is scaled down to it. None for no clipping.
+      kept: variables with the initial state of this worker's model, see `GlobalParameters.keep`; empty for the model's own.
+      samples_of_each: number of samples of each worker, a list; None in it for an endless stream. None: the same for all.
+      begin_workers: initial number of workers of an elastic run, also an attribute; None in other runs.
+      must_be_finite: whether `train` fails on a loss or gradient that is not finite, before others get its results, see
+        `common.core.must_be_finite`; otherwise it goes on.
 
     Attributes:
       value: x, a variable `[size]`.
-      state: variables of the model that are not trained.
+      state: untrained variables of the model.
       optimizers: the `common.scheme.Optimizers` that change x.
-      windows: how many calls of `train` there were.
+      windows: number of calls of `train`.
       decay: η λ of weight decay in each local step, see `train`; None for none.
-      overlap: whether `pull` is `pull_ahead`, as `--overlap` says.
-      copies: the names of the vectors that begin as x does, see `copy`.
+      overlap: whether `pull` is `pull_ahead`, from `--overlap`.
+      copies: the names of the vectors with the initial value of x, see `copy`.
       dynamic: the `common.scheme.Dynamic` of this worker, if it has one.
       window: local steps between two pulls, if there are tables; `common.scheme.hyperparameters` sets it.
-      local_steps: how many the calls of `train` have had together; of `dynamic`, the most.
-      steps_per_update: how many of these each update of this worker is made of, a `Fraction`; None before a round is built.
-      present: where workers come and go, how many there were when `compare` read x̃, a float32 variable; None elsewhere.
+      local_steps: total local steps of all calls of `train`; with `dynamic`, the maximum.
+      steps_per_update: local steps per update of this worker, a `Fraction`; None before a round is built.
+      present: in an elastic run, the number of workers at the last read of `compare`, a float32 variable; None elsewhere.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class LocalParameters:
         self.steps_per_update: Any = None
         self.tables, self.find, self.window = center.tables, center.find, 1
         self._window: Any = None
-        self._left = 0  # local steps for which there are rows
+        self._left = 0  # remaining local steps with pulled rows
 
     def window_of_tables(self, steps=None):
         """Returns the `common.scheme.Window` for the next pull; None if there are no tables. `steps` as of `pull`."""
@@ -127,11 +127,11 @@ class LocalParameters:
         return self._window
 
     def told_of_tables(self):
-        """Returns tensors from which `common.scheme.what_travelled` tells what this worker pulled."""
+        """Returns the tensors for `common.scheme.what_travelled`."""
         return self._window.told() if self._window else ()
 
     def _only_vector(self, word):
-        """Raises a `UserError` if there are tables, for what works with all parameters of a worker."""
+        """Raises a `UserError` if there are tables, for features that need all parameters on the worker."""
         if self.tables:
             raise UserError(
                 f"{word} needs all parameters on the worker, but tables (common.Embedding) are on the ps: use another scheme, "
@@ -139,37 +139,37 @@ class LocalParameters:
             )
 
     def state_at(self, parameters):
-        """Returns the state of the model, tensors, at parameters `[size]` that are not x, as x̃; see `Model.state_at`."""
+        """Returns the model state, tensors, at parameters `[size]` other than x, such as x̃; see `Model.state_at`."""
         count = math.ceil(min(self.batches.num_samples, STATE_SAMPLES) / self.batches.batch_size)
         state = [v.read_value() for v in self.state]
         with found_by(self.find):
             return self.model.state_at(parameters, state, lambda k: self.batches.samples(self.batches.batch(k)), count)
 
     def note(self, step):
-        """Keeps a global step that was pulled, for the schedule of the learning rate; returns operations, none without one."""
+        """Stores the pulled global step for the learning rate schedule; returns operations, none without a schedule."""
         if self._schedule is None or self._counts_updates:
             return []
         return [self._known_step.assign(step, read_value=False)]
 
     def counts_updates_in(self, variable):
-        """From now on the schedule goes by this variable, not by the pulled step, and each local step is one more update."""
+        """Makes the schedule follow this variable, not the pulled step; each local step then counts as one more update."""
         self._known_step, self._counts_updates = variable, True
 
     def factor(self):
-        """Returns the schedule's factor of the learning rate, a scalar tensor, at the global step that was pulled last."""
+        """Returns the schedule's learning rate factor, a scalar tensor, at the last pulled global step."""
         with tf.control_dependencies(None), tf.control_dependencies(before_local()), tf.device(self.value.device):
             step = self._known_step.read_value()
             goes_with_step(step.op)  # or the next pull might note its own step before it is read
             return self._schedule(step)
 
     def _scheduled(self, t=None):
-        """Returns a context in which learning rates are those of a window, or of its local step t if that is an update."""
+        """Returns a context with the learning rates of a window, or of its local step t if local steps count as updates."""
         if self._schedule is None or (t is not None) != self._counts_updates:
             return contextlib.nullcontext()
         return factor_is(self.factor() if t is None else self._schedule(self._known_step.read_value() + tf.cast(t, tf.int64)))
 
     def vector(self, name, size=None):
-        """Returns a vector `[size]` of this worker's own, a variable, zero at first; the same one for the same name.
+        """Returns a worker-local vector `[size]`, a variable, initially zero; the same one for the same name.
 
         Its size is that of x, unless one is given.
         """
@@ -177,13 +177,13 @@ class LocalParameters:
         return self._own_vector(name, lambda: tf.zeros([size or self.model.size]))
 
     def copy(self, name):
-        """Returns a vector `[size]` of this worker's own that begins as x does, as a copy of x̃; else as `vector`."""
+        """Returns a worker-local vector `[size]` as `vector`, but initially a copy of x̃, like x."""
         self._only_vector("local.copy")
         self.copies.add(name)
         return self._own_vector(name, lambda: self.value.initial_value)
 
     def begins_as(self, variable, value, step):
-        """Returns which of x̃, `value`, and the global step a variable of this worker's begins as; None if as neither."""
+        """Returns the initial value of a worker variable, if it is x̃, `value`, or the global step, `step`; else None."""
         ahead, ahead_step, _ = self._read_ahead or (None, None, None)
         if any(variable is each for each in (self.value, ahead, *(self._vectors[name] for name in self.copies))):
             return value
@@ -196,7 +196,7 @@ class LocalParameters:
         return self._vectors[name]
 
     def counter(self, name):
-        """Returns a whole number of this worker's own, an int64 variable, 0 at first; the same one for the same name."""
+        """Returns a worker-local counter, an int64 variable, initially 0; the same one for the same name."""
         if name not in self._counters:
             with tf.control_dependencies(None), tf.variable_scope(self.name):
                 self._counters[name] = local_variable(name, tf.zeros([], tf.int64))
@@ -250,10 +250,10 @@ class LocalParameters:
         return Step((self.value.assign(value, read_value=False), *self.note(step), *rows), pulled=step)
 
     def pull_ahead(self, center):
-        """x ← x̃ as it was at the pull before, which has read it for this one; and this one reads it for the next.
+        """x ← x̃ as prefetched by the previous pull; this pull prefetches x̃ for the next one.
 
-        So the worker goes on while x̃ is on its way, and x lacks what it has pushed since the pull before. At first x is x̃. One
-        message from each ps.
+        So the transfer of x̃ overlaps with the worker's steps, and x lacks the worker's own pushes since the previous pull. The
+        first pull gets the initial x̃ of the session. One message from each ps.
         """
         if self.tables:
             raise UserError("--overlap: rows of tables (common.Embedding) are not pulled ahead: leave it out")
@@ -285,9 +285,9 @@ class LocalParameters:
         return Step((*changed, *on_ps, *kept), pulled=pulled, ahead=ReadAhead(x, at, keep))
 
     def compare(self, center):
-        """d ← x − x̃, which is in `difference` afterwards. One message from each ps.
+        """`difference` ← x − x̃. One message from each ps.
 
-        Where workers come and go, it also counts those that are there at that moment; a scheme finds them as `hp.num_workers`.
+        In an elastic run it also counts the present workers, for `hp.num_workers`.
         """
         self._only_vector("local.compare")
         value, step = center.read(packed=True)
@@ -305,12 +305,12 @@ class LocalParameters:
     def add(self, difference):
         """x ← x + difference, a tensor `[size]`."""
         self._only_vector("local.add")
-        with tf.control_dependencies(made_with(self, "give")):  # what is added first decides how sums are rounded
+        with tf.control_dependencies(made_with(self, "give")):  # a fixed order of additions, for reproducible rounding
             changed = self.value.assign_add(difference, read_value=False)
         return Step((changed,), done=((self, "take"),))
 
     def check_round(self, name, words):
-        """Raises a `UserError` if x keeps what `center.add` does not send, and has not changed by what it does."""
+        """Raises a `UserError` if x keeps the compression error of `center.add` without a matching `local.add`."""
         if "give" in words and "take" not in words:
             raise UserError(
                 f"{name}: with --compress, x keeps what center.add(e) does not send: yield center.add(e) + local.add(-e), or "
@@ -318,10 +318,10 @@ class LocalParameters:
             )
 
     def assign(self, vector, value, part=None):
-        """vector ← value, a tensor `[size]`, of a vector of this worker's own, or of a part of it, a slice.
+        """vector ← value, a tensor `[size]`, for a worker-local vector, or for a slice of it, `part`.
 
         Raises:
-          UserError: if it is none.
+          UserError: if `vector` is not a worker-local vector.
         """
         if not hasattr(vector, "assign"):
             raise UserError(f"local.assign changes a vector that local.vector(name) has returned, not {vector!r:.60}")
@@ -332,15 +332,15 @@ class LocalParameters:
     def train(self, window, optimizer, at=None, accumulate=False):
         """`window` local steps in one call: g ← gradient of the next batch's mean loss; x ← optimizer(x, g).
 
-        The sum of the g, each taken where the walk then stood, and clipped if `clip_norm` says so, is in `gradient` afterwards.
-        With weight decay λ on the worker it is x ← x − η λ x before each step, see `GlobalParameters.apply`.
+        `gradient` is then the sum of the g, each computed at the x of its step and clipped to `clip_norm`. With weight decay λ
+        on the worker x ← x − η λ x precedes each step, see `GlobalParameters.apply`.
 
         Args:
-          window: number of steps; `dynamic.steps` of `center.dynamic` if that is to depend on the worker's speed.
+          window: number of steps; `dynamic.steps` with `center.dynamic`, for a number by the worker's speed.
           optimizer: a `tf.train.Optimizer`, whose slots stay on this worker; or a function of g `[size]` that returns the
-            operation which changes x.
-          at: function of x that gives the point at which the gradient is taken; x itself by default.
-          accumulate: adds the g to what is in `gradient`, instead of to zero.
+            operation for changing x.
+          at: function of x that returns the point of the gradient; x itself by default.
+          accumulate: whether the g are added to the present `gradient`, instead of to zero.
         """
         self.windows += 1
         if self.tables:
@@ -375,7 +375,7 @@ class LocalParameters:
             samples = spent("input", lambda: self.batches.samples(own), own)
             loss, g, of_rows = self._loss_and_gradient(at(present) if at else present, *samples)
             first = [g, *begun] if window == 1 else [g]  # x is read before it is written
-            if self._counts_updates or of_rows:  # others get it in this local step, or it is not in the sum of the g
+            if self._counts_updates or of_rows:  # other workers get g in this step, or rows are not in the sum of the g
                 first += self._checked(loss, g, *(values for values, _ in of_rows))
             with tf.control_dependencies(first), self._scheduled(t):
                 return loss, g, change(g, of_rows)
@@ -393,7 +393,7 @@ class LocalParameters:
                 # An unrolled window would cost tens of seconds of graph optimization. An optimizer's slots cannot be
                 # created inside the loop, hence the call beforehand, whose operation is never run.
                 change(before)
-                with tf.control_dependencies(begun):  # nothing else in a loop waits for what is outside of it
+                with tf.control_dependencies(begun):  # the loop body has no other dependency on operations outside of it
                     zero = tf.constant(0)
                 walk = tf.while_loop(lambda t, *_: t < window, next_step, (zero, before, 0.0), parallel_iterations=1)
                 changed, total, loss = walk
@@ -407,11 +407,11 @@ class LocalParameters:
         return Step((self._gradient.assign(total, read_value=False), loss.op, changed, *checked, *timed), (loss,))
 
     def _checked(self, loss, *gradients):
-        """Returns the operations that must end before others get what a local training has come to."""
+        """Returns the finiteness checks that must end before others get the results of a local training."""
         return [must_be_finite(loss, gradients)] if self._must_be_finite else []
 
     def _check_tables(self, window, optimizer, at, accumulate):
-        """Raises a `UserError` if rows of tables cannot be trained so."""
+        """Raises a `UserError` for arguments of `train` that tables do not support."""
         if at is not None or not isinstance(optimizer, tf.train.Optimizer):
             self._only_vector("local.train with `at`, or with a function in place of an optimizer,")
         if self._window is None:
@@ -435,7 +435,7 @@ class LocalParameters:
             )
 
     def _change_rows(self, optimizer, g, of_rows):
-        """x ← optimizer(x, g), and so the rows; their gradients are added up. Returns the operation."""
+        """x ← optimizer(x, g), likewise for rows; sums the row gradients. Returns the operation."""
         pairs, added = [(g, self.value)], []
         for own, (values, at) in zip(self._window.own, of_rows, strict=True):
             pairs.append((tf.IndexedSlices(values, at), own.rows))
@@ -445,7 +445,7 @@ class LocalParameters:
             return optimizer.apply_gradients(pairs)
 
     def apply(self, optimizer, g):
-        """x ← optimizer(x, g), for a function that `train` gets. The optimizer's slots stay on this worker."""
+        """x ← optimizer(x, g), for use in a function passed to `train`. The optimizer's slots stay on this worker."""
         optimizer = self.optimizers.use(optimizer)
         with tf.variable_creator_scope(make_local):  # its slots
             return optimizer.apply_gradients([(g, self.value)])
@@ -465,7 +465,7 @@ class LocalParameters:
         return self.value.assign_sub(factor * self.value.read_value(), read_value=False)
 
     def optimizer(self, hp):
-        """Returns the optimizer that `--local_optimizer` names, for `train`."""
+        """Returns the optimizer of `--local_optimizer`, for `train`."""
         rate = hp.local_learning_rate or hp.learning_rate
         if hp.local_optimizer == "momentum":
             return tf.train.MomentumOptimizer(rate, hp.local_momentum)

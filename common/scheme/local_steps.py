@@ -1,4 +1,4 @@
-"""How many local steps each worker makes, by its speed: dynamic local updates (Liu et al. 2024, arXiv:2401.09135)."""
+"""Local steps of each worker by its speed: dynamic local updates (Liu et al. 2024, arXiv:2401.09135)."""
 
 import time
 
@@ -7,16 +7,16 @@ from common.core import UserError
 from common.data import local_variable
 from common.scheme.steps import Step
 
-FADE = 0.9  # of what is known of a worker's speed, with each of its trainings
-ODD = 1000.0  # times as long as trainings before took one only by a clock that was set
+FADE = 0.9  # decay of a worker's speed measurements per local training
+ODD = 1000.0  # a training this many times longer than earlier ones indicates an adjusted clock
 
 
 class Dynamic:
     """Worker i makes H_i = max(1, ⌊H v_i / max_j v_j⌋) local steps, so that all come back after about the same time.
 
-    v_i, local steps per second, is measured by the worker itself in its trainings, the last ones counting most. The ps of the
-    global step keeps what each worker has told last. Until a worker has trained once, H_i = H. It is `center.exact`'s push that
-    counts the local steps, since the number of updates no longer says how many there were.
+    v_i, local steps per second, is a moving average of the worker's own measurements. The ps of the global step keeps the last
+    report of each worker. Until a worker's first training, H_i = H. The push of `center.exact` counts the local steps, since
+    they no longer follow from the number of updates.
 
     Args:
       center: the `common.scheme.GlobalParameters`.
@@ -48,14 +48,14 @@ class Dynamic:
         return tf.raw_ops.MutableHashTableV2(key_dtype=tf.int64, value_dtype=tf.float32, shared_name="speeds")
 
     def leave(self):
-        """The operation of a worker that leaves for good: the others go by its speed no more."""
+        """Returns the operation that removes the speed of a worker that leaves for good."""
         with tf.device(self._center.step.device):
             key = tf.constant([self._local.index], tf.int64)
             return tf.raw_ops.LookupTableRemoveV2(table_handle=self._speeds(), keys=key)
 
     @property
     def steps(self):
-        """H_i as `choose` chose it last, an int32 scalar: for `local.train`."""
+        """H_i from the last `choose`, an int32 scalar, for `local.train`."""
         return self._chosen.read_value()
 
     def choose(self):
@@ -74,7 +74,7 @@ class Dynamic:
         return Step((self._chosen.assign(steps, read_value=False), told), done=((self, "choose"),))
 
     def begin(self, steps, delay):
-        """A training of so many steps begins; its `--delays` are for H steps, and shorter for fewer. Returns the time."""
+        """Begins a training of `steps` steps, with a share of the delay for H steps; returns the time after it."""
         began = tf.timestamp()
         with tf.control_dependencies([began]):
             slept = [tf.py_func(lambda n: time.sleep(delay * n / self.most), [steps], [])] if delay else []
@@ -82,10 +82,10 @@ class Dynamic:
             return tf.identity(began)
 
     def end(self, steps, began, after):
-        """It has ended, after these operations. Returns operations that note what it tells of the worker's speed."""
+        """Ends a training after these operations; returns operations that record the worker's speed."""
         with tf.control_dependencies(after):
             seconds = tf.cast(tf.timestamp() - began, tf.float32)
-            # The clock may have been set meanwhile: then it took as long as before.
+            # The clock may have been adjusted: then assume the earlier speed.
             before = tf.cast(steps, tf.float32) * tf.math.divide_no_nan(self._seconds.read_value(), self._steps.read_value())
             is_odd = tf.logical_or(seconds < 0, tf.logical_and(before > 0, seconds > ODD * before))
             seconds = tf.where(is_odd, before, seconds)
@@ -95,12 +95,12 @@ class Dynamic:
         return [*noted, *(v.assign_add(tf.cast(steps, tf.int64), read_value=False) for v in (self.made, self._uncounted))]
 
     def take(self):
-        """Returns how many local steps there were since the last call of this, and the operation that begins to count anew."""
+        """Returns the number of local steps since the last call, and the operation that resets it."""
         new = self._uncounted.read_value()
         with tf.control_dependencies([new]):
             return tf.identity(new), self._uncounted.assign(tf.zeros([], tf.int64), read_value=False)
 
     def check_round(self, name, words):
-        """Raises a `UserError` if an update does not count the local steps that it is made of."""
+        """Raises a `UserError` if an update does not count its local steps."""
         if words.count("count") != words.count("change"):
             raise UserError(f"{name}: center.dynamic needs center.exact, whose push counts the local steps")

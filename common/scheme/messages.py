@@ -1,4 +1,4 @@
-"""A scheme's messages, cut into parts for the ps: a vector of any dtype, `tf.IndexedSlices`, a scalar, or a tuple of these."""
+"""A scheme's messages, sharded for the ps: a vector of any dtype, `tf.IndexedSlices`, a scalar, or a tuple of these."""
 
 from common import tf
 from common.core import UserError
@@ -6,16 +6,16 @@ from common.scheme.compression import Packed, PackedPieces
 
 
 def parts_of(message, sizes, pack=None):
-    """Cuts a message: returns a list with one part of the same form per piece of x̃.
+    """Shards a message: returns a list with one part of the same form per piece of x̃.
 
     Args:
-      message: a tensor `[size]`, of which each piece gets its part; `tf.IndexedSlices` of such a vector, of which each piece
-        gets those that lie in it, with indices into it; a scalar, which all get; or a tuple of messages.
-      sizes: of the pieces.
-      pack: function that makes the parts of a vector of float32, in place of slices of it.
+      message: a tensor `[size]`, split by piece; `tf.IndexedSlices` of such a vector, split by piece with indices into the
+        piece; a scalar, sent to all; or a tuple of messages.
+      sizes: sizes of the pieces.
+      pack: function that returns the parts of a float32 vector, in place of slices of it.
 
     Raises:
-      UserError: if it is something else.
+      UserError: for any other message.
     """
     if isinstance(message, tuple):
         return list(zip(*(parts_of(each, sizes, pack) for each in message), strict=True))
@@ -46,7 +46,7 @@ def _slices(message, sizes):
         return [tf.IndexedSlices(tf.identity(message.values), tf.identity(message.indices))]
     parts, start = [], 0
     for i, size in enumerate(sizes):
-        # An index that is in no piece goes to the first or the last, where TensorFlow raises an error for it.
+        # An index out of range goes to the first or the last piece, where TensorFlow raises an error for it.
         own = (message.indices >= start) | (i == 0)
         own &= (message.indices < start + size) | (i == len(sizes) - 1)
         values, indices = tf.boolean_mask(message.values, own), tf.boolean_mask(message.indices, own) - start
@@ -56,13 +56,13 @@ def _slices(message, sizes):
 
 
 def tensors_of(part):
-    """Returns the tensors that a part of a message is made of, a list."""
+    """Returns the tensors of a message part, a list."""
     found = tf.nest.flatten(part, expand_composites=True)
     return [tensor for each in found for tensor in (each.tensors if isinstance(each, Packed) else [each])]
 
 
 def arrived(part):
-    """Returns a part of a message as it is on the present device, unpacked."""
+    """Returns a message part, unpacked, on the current device."""
 
     def here(each):
         return each.unpacked() if isinstance(each, Packed) else tf.identity(each)
@@ -71,7 +71,7 @@ def arrived(part):
 
 
 class AtUpdate:
-    """Values on a ps at the moment of the update, for one piece of x̃: a function that runs there gets them.
+    """Values on a ps at the time of the update, for one piece of x̃: the argument of functions that run there.
 
     Args:
       center: the `common.scheme.GlobalParameters`.
@@ -81,12 +81,12 @@ class AtUpdate:
     Attributes:
       size: of the piece.
       value: this piece of x̃, a tensor `[size of the piece]`.
-      pulled: the same as this worker has pulled it; with `center.exact(local, "value")`.
+      pulled: the same at this worker's last pull; with `center.exact(local, "value")`.
       staleness: float32 scalar, updates by others since this worker's pull; with `center.exact(local, "step")`.
-      number: int64 scalar, of this update, from 1 on, the same on all ps; with `center.exact(local, "step")`.
+      number: int64 scalar, the number of this update, from 1 on, the same on all ps; with `center.exact(local, "step")`.
 
     Raises:
-      UserError: when one is asked for that is not there.
+      UserError: on access to an unavailable attribute.
     """
 
     def __init__(self, center, i, pulled=None, staleness=None, step=None):
@@ -94,7 +94,7 @@ class AtUpdate:
 
     @property
     def is_of_table(self):
-        """Whether this is no piece of the vector x̃, but of a table, of which rows arrive."""
+        """Whether this is a piece of a table, not of the vector x̃, so that rows arrive."""
         return self._i >= len(self._center.sizes)
 
     def _piece(self, name):
@@ -107,7 +107,7 @@ class AtUpdate:
         return self._center.sizes[self._piece("size")]
 
     def slot(self, name):
-        """Returns this piece of a further global vector, a variable, see `GlobalParameters.slot`."""
+        """Returns this piece of a global slot vector, a variable, see `GlobalParameters.slot`."""
         return self._center.slot(name)[self._piece("slot")]
 
     @property
@@ -133,16 +133,16 @@ class AtUpdate:
 
 
 def gradient_of(part, at_ps, at_update, name="at_ps"):
-    """Returns the gradient that a ps makes of the part that has arrived: `at_ps(part, at_update)`, or the part itself.
+    """Returns the gradient on a ps from an arrived message part: `at_ps(part, at_update)`, or the part itself.
 
     Raises:
-      UserError: if that is none.
+      UserError: if the result is not a gradient of the piece.
     """
     if at_update.is_of_table:
         values = at_ps(part.values, at_update) if at_ps else part.values
         return tf.IndexedSlices(values, part.indices)
     gradient = at_ps(part, at_update) if at_ps else part
-    if hasattr(gradient, "read_value"):  # as what `slot.assign(...)` returns
+    if hasattr(gradient, "read_value"):  # such as the result of `slot.assign(...)`
         gradient = gradient.read_value()
     by = f"`{name}` must return" if at_ps else "without `at_ps`, a message is"
     if not isinstance(gradient, (tf.Tensor, tf.IndexedSlices)) or gradient.dtype != tf.float32:

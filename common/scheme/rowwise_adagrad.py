@@ -1,4 +1,4 @@
-"""Adagrad with one number for each row of a table, in place of one for each parameter."""
+"""Adagrad with one accumulator per row of a table, instead of one per parameter."""
 
 from common import tf
 from common.core import UserError
@@ -7,15 +7,15 @@ from common.core import UserError
 class RowwiseAdagrad(tf.train.Optimizer):
     """G_r ← G_r + mean_j g_rj²;  x_r ← x_r − η g_r / (√G_r + ε), for the rows r of a table that have a gradient.
 
-    G is 0 at first, and ε is 1e-10, as in the authors' code (`optim/rwsadagrad.py` of facebookresearch/dlrm). So what is kept
-    beside a table of width w is 1/w of it. Three operations one after the other: where two workers push the same row at the
-    same time, both may find a G that has the squares of both.
+    G is initially 0, and ε is 1e-10, as in the authors' code (`optim/rwsadagrad.py` of facebookresearch/dlrm). So the slots of
+    a table of width w take 1/w of its memory. The three operations are not atomic together: two concurrent pushes of a row may
+    both read a G with the squares of both.
 
     Args:
       learning_rate: η, a number or tensor.
     """
 
-    initial_value = 0.0  # of G
+    initial_value = 0.0  # initial G; `initial_of` of unbounded.py reads it
 
     def __init__(self, learning_rate, name="RowwiseAdagrad"):
         super().__init__(use_locking=False, name=name)

@@ -1,4 +1,4 @@
-"""The steps of a scheme, and how they become calls of a session: one at a time, several rounds, a loop.
+"""The steps of a scheme and their compilation into session calls: one at a time, several rounds, a loop.
 
 A scheme is a generator function `scheme(center, local, hp)`. It gets the global parameters x̃ (center.py), this worker's local
 ones x (local.py) and the hyperparameters, and yields the `Step`s of one round in their order: a step begins when the one
@@ -20,19 +20,19 @@ from common.core import UserError
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a round: operations and their results. `one + other` is a step that does both at once.
+    """One step of a round: operations and their results. `one + other` is a step that runs both concurrently.
 
     Attributes:
       operations: a tuple.
       losses: scalar tensors, the mean loss of each local training.
-      pulled: the global step at which x̃ was read, an int64 scalar like the next two; None if it was not.
+      pulled: the global step at which x̃ was read, an int64 scalar like the next two; None for a step without a read.
       updated: the global step after this worker's update of x̃; equal to `step_before` if its gradient was dropped.
-      step_before: the newest update that the worker knew of before its own. None: the one that it pulled, and its own since.
+      step_before: the newest update known to the worker before its own. None: the pulled step plus its own updates since.
       training_ended: whether another worker has ended the training; None if the step does not ask.
       may_go_on: whether this step would end at once; None if it never waits.
-      ahead: what this step has read for the next of its kind, a `ReadAhead`; None if it has read nothing ahead.
-      kept: those of the operations, on the worker, that come after the ps have taken or dropped its message: until the worker
-        reads x̃ again it does not wait for them.
+      ahead: the prefetch for the next step of its kind, a `ReadAhead`; None without prefetch.
+      kept: the worker's operations that run after the ps have accepted or dropped its message; the worker does not wait for
+        them before its next read of x̃.
       done: pairs (object, word), as (pace, "tick"). The object's `check_round` gets the words of a round.
     """
 
@@ -49,7 +49,7 @@ class Step:
 
     @property
     def part(self):
-        """The part of a round to which the time of this step belongs, one of `PARTS`."""
+        """The part of a round in the timing of this step, one of `PARTS`."""
         if self.losses:
             return "train"
         if self.may_go_on is not None:
@@ -80,7 +80,7 @@ class Step:
         return Step(**both)
 
     def fetches(self):
-        """Returns the fields that are not None, as {name: what to fetch in a session}; `loss` is the mean of the losses."""
+        """Returns the session fetches of the fields that are not None, {name: fetch}; `loss` is the mean of the losses."""
         found = {name: getattr(self, name) for name in ("operations", "pulled", "updated", "step_before")}
         if self.losses:
             found["loss"] = tf.add_n(self.losses) / len(self.losses) if len(self.losses) > 1 else self.losses[0]
@@ -88,46 +88,46 @@ class Step:
 
 
 class ReadAhead(NamedTuple):
-    """x̃ as a step has read it for a later one, which alone waits until it has arrived."""
+    """A prefetch of x̃ by a step for a later step; only the later step waits for its arrival."""
 
     value: Any  # a tensor `[size]` on the worker
     step: Any  # the global step at which it was read, an int64 scalar on the ps
-    keep: Any  # function of how many updates this worker has made since: operations after which another call finds it
+    keep: Any  # function of the number of this worker's updates since; returns operations that keep it for the next call
 
 
 class Rounds(NamedTuple):
-    """Some rounds of a scheme as one call of a session: what to fetch."""
+    """The fetches of one session call for some rounds of a scheme."""
 
     operations: Any
     loss: Any  # mean over the local trainings
     steps: Any  # int64 [updates, 2]: the newest update by others that the worker knew, and its own update, as global steps
-    training_ended: Any = ()  # whether another worker has ended the training, if that can be
+    training_ended: Any = ()  # whether another worker has ended the training, if the scheme's steps ask
     parts: Any = ()  # {part: seconds} of the last round, if the rounds are timed
-    # This worker's in its session, and those of all updates so far, where `center.dynamic` chooses them. If only the number of
-    # gradients of an update changes, the first is -1.
+    # With `center.dynamic`: this worker's local steps in its session, and the local steps of all updates so far. If only the
+    # number of gradients per update varies, the first is -1.
     local_steps: Any = ()
 
 
-# Of a round: drawing the batches; reading x̃; gradients and local steps; what is sent, until the ps have applied it; until the
-# others are there; the mean among the workers.
+# Parts of a round: drawing the batches; reading x̃; gradients and local steps; sending, until the ps have applied the message;
+# waiting at a barrier; the all-reduce among the workers.
 PARTS = ("input", "pull", "train", "push", "wait", "all-reduce")
 
 
 class _Round:
-    """The round that is being built: what its next step comes after, which optimizers it has used, which steps are made."""
+    """State of the round under construction: dependencies of its next step, used optimizers, created steps."""
 
     def __init__(self, here, there, blocking, local=None):
-        self.local = local  # whose round it is
-        self.num_packed = 0  # vectors that it has packed, see `common.scheme.compression`
-        self.reads: list[Any] = []  # of variables of the worker's, see `goes_with_step`
+        self.local = local  # the worker of the round
+        self.num_packed = 0  # number of compressed vectors so far, see `common.scheme.compression`
+        self.reads: list[Any] = []  # reads of the worker's variables, see `goes_with_step`
         self.operations = here + there
         self.here = here
         self.blocking = blocking
-        self.timer: _Timer | None = None  # of a round that is timed
+        self.timer: _Timer | None = None  # only in a timed round
         self.optimizers: dict[int, list[Any]] = {}
         self.made: list[Step] = []
-        self.is_call = False  # whether all its steps are one call
-        self.ahead: ReadAhead | None = None  # of an earlier step of the call
+        self.is_call = False  # whether all its steps run in one call
+        self.ahead: ReadAhead | None = None  # prefetch by an earlier step of the call
 
 
 _round: contextvars.ContextVar[_Round | None] = contextvars.ContextVar("_round", default=None)
@@ -143,10 +143,10 @@ def _building(round):
 
 
 def before_read(device):
-    """Returns the operations that must end before a read on this device: earlier ones there or on a worker, and all that block.
+    """Returns the dependencies of a read on this device: earlier operations there or on a worker, and all blocking ones.
 
-    Not those on another ps: that would be a message between ps tasks, for an order that no scheme needs. A step that waits for
-    other workers blocks: reads on every ps run after it, though it waits on one.
+    Operations on other ps are excluded: they would cost a message between ps tasks for an order that no scheme needs. A step
+    that waits for other workers is blocking: reads on every ps run after it, though it waits on one ps.
     """
     round = _round.get()
     if round is None:
@@ -155,85 +155,85 @@ def before_read(device):
 
 
 def before_early_read(device):
-    """As `before_read`, but of what the ps do by themselves: such a read waits for no operation on the worker.
+    """As `before_read`, but without dependencies on the worker's operations.
 
-    So what it reads is on its way while the worker trains. It is for a read that follows on the worker's own push: that came
-    after all that the worker had to do before.
+    So the value is in transit while the worker trains. It is for a read after the worker's own push, since that push already
+    depends on the worker's earlier operations.
     """
     round = _round.get()
     return [op for op in round.operations if op.device == device or op in round.blocking] if round else []
 
 
 def before_write(device):
-    """Returns the operations that a write on a device comes after: earlier ones there. The rest comes with the message."""
+    """Returns the dependencies of a write on a device: earlier operations there. The message itself carries the others."""
     round = _round.get()
     return [op for op in round.operations if op.device == device] if round else []
 
 
 def before_local():
-    """Returns the operations on the worker that this step comes after."""
+    """Returns the dependencies of this step on the worker."""
     round = _round.get()
     return list(round.here) if round else []
 
 
 def before_all():
-    """Returns all operations that this step comes after, wherever they are."""
+    """Returns all dependencies of this step, on any device."""
     round = _round.get()
     return list(round.operations) if round else []
 
 
 def goes_with_step(read):
-    """The present step ends after this read of a variable of the worker's, too, though only a ps gets what was read."""
+    """Makes the current step end after this read of a worker variable, too, though only a ps uses the value."""
     if (round := _round.get()) is not None:
         round.reads.append(read)
 
 
 def made_with(thing, word):
-    """Returns the operations on the worker of what was made for the present step so far and has this pair in `Step.done`."""
+    """Returns the worker's operations of all steps created for the current `yield` with this pair in `Step.done`."""
     round = _round.get()
     made = [step for step in round.made if (thing, word) in step.done] if round else []
     return [op for step in made for op in step.operations if not is_on_ps(op)]
 
 
 def is_call():
-    """Returns whether the step that is being built is part of a call of several."""
+    """Returns whether the step under construction is part of a call of several steps."""
     round = _round.get()
     return bool(round and round.is_call)
 
 
 def read_ahead():
-    """Returns the `ReadAhead` of an earlier step of this call; None if there is none."""
+    """Returns the `ReadAhead` of an earlier step of this call, or None."""
     round = _round.get()
     return round.ahead if round else None
 
 
 @contextlib.contextmanager
 def outside_of_rounds():
-    """Operations built in this context come after no step, as the first value of a variable does."""
+    """Builds operations without dependencies on steps, such as the initial value of a variable."""
     with _building(None), tf.control_dependencies(None):
         yield
 
 
 def worker():
-    """Returns the `common.scheme.LocalParameters` of the worker whose round is being built; None outside of rounds."""
+    """Returns the `common.scheme.LocalParameters` of the current round's worker; None outside of rounds."""
     round = _round.get()
     return round.local if round else None
 
 
 def number_of_packed():
-    """Returns how many vectors the present round has packed before this one."""
+    """Returns the number of this vector among the compressed vectors of the round, from 0 on."""
     round: Any = _round.get()
     round.num_packed += 1
     return round.num_packed - 1
 
 
 def spent(part, make, after=()):
-    """Returns what `make()` returns, tensors on the worker; in a round that is timed, notes how long a part of a step takes.
+    """Returns the result of `make()`, tensors on the worker; a timed round records the duration of this part of a step.
 
     Args:
-      part: as "input".
+      part: name of the part, such as "input".
       make: function without arguments.
-      after: operations and tensors after which it begins.
+      after: operations and tensors that must end before it begins.
     """
     round = _round.get()
     return round.timer.spent(part, make, after) if round and round.timer else make()
@@ -242,29 +242,29 @@ def spent(part, make, after=()):
 class _Timer:
     """Timestamps of a round, on the worker.
 
-    The worker's next operations come after the timestamp of those before. Else a worker with few threads, all of them training,
-    would take it when it has trained, and what it has trained would count as the pull. Nothing else waits for a timestamp.
+    The worker's next operations depend on the timestamp of the previous ones. Otherwise a worker with few threads, all busy
+    with training, would take the timestamp late and count training time as pull time. Nothing else waits for a timestamp.
 
     Attributes:
-      begin: the operation after which the worker begins.
+      begin: the operation that starts the round on the worker.
 
     Args:
-      here, there: operations on the worker, and on the ps, that end before the round, or are on their way when it begins.
+      here, there: operations on the worker and on the ps that end before the round or are in flight when it begins.
     """
 
     def __init__(self, here, there):
         self._begin = self._stamp(here), self._stamp(there)
         self.begin = self._begin[0].op
         self._looks_at_ps = True  # until a step has trained, or ended on the worker
-        self._steps: list[tuple[Any, Any, Any]] = []  # a step, and when its operations ended on the worker, and on the ps
-        self._within: list[tuple[str, str, Any]] = []  # a part, of which other part it is a part, and its seconds, a variable
-        self._new: list[tuple[str, Any]] = []  # the same, of the present step
+        self._steps: list[tuple[Any, Any, Any]] = []  # a step, and the end times of its operations on worker and ps
+        self._within: list[tuple[str, str, Any]] = []  # a part, the enclosing part, and its seconds, a variable
+        self._new: list[tuple[str, Any]] = []  # the same, for the current step
 
     def end(self, step):
-        """This step is the next one of the round. Returns the operations on the worker after which the step behind it comes."""
+        """Adds the next step of the round; returns the worker's operations that the step after it depends on."""
         there = [op for op in step.operations if is_on_ps(op)]
         here = own_operations(step)
-        # A round that begins with a read begins when the ps is ready for it. That is noted, too, before the worker goes on.
+        # A round with a read as first step begins when the ps is ready, so that timestamp is needed before the worker goes on.
         self._looks_at_ps = self._looks_at_ps and step.ahead is None
         looks, self._looks_at_ps = self._looks_at_ps, self._looks_at_ps and not here and step.part != "train"
         ended = self._stamp(here, [self._begin[1].op] if looks and step.part != "train" else []) if here else None
@@ -283,9 +283,9 @@ class _Timer:
                 return tf.timestamp()
 
     def spent(self, part, make, after):
-        """See `spent`. A variable takes the sum, since this may be in a loop."""
+        """See `spent`. A variable accumulates the time, since this may be in a loop."""
         zero, place = tf.zeros_initializer(), [tf.GraphKeys.LOCAL_VARIABLES]
-        # A scope of its own for each: workers that are threads of one process have one graph.
+        # A separate scope each, since workers in threads of one process share a graph.
         with tf.control_dependencies(None), tf.variable_scope(None, "seconds"):
             total = tf.get_variable("total", [], tf.float64, zero, trainable=False, collections=place, use_resource=True)
         self._new.append((part, total))
@@ -294,15 +294,15 @@ class _Timer:
         with tf.control_dependencies([began]):
             made = make()
         with tf.control_dependencies(tf.nest.flatten(made)):
-            took = tf.maximum(tf.timestamp() - began, 0.0)  # the clock may be set meanwhile
+            took = tf.maximum(tf.timestamp() - began, 0.0)  # the clock may be adjusted meanwhile
         with tf.control_dependencies([total.assign_add(took, read_value=False)]):
             return tf.nest.map_structure(tf.identity, made)
 
     def seconds(self):
         """Returns {part: seconds}, float64 scalars.
 
-        The worker waits for what it has sent to a ps when it reads from there; so until then what the ps do costs no time.
-        A step that reads ahead waits for nothing but what was read ahead before.
+        The worker waits for its sent messages only at its next read from the ps; until then the ps's work costs it no time.
+        A prefetching step waits only for the previous prefetch.
         """
         found: dict[str, Any] = {step.part: tf.constant(0.0, tf.float64) for step, _, _ in self._steps}
         now, then = self._begin
@@ -324,33 +324,33 @@ class _Timer:
                 on_their_way.append(("push" if step.part == "train" else step.part, there))
             if here is not None:
                 until(step.part, here)
-        if begins_with_read:  # so does the next round
+        if begins_with_read:  # the next round begins with a read, too, and waits for the messages in flight
             for part, end in on_their_way:
                 until(part, end)
         for part, whole, total in self._within:
             with tf.control_dependencies([now]):
                 seconds = total.read_value()
             with tf.control_dependencies([seconds]), tf.control_dependencies([total.assign(0.0, read_value=False)]):
-                seconds = tf.identity(seconds)  # and the next call begins with zero
+                seconds = tf.identity(seconds)  # after the reset, so that the next call begins at zero
             found[part], found[whole] = found.get(part, 0.0) + seconds, tf.maximum(found[whole] - seconds, 0.0)
         return found
 
 
 def own_operations(step):
-    """Returns the operations of a step on the worker, after which its next step comes."""
+    """Returns the worker's operations of a step that its next step depends on."""
     return [op for op in step.operations if not is_on_ps(op) and op not in step.kept]
 
 
 def is_on_ps(operation):
-    """Whether this operation runs on a ps."""
+    """Returns whether an operation is placed on a ps."""
     return "/job:ps" in operation.device
 
 
 class Optimizers:
-    """The optimizers that change one vector. A scheme makes them in every round anew; their slots are made once.
+    """The optimizers of one vector. A scheme creates them anew in every round; their slots are created once.
 
-    The first, second, ... optimizer that a round uses has the slots of the first, second, ... of every round before. Its other
-    attributes are its own, a learning rate that is a tensor, for example.
+    The n-th optimizer of a round shares the slots of the n-th optimizer of every earlier round. Its other attributes are its
+    own, for example a learning rate tensor.
     """
 
     def __init__(self):
@@ -359,18 +359,18 @@ class Optimizers:
 
     @property
     def names(self):
-        """A set."""
+        """The names of all used optimizers, a set."""
         return {optimizer.get_name() for optimizer in [*self._in_rounds, *(own for _, own in self._by_hand)]}
 
     def use(self, optimizer, prepare=lambda optimizer: None):
-        """Returns a copy of the optimizer. It has the slots that an earlier round made for this vector at the same place.
+        """Returns a copy of the optimizer with the slots of its counterpart in earlier rounds.
 
         Args:
           optimizer: a `tf.train.Optimizer`.
-          prepare: function of the copy, called once to make slots in advance; under a condition they cannot be made.
+          prepare: function of the copy, called once to create slots in advance, since `tf.cond` branches cannot create them.
 
         Raises:
-          UserError: if it is no optimizer, not of the class that earlier rounds used here, or equal to another with slots.
+          UserError: if it is not an optimizer, not of its counterpart's class, or equal to another with slots.
         """
         if not isinstance(optimizer, tf.train.Optimizer):
             raise UserError(f"expected an optimizer of tf.train, as tf.train.AdamOptimizer(0.001), not {optimizer!r}")
@@ -401,13 +401,13 @@ class Optimizers:
 
 
 def _numbers(optimizer):
-    """The attributes that distinguish an optimizer from others of its class."""
+    """Returns the attributes that distinguish an optimizer from others of its class."""
     values = {name: value for name, value in vars(optimizer).items() if not isinstance(value, dict)}
     return type(optimizer), {name: v if isinstance(v, (int, float, str)) else id(v) for name, v in values.items()}
 
 
 def check_pieces(optimizer, pieces):
-    """Raises a `UserError` if an optimizer has changed several pieces, one by one, with numbers that they have in common."""
+    """Raises a `UserError` if an optimizer with shared scalars, as Adam's powers of β, has changed several pieces."""
     if len(pieces) > 1 and optimizer._non_slot_dict:
         raise UserError(
             f"{type(optimizer).__qualname__} keeps numbers for all parameters together, as Adam's powers of β: this push "
@@ -416,7 +416,7 @@ def check_pieces(optimizer, pieces):
 
 
 def build_steps(scheme, center, local, hp):
-    """Returns the `Step`s of one round, each to be run on its own.
+    """Returns the `Step`s of one round, to be run separately.
 
     Raises:
       UserError: if the round breaks a rule, see `build_rounds`.
@@ -431,9 +431,9 @@ def build_steps(scheme, center, local, hp):
 
 
 def steps_apart(scheme, center, local, hp):
-    """Returns a function that builds the next `Step` of a round, after some operations on the worker, when it is called.
+    """Returns a function that builds the next `Step` of a round after the given operations on the worker.
 
-    So each can be in a graph of its own, as a branch of a condition: a step there uses no tensor of the step before.
+    So each step can be in a separate graph, as a branch of a condition: it uses no tensor of the previous step.
     """
     generator, round = scheme(center, local, hp), _Round([], [], [], local)
 
@@ -446,15 +446,15 @@ def steps_apart(scheme, center, local, hp):
 
 
 def build_rounds(scheme, center, local, hp, rounds=1):
-    """Returns `Rounds` that run the scheme's steps one after the other, `rounds` times over, in one call.
+    """Returns `Rounds` that run the scheme's steps in sequence, `rounds` times, in one call.
 
-    One after the other on the worker, and on each ps; but a worker whose push has left does not wait until the ps says that
-    it is applied, unless it reads what it pushed to.
+    The steps are sequential on the worker and on each ps; but after sending a push the worker does not wait for its application
+    on the ps until it reads from there.
 
     A call costs as much as a message or two, so the fewer the better; its graph grows with the rounds.
 
     Raises:
-      UserError: if a round does not train, read and change x̃, or breaks a rule of what it uses.
+      UserError: if a round does not train, read and change x̃, or fails the `check_round` of a used object.
     """
     chain = _Chain([], [], local)
     chain.add(scheme, center, local, hp, rounds)
@@ -465,11 +465,11 @@ def build_rounds(scheme, center, local, hp, rounds=1):
 
 
 def timed_rounds(scheme, center, local, hp, rounds):
-    """Returns `Rounds` as `build_rounds` does, which also say what parts the last round takes how long.
+    """Returns `Rounds` as `build_rounds` does, with the durations of the parts of the last round.
 
-    If the worker reads after a push, the push takes until the ps say that it is applied, and the read takes what is left then:
-    the parameters are on their way. If not, the worker goes on meanwhile. The first of several rounds is not timed, as no push
-    is on its way there.
+    If the worker reads after a push, the push lasts until the ps have applied it, and the read takes the remaining time.
+    Otherwise the push overlaps with the worker's next steps. Only the last round is timed, since the first has no earlier push
+    in flight.
     """
     chain = _Chain([], [], local)
     if rounds > 1:
@@ -484,18 +484,18 @@ def timed_rounds(scheme, center, local, hp, rounds):
 
 
 def repeat_rounds(scheme, center, local, hp, rounds, times):
-    """Returns `Rounds` that do the same as `build_rounds`, `times` over, in a loop of the graph: for calls of any length.
+    """Returns `Rounds` that repeat the rounds of `build_rounds` `times` times, in a graph loop, for calls of any length.
 
-    To be built after the same rounds without a loop, in which an optimizer cannot make its slots. Each time around costs three
-    messages more, and with leased samples one from each ps: the worker leases when its pushes are applied. The loop ends early
+    Build the same rounds without a loop first, since an optimizer cannot create its slots in a loop. Each iteration costs three
+    more messages, and with leased samples one from each ps: the worker leases after its pushes are applied. The loop ends early
     when another worker has ended the training.
 
-    At the end the ps waits for a message that the worker has all it needs. Else both end at about the same time, and TensorFlow
-    (2.20 and 2.21) leaks a kilobyte whenever a call is cleaned up before the worker's last thread has let go of it
+    At the end the ps waits for a message that the worker is done. Otherwise both end at about the same time, and TensorFlow
+    (2.20 and 2.21) leaks a kilobyte whenever a call is cleaned up before the worker's last thread has released it
     (`LocalRendezvous::StartAbort`): in 5 to 10 % of the calls, and with that message in 1 %.
 
     Args:
-      times: int32 scalar on the worker.
+      times: number of iterations, an int32 scalar on the worker.
     """
     devices = sorted({piece.device for piece in [*center.targets, center.step]})
     tokens = []  # one per ps: the rounds so far have ended there; ps tasks send each other no messages
@@ -537,7 +537,7 @@ def repeat_rounds(scheme, center, local, hp, rounds, times):
 
 
 def _counted(center, local, here, there):
-    """Returns what `Rounds` has as `local_steps`, after these operations on the worker, and on the ps of the global step."""
+    """Returns `Rounds.local_steps`, after these operations on the worker and on the ps of the global step."""
     if center.local_steps is None:
         return ()
     with tf.control_dependencies(None), tf.control_dependencies(here):
@@ -547,16 +547,16 @@ def _counted(center, local, here, there):
 
 
 class _Chain:
-    """Rounds that are built one after the other.
+    """A sequence of rounds in one call.
 
     Args:
-      here, there: operations on the worker, and on the ps, after which the first begins.
-      local: the worker's parameters; its batches are told that a call begins, if they want to know.
+      here, there: operations on the worker and on the ps that must end before the first round.
+      local: the worker's parameters; the `begin_call` of its batches, if defined, is called.
 
     Attributes:
-      here, there: the last operations of both.
-      training_ended: of the last step that has it.
-      timer: of the rounds that are added from now on; None to time none.
+      here, there: the last operations on the worker and on the ps.
+      training_ended: the value of the last step that has one.
+      timer: timer of the rounds added from now on; None for no timing.
     """
 
     def __init__(self, here, there, local):
@@ -577,7 +577,7 @@ class _Chain:
         self._own_since_ahead = 0
 
     def add(self, scheme, center, local, hp, rounds):
-        """Adds so many rounds."""
+        """Adds `rounds` rounds."""
         round = _Round(self.here, self.there, self._blocking, local)
         round.timer, round.is_call, round.ahead = self.timer, True, self._ahead
         for i in range(rounds):
@@ -602,12 +602,12 @@ class _Chain:
     def _add(self, step, round):
         self._losses += step.losses
         if step.pulled is not None:
-            lacking = 0 if step.ahead is None else self._own_since_ahead  # x was read before this worker made them
+            lacking = 0 if step.ahead is None else self._own_since_ahead  # a prefetched x lacks this worker's updates since
             self._pulled, self._own_updates, self.there = step.pulled, lacking, []
         if step.ahead is not None:
             self._ahead = round.ahead = step.ahead
             self._own_since_ahead = 0
-        if step.updated is not None and (step.step_before is not None or self._pulled is not None):  # else it is refused
+        if step.updated is not None and (step.step_before is not None or self._pulled is not None):  # others fail the check
             self._last = step.updated
             with tf.device(step.updated.device):
                 before = self._pulled + self._own_updates if step.step_before is None else step.step_before
@@ -619,36 +619,36 @@ class _Chain:
         on_ps = [op for op in step.operations if is_on_ps(op)]
         own = self.timer.end(step) if self.timer else own_operations(step)
         own, round.reads = own + round.reads, []
-        self.here = own or self.here  # the worker's of the step before
+        self.here = own or self.here  # a step without operations on the worker passes on the earlier ones
         self._kept += step.kept
         if step.pulled is not None:
             self.here, self._kept = self.here + self._kept, []
         round.here = self.here
         self.there = self.there + on_ps  # on the ps since the last read
-        # The ps began with a push after it had left the worker: no need to tell the ps again.
+        # A push on the ps already depends on the worker's earlier operations: no need for another message.
         round.operations = self.there if on_ps else self.here + self.there
         if step.may_go_on is not None:
             round.blocking += step.operations
 
     def end(self):
-        """No more rounds: what was read ahead is kept for the next call, and so is what was not sent."""
+        """Ends the call: keeps the prefetch and the error feedback for the next call."""
         if self._ahead is not None:
             with tf.control_dependencies(self.here):
                 self.here = [*self.here, *self._ahead.keep(self._own_since_ahead)]
         self.here, self._kept = self.here + self._kept, []
 
     def ended_on(self, device):
-        """Returns the operations that must end before the next round begins on a ps: those there, and all that block."""
+        """Returns the dependencies of the next round on a ps: the operations there, and all blocking ones."""
         return [op for op in self.there if op.device == device or op in self._blocking]
 
     def loss(self):
-        """Returns the mean loss."""
+        """Returns the mean loss of all rounds."""
         return tf.add_n(self._losses) / float(len(self._losses))
 
     def steps(self):
-        """Returns the steps as `Rounds` has them."""
+        """Returns `Rounds.steps`."""
         with tf.device(self._last.device):
-            return tf.concat(self._updates, axis=0)  # there, to be one message
+            return tf.concat(self._updates, axis=0)  # on the ps, so that it is one message
 
 
 def _or_nothing(value):
@@ -664,9 +664,9 @@ def _name(scheme):
 
 
 def _next_step(scheme, generator, round):
-    """Returns the next step of a round, None at its end. It consists of all that was made since the step before.
+    """Returns the next step of a round, None at its end; checks that it contains all steps created since the previous one.
 
-    Else an operation would not run, run twice, or not come after the step before.
+    Otherwise an operation would be skipped, run twice, or run before the end of the previous step.
     """
     round.made = []
     step = next(generator, None) if hasattr(generator, "__next__") else generator
@@ -684,7 +684,7 @@ def _next_step(scheme, generator, round):
 
 
 def _check_round(scheme, steps):
-    """Raises a `UserError` if these steps make no valid round."""
+    """Raises a `UserError` unless these steps form a valid round."""
     name = _name(scheme)
     if not any(step.losses for step in steps):
         raise UserError(f"{name} does not train: a round needs a `yield local.train(...)`")
@@ -701,8 +701,8 @@ def _check_round(scheme, steps):
     for step in steps:
         knows = knows or step.pulled is not None
         if any(word.startswith("send") for _, word in step.done):
-            continue  # its round of before, or the beginning, has read what it is compared with
-        if step.updated is not None and not knows and (step.done or step.step_before is None):  # not what a ring publishes
+            continue  # the previous round, or the start, has read its reference value
+        if step.updated is not None and not knows and (step.done or step.step_before is None):  # except for `Ring.publish`
             raise UserError(
                 f"{name} changes the global parameters before it has read them: a round needs a `yield local.pull(center)`, or "
                 "`local.compare(center)`, before that"
@@ -716,10 +716,10 @@ def _check_round(scheme, steps):
 
 
 def _count_round(scheme, steps, local, begun):
-    """Notes how many local steps an update of these rounds is made of, by which samples, epochs and speed are counted.
+    """Records the local steps per update of a round, the basis of the counts of samples and epochs and of the speed.
 
     Raises:
-      UserError: if an earlier round had others.
+      UserError: if an earlier round had another number.
     """
     updates = sum(step.updated.shape.num_elements() for step in steps if step.updated is not None)
     found = Fraction(local.local_steps - begun, updates)

@@ -1,4 +1,4 @@
-"""Tables on the ps, of which a worker has only the rows that its next window needs: those of `common.Embedding`."""
+"""Tables of `common.Embedding` on the ps: a worker holds only the rows for its next window."""
 
 import contextlib
 import contextvars
@@ -15,14 +15,14 @@ from common.core import ROOM, TABLES, TablePart, UserError, limits, rows_in
 from common.data import arrays_in, local_variable, make_local, mapped
 from common.scheme.steps import before_local, before_read
 
-ROW_BY_ROW = "GradientDescentOptimizer", "AdagradOptimizer"  # change no row that has no gradient
+ROW_BY_ROW = "GradientDescentOptimizer", "AdagradOptimizer"  # they change only rows with a gradient
 ROW_BY_ROW_ON_PS = *ROW_BY_ROW, "RowwiseAdagrad"
 SCHEMES = "HogWild, DOWNPOUR, DOWNPOUR-Easy, AGN, Dynamic-SGD, Ringmaster-ASGD, Synchronous-SGD, Semi-Synchronous-SGD"
-IDS = 2**53  # ids of a table without an end are smaller; as many are whole numbers in float64, too
-LEAST = 2.0**-24  # of numbers that are uniform between 0 and 1
-TWO_SIGMA = 0.022750131948179207  # the probability to be more than two standard deviations below the mean
-CHECKED = 100_000  # samples whose ids are looked at together
-BLOCKS = 64  # of rows whose first values come from one seed each
+IDS = 2**53  # exclusive upper bound of ids in an unbounded table; float64 represents all smaller integers
+LEAST = 2.0**-24  # lower bound of uniform numbers between 0 and 1
+TWO_SIGMA = 0.022750131948179207  # probability of a normal value more than two standard deviations below the mean
+CHECKED = 100_000  # samples per batch of the id check
+BLOCKS = 64  # blocks of rows in a table; the initial values of a block come from one seed
 
 _on_ps: contextvars.ContextVar[int | None] = contextvars.ContextVar("_on_ps", default=None)
 _finder: contextvars.ContextVar[Any] = contextvars.ContextVar("_finder", default=None)
@@ -30,10 +30,10 @@ _finder: contextvars.ContextVar[Any] = contextvars.ContextVar("_finder", default
 
 @contextlib.contextmanager
 def on_ps(seed):
-    """Layers that are made meanwhile have their tables on the ps.
+    """Puts the tables of layers that are created in this context on the ps.
 
     Args:
-      seed: of the first rows, for layers whose initializer has none of its own; the same in all tasks.
+      seed: seed of the initial rows, for layers whose initializer has none; the same in all tasks.
     """
     token = _on_ps.set(seed)
     try:
@@ -43,18 +43,18 @@ def on_ps(seed):
 
 
 def are_on_ps():
-    """Returns whether a layer that is made now has its table on the ps."""
+    """Returns whether new layers have their tables on the ps."""
     return seed_on_ps() is not None
 
 
 def seed_on_ps():
-    """Returns the seed of the first rows of a layer that is made now; None if its table is not on the ps."""
+    """Returns the seed of the initial rows of new layers; None if their tables are not on the ps."""
     return _on_ps.get()
 
 
 @contextlib.contextmanager
 def found_by(find):
-    """Layers get their rows by this function of a layer and ids, int32 or int64 of any shape; it returns `[..., width]`."""
+    """Sets the layers' lookup function, of a layer and ids, int32 or int64 of any shape; it returns rows `[..., width]`."""
     token = _finder.set(find)
     try:
         yield
@@ -63,10 +63,10 @@ def found_by(find):
 
 
 def finder():
-    """Returns the function by which layers get rows; None where a model is only tried.
+    """Returns the layers' lookup function; None in a trial call of a model.
 
     Raises:
-      UserError: in a graph that computes with the model, and does not say where its tables are.
+      UserError: in a graph that computes with the model without a lookup function.
     """
     find = _finder.get()
     if find is None and not tf.executing_eagerly() and not tf.get_default_graph().building_function:
@@ -75,24 +75,24 @@ def finder():
 
 
 class Spec(NamedTuple):
-    """What a table is: a layer's, or several layers' that are one."""
+    """Description of the table of a `common.Embedding` layer."""
 
-    name: str  # of its variable
-    layer: str  # the name of the layer
-    rows: Any  # how many; None for a table without an end, see `common.scheme.unbounded`
+    name: str  # name of its variable
+    layer: str  # name of the layer
+    rows: Any  # number of rows; None for an unbounded table, see `common.scheme.unbounded`
     width: int  # numbers in a row
-    initial: Any  # function of uniform numbers between 0 and 1, float32, that returns the values with which rows begin
-    seed: int = 0  # of these numbers
+    initial: Any  # function of uniform numbers between 0 and 1, float32, that returns the initial values of rows
+    seed: int = 0  # seed of these numbers
     trainable: bool = True  # whether workers push gradients of its rows
 
     @property
     def ids(self):
-        """Ids are smaller than this."""
+        """Exclusive upper bound of the ids."""
         return IDS if self.rows is None else self.rows
 
 
 def specs_of(layers):
-    """Returns the `Spec`s of `common.Embedding` layers, all those of a model."""
+    """Returns the `Spec`s of all `common.Embedding` layers of a model."""
     shapes = [(layer.input_dim, layer.output_dim) for layer in layers]
     for i, layer in enumerate(layers):
         if layer.seed_of_rows is None:
@@ -103,12 +103,12 @@ def specs_of(layers):
 
 
 def _stem(name):
-    """Returns the name of a layer as a variable may have it, without the number from Keras, which may differ between tasks."""
+    """Returns a layer name as a valid variable name, without the number from Keras, which may differ between tasks."""
     return re.sub(r"\W", "_", re.sub(r"_\d+$", "", name), flags=re.ASCII)
 
 
 def check_ids(model, x):
-    """Raises a `UserError` if samples have ids that are no rows of the model's tables.
+    """Raises a `UserError` if samples have ids outside of the model's tables.
 
     Args:
       model: a `common.models.Model`.
@@ -134,7 +134,7 @@ def check_ids(model, x):
 
 
 def _check_types(model, x):
-    """Raises a `UserError` for samples that an input of whole numbers does not hold: Keras would cut or wrap them unsaid."""
+    """Raises a `UserError` for samples that do not fit an integer input, since Keras would silently truncate or wrap them."""
     for tensor, array in _inputs_of(model.keras_model, x):
         dtype = tf.as_dtype(tensor.dtype)
         if not dtype.is_integer:
@@ -151,7 +151,7 @@ def _check_types(model, x):
 
 
 def _inputs_of(keras_model, x):
-    """Returns pairs of an input of a functional or sequential model and its samples `[n, ...]`; none of other models."""
+    """Returns pairs of an input and its samples `[n, ...]` for a functional or sequential model; no pairs for others."""
     if not isinstance(x, dict):
         return list(zip(getattr(keras_model, "inputs", None) or [], arrays_in(x), strict=False))
     named = named_inputs(keras_model)
@@ -159,28 +159,28 @@ def _inputs_of(keras_model, x):
 
 
 def named_inputs(keras_model):
-    """Returns {name: input} of a functional or sequential model; an empty dict of other models."""
+    """Returns {name: input} of a functional or sequential model; an empty dict for other models."""
     inputs = getattr(keras_model, "_inputs_struct", None)
     return inputs if isinstance(inputs, dict) else {v.name: v for v in getattr(keras_model, "inputs", None) or []}
 
 
 def _seed_of(initializer, seed):
-    """Returns the seed that the user has given an initializer of Keras; the other one, if there is none."""
+    """Returns the user's seed of a Keras initializer, else `seed`."""
     given = getattr(initializer, "_init_seed", None)
     given = getattr(given, "_initial_seed", given)
     return given if isinstance(given, int) else seed
 
 
 def _initial(layer):
-    """Returns what `Spec` has as `initial`, for a layer.
+    """Returns `Spec.initial` for a layer.
 
     Raises:
-      UserError: for an initializer that computes rows from the whole table, or that we do not know.
+      UserError: for an initializer that needs the whole table, or is unknown.
     """
     how = layer.embeddings_initializer
 
     def normal(least, most):
-        """Numbers uniform between these two probabilities, as a normal distribution has them."""
+        """Returns the inverse normal distribution function, restricted to these two probabilities."""
         return lambda u: how.mean + how.stddev * tf.math.ndtri(least + (most - least) * u)
 
     kinds = {
@@ -200,21 +200,21 @@ def _initial(layer):
 
 
 class Table:
-    """A table on the ps, cut evenly over them.
+    """A table, sharded evenly over the ps.
 
     Row r of the layer lies at place (r · a) mod rows, where a is near the golden section of the rows: neighbours lie far from
-    each other. So rows that are used much, which often have small numbers, are on all ps. Checkpoints hold the table whole, in
-    the order of places, and the number of ps may change.
+    each other. So hot rows, which often have small ids, spread over all ps. Checkpoints hold the table unsharded, in the order
+    of places, so the number of ps may change.
 
     Args:
       spec: a `Spec`.
-      num_ps: pieces to cut it into.
+      num_ps: number of pieces.
       device_fn: puts piece i on ps task i; None puts all on this process.
 
     Attributes:
       spec, rows, width: of the table.
       pieces: variables, one on each ps.
-      starts: the place at which each begins.
+      starts: the first place of each piece.
     """
 
     def __init__(self, spec, num_ps, device_fn):
@@ -232,10 +232,10 @@ class Table:
             return list(tf.get_variable(self.spec.name, [rows, self.width], initializer=initializer, **how))
 
     def _initial(self, part, shape):
-        """Returns the first values of a piece `[n, width]`: a row has the same on any number of ps."""
+        """Returns the initial values of a piece `[n, width]`, independent of the number of ps."""
         start, n = part.var_offset[0], int(shape[0])
         first, last = start // self._block, (start + n - 1) // self._block
-        # Not in a loop: what a loop computes is not on the ps.
+        # No loop, since operations of a loop are not placed on the ps.
         how = {"shape": [self._block, self.width], "minval": LEAST}
         uniform = [tf.random.stateless_uniform(seed=[self.spec.seed, i], **how) for i in range(first, last + 1)]
         blocks = [self.spec.initial(each) for each in uniform]
@@ -244,7 +244,7 @@ class Table:
         return tf.ensure_shape(tf.concat(blocks, axis=0), [n, self.width])
 
     def places(self, ids, check=True):
-        """Returns the places of ids, int64; they have to be rows of the table, else the step fails."""
+        """Returns the places of ids, int64; with `check` the step fails for ids outside of the table."""
         ids = tf.cast(ids, tf.int64)
         if check:
             fits = tf.reduce_all((ids >= 0) & (ids < self.rows))
@@ -258,7 +258,7 @@ class Table:
         return ids * self._factor % self.rows
 
     def ask(self, places):
-        """Sends sorted places, int64 `[n]`, to the ps; returns rows of each piece, where it is."""
+        """Sends sorted places, int64 `[n]`, to the ps; returns the row indices in each piece, on its ps."""
         asked = []
         for piece, here in zip(self.pieces, self.cut(places), strict=True):
             with tf.control_dependencies(None), tf.device(piece.device):
@@ -266,11 +266,11 @@ class Table:
         return asked
 
     def read(self, asked, before):
-        """Returns the rows of each piece, where it is, that `ask` has returned.
+        """Returns the requested rows of each piece, on its ps.
 
         Args:
-          asked: as above.
-          before: function of a device that returns what must end before a read there.
+          asked: the result of `ask`.
+          before: function of a device that returns the operations that must end before a read there.
         """
         values = []
         for piece, here in zip(self.pieces, asked, strict=True):
@@ -279,36 +279,36 @@ class Table:
         return values
 
     def look(self, asked):
-        """Returns the rows of each piece as they are now, for what is evaluated."""
+        """Returns the current rows of each piece, for evaluation."""
         return self.read(asked, lambda device: [])
 
     def apply(self, optimizer, gradient, piece):
-        """piece ← optimizer(piece, gradient), where it is, for rows; returns the operation.
+        """piece ← optimizer(piece, gradient) for rows, on the ps of the piece; returns the operation.
 
         Args:
-          optimizer: a `tf.train.Optimizer` that changes rows with a gradient alone.
-          gradient: `tf.IndexedSlices`, of what `cut` returns for this piece, each row once.
+          optimizer: a `tf.train.Optimizer` that changes only rows with a gradient.
+          gradient: `tf.IndexedSlices` with the indices of `cut` for this piece, each row once.
           piece: one of `pieces`.
         """
         return optimizer.apply_gradients([(gradient, piece)])
 
     def told(self):
-        """Returns tensors, what the ps tell of it at the end; see `what_travelled`."""
+        """Returns tensors with statistics of the ps; see `what_travelled`."""
         return []
 
     def parts(self, variables):
-        """Returns what is saved of it, a list: as `common.core.TablePart`. Of `variables` that which lies beside it, too."""
+        """Returns the saved parts, a list of `common.core.TablePart`, including the table's slots among `variables`."""
         names = tuple(f"{piece.op.name}/" for piece in self.pieces)
         return [TablePart(v) for v in [*self.pieces, *(v for v in variables if v.op.name.startswith(names))]]
 
     def cut(self, places):
-        """Returns sorted places as lists of rows of each piece."""
+        """Splits sorted places into the row indices of each piece."""
         if len(self.pieces) == 1:
             return [places]
         return [part - start for part, start in zip(tf.split(places, self.counts(places)), self.starts, strict=True)]
 
     def counts(self, places):
-        """Returns how many of sorted places lie in each piece, an int64 vector."""
+        """Returns the number of sorted places in each piece, an int64 vector."""
         ends = tf.searchsorted(places, tf.constant([*self.starts[1:], self.rows], tf.int64), out_type=tf.int64)
         return ends - tf.concat([[0], ends[:-1]], axis=0)
 
@@ -317,10 +317,10 @@ MIXERS = 0xFF51AFD7ED558CCD % IDS, 0xC4CEB9FE1A85EC53 % IDS  # odd
 
 
 def place_of(ids):
-    """Returns the places of ids in a table without an end, int64, a tensor or an array: mixed, no two alike.
+    """Returns the places of ids in an unbounded table, int64, a tensor or an array, by a bijective hash.
 
-    Bits are mixed as at the end of MurmurHash3 (`fmix64` of aappleby/smhasher), on 53 bits: ids that are multiples of something
-    are spread as evenly as others.
+    Bits are mixed as at the end of MurmurHash3 (`fmix64` of aappleby/smhasher), on 53 bits: multiples of a number are spread as
+    evenly as other ids.
     """
     for mixer in MIXERS:
         ids = (ids ^ ids // 2**27) * mixer % IDS
@@ -335,14 +335,14 @@ def id_of(places):
 
 
 def first_rows(spec, places):
-    """Returns the values `[n, width]` with which rows of a table without an end begin, by their places and the seed alone."""
+    """Returns the initial values `[n, width]` of rows in an unbounded table; they depend on places and seed alone."""
     numbers = place_of((place_of(spec.seed) + tf.range(spec.width, dtype=tf.int64)) % IDS)
     mixed = place_of((places[:, None] + numbers) % IDS)
-    return spec.initial(tf.maximum(tf.cast(mixed // 2**29, tf.float32) * LEAST, LEAST))  # the 24 bits that float32 has
+    return spec.initial(tf.maximum(tf.cast(mixed // 2**29, tf.float32) * LEAST, LEAST))  # the 24 significant bits of float32
 
 
 def factor_of(rows):
-    """Returns the number a by which row r comes to place (r · a) mod rows, see `Table`; it and rows have no common divisor."""
+    """Returns the factor a of place (r · a) mod rows for row r, see `Table`; it is coprime to rows."""
     if rows >= 2**31:
         raise UserError(f"a table of {rows:,} rows is too large: expected fewer than {2**31:,}")
     factor = max(1, round(rows * 0.6180339887))
@@ -355,12 +355,12 @@ def rows_of(where, layer, ids=None):
     """Returns rows of a table from a checkpoint, an array `[n, width]`.
 
     Args:
-      where: path of a checkpoint, or the folder of a run, whose newest one is taken.
+      where: path of a checkpoint, or folder of a run, for its newest checkpoint.
       layer: the name of the `common.Embedding`.
-      ids: of the rows, an array `[n]`; None for all of them, in the order of their ids.
+      ids: the row ids, an array `[n]`; None for all rows, in the order of their ids.
 
     Raises:
-      UserError: if there is no such checkpoint, table or row.
+      UserError: if the checkpoint, table or row does not exist.
     """
     from common.core import checkpoints_in
 
@@ -382,8 +382,10 @@ def rows_of(where, layer, ids=None):
 
 
 def rows_in_order(checkpoint, name):
-    """Returns the ids of a table in a checkpoint in their order, int64 `[n]`, and a function of numbers in it, `[k]`, that
-    returns their rows `[k, width]`. It reads a few rows at a time."""
+    """Returns the sorted ids of a table in a checkpoint, int64 `[n]`, and a function that reads rows.
+
+    The function maps indices into these ids, `[k]`, to their rows `[k, width]`, and reads in chunks.
+    """
     name, shapes = TABLES + name, tf.train.load_checkpoint(checkpoint).get_variable_to_shape_map()
     length = shapes[name][0]
     if f"{name}-places" in shapes:
@@ -407,20 +409,20 @@ def rows_in_order(checkpoint, name):
 
 
 def whole(checkpoint, spec):
-    """Returns what `Embedding.fill` takes: all rows of a table, or, without an end, their ids in order, and the rows."""
+    """Returns the argument of `Embedding.fill`: all rows of a table; for an unbounded table its sorted ids and the rows."""
     ids, rows = rows_in_order(checkpoint, spec.name)
     every = rows(np.arange(len(ids)))
     return every if spec.rows else (ids, every)
 
 
 def numbers_in(checkpoint, specs):
-    """Returns how many numbers tables have in a checkpoint."""
+    """Returns the number of parameters of tables in a checkpoint."""
     shapes = tf.train.load_checkpoint(checkpoint).get_variable_to_shape_map()
     return sum(math.prod(shapes[TABLES + spec.name]) for spec in specs)
 
 
 def check_flags(settings, specs):
-    """Raises a `UserError` for flags of tables that would change nothing, and for tables that no memory is there for."""
+    """Raises a `UserError` for table flags without effect, and for tables larger than the memory."""
     given = {"table_optimizer": "scheme", "save_tables": "yes", "max_rows": ROOM, "table_learning_rate": None}
     if not specs:
         for name, default in given.items():
@@ -439,12 +441,12 @@ def check_flags(settings, specs):
 
 
 def check_data(model, samples, is_stream):
-    """Raises a `UserError` if these samples do not say which rows of the model's tables they need.
+    """Raises a `UserError` for streams, and for samples with ids outside of the model's tables.
 
     Args:
       model: a `common.models.Model`.
-      samples: of each set of data its samples, as `check_ids` takes them.
-      is_stream: whether the workers read them meanwhile.
+      samples: the samples of each data set, as in `check_ids`.
+      is_stream: whether the workers read samples from a stream in training.
     """
     if not model.tables:
         return
@@ -455,7 +457,7 @@ def check_data(model, samples, is_stream):
 
 
 def numbers_of(specs, told):
-    """Returns {name: number} for TensorBoard: what `what_travelled` has, with the layer before each name."""
+    """Returns the numbers of `what_travelled` for TensorBoard, {name: number}, with the layer before each name."""
     found: dict = {}
     for table in what_travelled(specs, told):
         per_ps = table.pop("rows_per_round_and_ps")
@@ -465,14 +467,14 @@ def numbers_of(specs, told):
 
 
 def dropped(travelled, max_rows):
-    """Yields a line for each table of which rows were dropped; `travelled` is what `what_travelled` returns."""
+    """Yields a line for each table with dropped rows; `travelled` is the result of `what_travelled`."""
     for table in travelled:
         if count := table.get("dropped_rows"):
             yield f"{table['layer']}: {count:,} rows made room for others (--max_rows={max_rows}); used again, they start anew"
 
 
 def find_on_ps(tables):
-    """Returns a function as `found_by` takes it, which reads the present rows from the ps: for what is evaluated.
+    """Returns a lookup function for `found_by` that reads the current rows from the ps, for evaluation.
 
     Args:
       tables: `Table`s, in the order of the model's layers.
@@ -490,14 +492,14 @@ def find_on_ps(tables):
 
 
 class Asked:
-    """Notes which ids layers ask for, as `found_by` takes it.
+    """A lookup function for `found_by` that records the requested ids.
 
     Args:
-      tables: of the model.
-      values: tensors that stand for its variables, on which ids must not depend.
+      tables: the tables of the model.
+      values: placeholders for its variables, since ids must not depend on variables.
 
     Attributes:
-      ids: of each table, a list of tensors.
+      ids: for each table, a list of tensors.
     """
 
     def __init__(self, tables, values=()):
@@ -514,7 +516,7 @@ class Asked:
         return given
 
     def _check(self, layer, ids):
-        """Raises a `UserError` if these ids come from more than samples: they have to be known before rows are pulled."""
+        """Raises a `UserError` if these ids depend on more than samples: they must be known before rows are pulled."""
         seen, todo = set(), [ids.op]
         while todo:
             op = todo.pop()
@@ -534,15 +536,14 @@ class LocalRows:
 
     Args:
       table: the `Table`.
-      most: how many they can be.
-      index: function that returns the number of the worker.
+      most: maximum number of rows.
+      index: function that returns the worker number.
 
     Attributes:
-      places: sorted, int64 `[most]`; behind the last one there is the number of rows of the table.
-      count: how many there are, an int64 scalar.
+      places: sorted places, int64 `[most]`, padded with the number of rows of the table.
+      count: number of rows, an int64 scalar.
       rows, gradients: `[most, width]`.
-      pulls, asked, pulled, pushed: how many pulls there were, for how many ids, how many rows came from each ps, and how many
-        were pushed: int64 variables.
+      pulls, asked, pulled, pushed: number of pulls, of ids in them, of rows from each ps, and of pushed rows: int64 variables.
     """
 
     def __init__(self, table, most, index):
@@ -557,13 +558,13 @@ class LocalRows:
         self.rows, self.gradients = (local_variable(f"{name}_{what}", tf.zeros(shape)) for what in ("rows", "gradients"))
 
     def ask(self, ids):
-        """Returns the sorted places of these ids, a list of tensors, each once."""
+        """Returns the sorted unique places of these ids, a list of tensors."""
         flat = tf.concat([tf.reshape(self.table.places(each), [-1]) for each in ids], axis=0)
         self._ids = tf.size(flat, out_type=tf.int64)
         return tf.sort(tf.unique(flat)[0])
 
     def take(self, places, values):
-        """These rows, of each piece, are those of this worker now; returns operations."""
+        """Stores the pulled rows of each piece on this worker; returns operations."""
         rows = tf.concat(values, axis=0)
         n = tf.size(places, out_type=tf.int64)
         per_piece = tf.stack([tf.shape(each, out_type=tf.int64)[0] for each in values])
@@ -578,36 +579,36 @@ class LocalRows:
         ]
 
     def load(self, optimizer):
-        """What the optimizer keeps of these rows becomes what `keep` has kept of them; returns operations.
+        """Restores the optimizer's slot rows that `keep` saved for the pulled rows; returns operations.
 
         Args:
-          optimizer: of this worker, one of `ROW_BY_ROW`. What it keeps of other rows waits in a hash table.
+          optimizer: this worker's optimizer, one of `ROW_BY_ROW`. Slot rows of other rows stay in a hash table.
         """
         if not isinstance(optimizer, tf.train.AdagradOptimizer):
             return []
         if self._slot is None:
             with tf.control_dependencies(None), tf.variable_creator_scope(make_local):
                 none = tf.IndexedSlices(tf.zeros([0, self.table.width]), tf.zeros([0], tf.int64))
-                optimizer.apply_gradients([(none, self.rows)])  # which makes it, and is never run
+                optimizer.apply_gradients([(none, self.rows)])  # creates the slot; never run
                 self._slot = optimizer.get_slot(self.rows, "accumulator")
                 shape = [self.table.width]
                 kinds = {"value_dtype": tf.float32, "value_shape": shape}
                 empty, deleted = (tf.constant(key, tf.int64) for key in (-1, -2))
-                # Its rows lie in one tensor. A table that allocates each row takes six times as long.
+                # A dense hash table keeps its rows in one tensor. One that allocates each row takes six times as long.
                 self._kept = tf.raw_ops.MutableDenseHashTableV2(
                     empty_key=empty, deleted_key=deleted, **kinds, shared_name=self.rows.op.name
                 )
                 keys, _ = tf.raw_ops.LookupTableExportV2(table_handle=self._kept, Tkeys=tf.int64, Tvalues=tf.float32)
-                keys = tf.gather(keys, tf.where(keys >= 0)[:, 0])  # as there are those of its empty places, too
+                keys = tf.gather(keys, tf.where(keys >= 0)[:, 0])  # the export includes empty buckets
                 with tf.control_dependencies([tf.raw_ops.LookupTableRemoveV2(table_handle=self._kept, keys=keys)]):
-                    local_variable(f"{self.table.spec.name}_kept", tf.zeros([]))  # so each session begins with none
+                    local_variable(f"{self.table.spec.name}_kept", tf.zeros([]))  # so each session begins empty
             self._first = optimizer._initial_accumulator_value
         first = tf.fill([self.table.width], self._first)
         value = tf.raw_ops.LookupTableFindV2(table_handle=self._kept, keys=self._keys(), default_value=first)
         return [_assign_first(self._slot, tf.ensure_shape(value, [None, self.table.width]), self.count.read_value())]
 
     def keep(self):
-        """Keeps what the optimizer has of these rows until they are pulled again; returns operations."""
+        """Saves the optimizer's slot rows until the next pull of these rows; returns operations."""
         if self._slot is None:
             return []
         values = self._slot.sparse_read(tf.range(self.count.read_value()))
@@ -615,7 +616,7 @@ class LocalRows:
 
     def _keys(self):
         places = self.places.read_value()[: self.count.read_value()]
-        return places + tf.cast(self._index(), tf.int64) * self.table.rows  # as several workers may be in one process
+        return places + tf.cast(self._index(), tf.int64) * self.table.rows  # several workers may share a process
 
     def clear(self):
         """Returns the operation that sets the gradients to zero."""
@@ -623,24 +624,24 @@ class LocalRows:
         return _assign_first(self.gradients, tf.zeros([n, self.table.width]), n)
 
     def find(self, ids):
-        """Returns the rows of ids `[..., width]`, and where they are, `[...]`. The step fails if one was not pulled."""
+        """Returns the rows of ids `[..., width]` and their local indices `[...]`. The step fails if a row was not pulled."""
         places, known = self.table.places(ids, check=False), self.places.read_value()
         at = tf.searchsorted(known, tf.reshape(places, [-1]), out_type=tf.int64)
         at = tf.reshape(at, tf.shape(ids))
         is_there = tf.equal(tf.gather(known, tf.minimum(at, self.most - 1)), places)
-        at = tf.where(is_there, at, tf.fill(tf.shape(at), tf.constant(self.most, tf.int64)))  # which is none: it fails there
+        at = tf.where(is_there, at, tf.fill(tf.shape(at), tf.constant(self.most, tf.int64)))  # out of range, so the read fails
         return self.rows.sparse_read(at), at
 
     def add(self, gradients, at):
-        """Returns the operation that adds gradients `[n, width]` of the rows at `[n]`, which may come more than once."""
+        """Returns the operation that adds gradients `[n, width]` of rows with indices `[n]`, possibly with duplicates."""
         return tf.raw_ops.ResourceScatterAdd(resource=self.gradients.handle, indices=at, updates=gradients)
 
     def sums(self):
-        """Returns the gradients of the rows `[count, width]`."""
+        """Returns the summed gradients of the rows `[count, width]`."""
         return self.gradients.sparse_read(tf.range(self.count.read_value()))
 
     def parts(self, values):
-        """Cuts values `[count, width]` of these rows for the ps; returns `tf.IndexedSlices` of each piece of the table.
+        """Shards values `[count, width]` of these rows for the ps; returns `tf.IndexedSlices` for each piece of the table.
 
         They are empty if the layer is not trainable.
         """
@@ -660,7 +661,7 @@ def _assign_first(variable, value, n):
 
 
 class WithRows:
-    """A vector `[size]` and rows of each table: what `local.gradient` is with tables. It can be scaled, and pushed.
+    """A vector `[size]` and rows of each table: `local.gradient` of a model with tables. It can be scaled and pushed.
 
     Args:
       vector: a tensor or variable.
@@ -684,14 +685,14 @@ class WithRows:
 
 
 class Window:
-    """The rows of all tables that a worker needs for a window, and the batches of it: what a pull gets, and `train` uses.
+    """The batches of a worker's window and their table rows, prefetched by a pull and used by `train`.
 
     Args:
       tables: the `Table`s.
       model: a `common.models.Model`.
       batches: see `common.data.Batches`.
       steps: local steps until the next pull.
-      index: function that returns the number of the worker.
+      index: function that returns the worker number.
 
     Attributes:
       steps: as above.
@@ -708,10 +709,10 @@ class Window:
             self.own = [LocalRows(table, sum(_count(ids) for ids in asked), index) for table, asked in pairs]
 
     def pull(self, step):
-        """Draws the batches of the window, and gets the rows that they need; returns operations.
+        """Draws the batches of the window and pulls their rows; returns operations.
 
         Args:
-          step: the global step, as it was read on its ps: there rows are read after it.
+          step: the global step, read on its ps: that ps reads rows after it.
         """
         drawn = self.draw()
         self.ask()
@@ -719,7 +720,7 @@ class Window:
         return [*drawn, *self.take()]
 
     def draw(self):
-        """Draws the batches of the window; returns operations. Then come the next three, in turn."""
+        """Draws the batches of the window; returns operations. To be followed by `ask`, `read` and `take`."""
         with tf.control_dependencies(before_local()):
             indices = self._batches.next(self.steps)
             asked = self._model.ids_of(self._batches.samples(tf.reshape(indices, [-1]))[0], self._tables)
@@ -727,45 +728,45 @@ class Window:
             return [self._drawn.assign(indices, read_value=False)]
 
     def ask(self):
-        """Tells the ps which rows this worker needs; returns operations there."""
+        """Sends the places of the needed rows to the ps; returns operations there."""
         self._asked = [table.ask(places) for table, places in zip(self._tables, self._places, strict=True)]
         return [each.op for asked in self._asked for each in asked]
 
     def read(self, before):
-        """The ps read the rows; returns operations there.
+        """Reads the rows on the ps; returns operations there.
 
         Args:
-          before: function of a device that returns what must end before a read there.
+          before: function of a device that returns the operations that must end before a read there.
         """
         self._values = [table.read(asked, before) for table, asked in zip(self._tables, self._asked, strict=True)]
         return [each.op for values in self._values for each in values]
 
     def take(self):
-        """The rows become those of this worker; returns operations."""
+        """Stores the rows on this worker; returns operations."""
         took = zip(self.own, self._places, self._values, strict=True)
         return [operation for own, places, values in took for operation in own.take(places, values)]
 
     def batches_of(self, start, window):
-        """Returns the indices `[window, batch_size]` of the batches from the local step `start` of the window on."""
+        """Returns the sample indices `[window, batch_size]` of the batches from local step `start` on."""
         return self._drawn.read_value()[start : start + window]
 
     def begin(self, optimizer, accumulate, optimizers):
-        """A training begins; returns operations.
+        """Begins a local training: restores slots and clears gradients; returns operations.
 
         Args:
-          optimizer: of this worker.
-          accumulate: whether gradients are added to what there is, instead of to zero.
+          optimizer: this worker's optimizer.
+          accumulate: whether gradients are added to the existing sums, instead of to zero.
           optimizers: the `common.scheme.Optimizers` of this worker.
         """
         used = optimizers.use(optimizer)
         return [op for own in self.own for op in [*own.load(used), *([] if accumulate else [own.clear()])]]
 
     def keep(self):
-        """A training has ended; returns operations."""
+        """Ends a local training: saves slots; returns operations."""
         return [op for own in self.own for op in own.keep()]
 
     def clipped(self, gradient, of_rows, norm):
-        """Returns the gradient of the vector and those of rows, scaled to a norm of all together, if theirs is larger."""
+        """Returns the gradients of the vector and of rows, clipped by their global norm."""
         squares = tf.reduce_sum(gradient * gradient)
         for values, at in of_rows:
             _, which = tf.unique(at)
@@ -775,17 +776,17 @@ class Window:
         return gradient * scale, [(values * scale, at) for values, at in of_rows]
 
     def told(self):
-        """Returns tensors from which `what_travelled` tells what a run did."""
+        """Returns the tensors for `what_travelled`."""
         tensors = ((own.pulls, own.asked, own.pulled, own.pushed) for own in self.own)
         return [[*(v.read_value() for v in mine), own.table.told()] for mine, own in zip(tensors, self.own, strict=True)]
 
     def gradient(self, vector):
-        """Returns the `WithRows` of a vector, and the sums of the gradients of the rows."""
+        """Returns the `WithRows` of a vector and the summed gradients of the rows."""
         return WithRows(vector, [(own, own.sums()) for own in self.own])
 
 
 def what_travelled(specs, told):
-    """Returns a list of dicts for `result.json`: of each table, what one worker pulled and pushed in a round on average.
+    """Returns a list of dicts for `result.json`: for each table, one worker's average pulls and pushes per round.
 
     Args:
       specs: `Spec`s.
@@ -802,7 +803,7 @@ def what_travelled(specs, told):
                 **({"dropped_rows": sum(int(dropped) for _, dropped in of_ps)} if spec.rows is None else {}),
                 "ids_per_round": int(asked) / rounds,
                 "rows_per_round": rows / rounds,
-                "repeated": 1 - rows / max(1, int(asked)),  # the share of ids for which no row had to travel
+                "repeated": 1 - rows / max(1, int(asked)),  # the share of ids without a row transfer
                 "bytes_pulled_per_round": rows * (8 + 4 * spec.width) / rounds,  # the places go up first, 8 bytes each
                 "bytes_pushed_per_round": int(pushed) * (8 + 4 * spec.width) / rounds,
                 "rows_per_round_and_ps": [int(n) / rounds for n in pulled],
@@ -812,7 +813,7 @@ def what_travelled(specs, told):
 
 
 def _count(ids):
-    """How many ids a tensor has: of so many samples as a window has."""
+    """Returns the static number of ids in a tensor."""
     if (count := ids.shape.num_elements()) is None:
         raise UserError(f"the number of ids in a batch is not fixed (shape {ids.shape}): expected a fixed length")
     return count

@@ -1,4 +1,4 @@
-"""Tables without an end, as of `Embedding(None, width)`: a row appears on its ps when it is first used."""
+"""Unbounded tables, as of `Embedding(None, width)`: a row is created on its ps at its first use."""
 
 import numpy as np
 
@@ -8,19 +8,19 @@ from common.scheme.messages import arrived
 from common.scheme.tables import IDS, Table, first_rows, place_of
 
 NEVER = 2**63 - 1  # later than any use
-AT_ONCE = 16  # when there is no room, this part of the rows is dropped, so that not each new row looks for an old one
+AT_ONCE = 16  # a full ps evicts 1/16 of its rows at once, so that not every new row needs a search for the oldest
 
 
 class Vocabulary(Table):
-    """A table whose ids are 0 to `IDS` − 1, of which the ps keep those rows that have been used.
+    """A table with ids 0 to `IDS` − 1; the ps hold only the used rows.
 
-    The first values of a row depend on its id alone, not on the order in which ids come, or on the number of ps. If a ps has no
-    room for further rows, those are dropped that nobody pulled or pushed for longest; used again, they begin anew.
+    The initial values of a row depend on its id and the seed, not on the order of ids or the number of ps. A full ps evicts the
+    least recently used rows, pulled or pushed; at their next use they start anew.
 
     Args:
       spec: a `common.scheme.Spec`.
       num_ps, device_fn: as of `common.scheme.Table`.
-      max_rows: for how many rows there is room on all ps together.
+      max_rows: row capacity of all ps together.
     """
 
     def __init__(self, spec, num_ps, device_fn, max_rows):
@@ -34,11 +34,11 @@ class Vocabulary(Table):
         return place_of(ids)
 
     def cut(self, places):
-        """Returns sorted places, cut for the ps."""
+        """Splits sorted places by ps."""
         return tf.split(places, self.counts(places)) if len(self.pieces) > 1 else [places]
 
     def read(self, asked, before):
-        """As of `Table`. Rows that are not there yet appear."""
+        """As of `Table`. Missing rows are created."""
         values = []
         for shelf, here in zip(self._shelves, asked, strict=True):
             device = shelf.device
@@ -51,7 +51,7 @@ class Vocabulary(Table):
         return values
 
     def look(self, asked):
-        """As `read`, but of rows that are not there it returns what they would begin with, and they do not appear."""
+        """As `read`, but returns the initial values of missing rows without creating them."""
         values = []
         for shelf, here in zip(self._shelves, asked, strict=True):
             with tf.device(shelf.device), shelf.lock.held([here.op]) as done:
@@ -67,9 +67,9 @@ class Vocabulary(Table):
         """As of `Table`."""
         (shelf,) = (each for each in self._shelves if each.values is piece)
         with tf.init_scope():
-            optimizer._create_slots([piece])  # before what they begin anew
+            optimizer._create_slots([piece])  # `renew` resets the slots
         with tf.device(piece.device):
-            gradient = arrived(gradient)  # before the lock is taken: others would wait for the message of this worker
+            gradient = arrived(gradient)  # before the lock, or other workers would wait for this one's message
         with tf.device(piece.device), shelf.lock.held([gradient.values.op, gradient.indices.op]) as done:
             slots = shelf.slots(gradient.indices)
             with tf.control_dependencies(shelf.renew(optimizer, slots)):
@@ -77,7 +77,7 @@ class Vocabulary(Table):
         return done[-1]
 
     def told(self):
-        """Returns tensors: how many rows there are on each ps, and how many were dropped there."""
+        """Returns tensors: the number of rows, and of dropped rows, on each ps."""
         return [tf.stack([shelf.count(), shelf.dropped.read_value()]) for shelf in self._shelves]
 
     def parts(self, variables):
@@ -86,16 +86,16 @@ class Vocabulary(Table):
 
 
 class _Shelf:
-    """The rows that are on one ps. Everything here happens there, under a lock.
+    """The rows on one ps. All operations run there, under a lock.
 
     Args:
-      spec: of the table.
-      values: the variable `[room, width]` in which the rows are, in any order.
+      spec: the `Spec` of the table.
+      values: the variable `[room, width]` of the rows, in any order.
 
     Attributes:
-      values, device: as above, and where it is.
+      values, device: as above, and its device.
       lock: a `Lock`.
-      dropped: how many rows have made room for others, a variable.
+      dropped: number of evicted rows, a variable.
     """
 
     def __init__(self, spec, values):
@@ -113,7 +113,7 @@ class _Shelf:
                 return tf.get_variable(f"{name}-{what}", initializer=initial, **options)
 
             with tf.control_dependencies([cleared]):
-                self.places = own("places", tf.fill([self._room], tf.constant(-1, tf.int64)))  # which row is there; −1: none
+                self.places = own("places", tf.fill([self._room], tf.constant(-1, tf.int64)))  # of the row in a slot; −1: none
             self.used = own("used", tf.fill([self._room], tf.constant(NEVER, tf.int64)))
             self.is_new = own("is_new", tf.fill([self._room], tf.constant(0, tf.int64)))  # 1: nothing was pushed yet
             self._free = own("free", tf.reverse(tf.range(self._room, dtype=tf.int64), [0]))  # a stack of slots
@@ -124,20 +124,20 @@ class _Shelf:
         self.saved = [self.places, self.used, self.is_new]  # beside the rows
 
     def first(self, places):
-        """Returns the first values of rows `[n, width]`."""
+        """Returns the initial values of rows `[n, width]`."""
         return first_rows(self._spec, places)
 
     def find(self, places):
-        """Returns where these rows are, −1 for those that are not there."""
+        """Returns the slots of these rows, −1 for missing rows."""
         none = tf.constant(-1, tf.int64)
         return tf.raw_ops.LookupTableFindV2(table_handle=self._index, keys=places, default_value=none)
 
     def count(self):
-        """Returns how many rows there are."""
+        """Returns the number of rows."""
         return self._room - self._num_free.read_value()
 
     def slots(self, places):
-        """Returns where these rows are, each of them once; those that are not there appear. All count as used now."""
+        """Returns the slots of these distinct rows; creates missing rows, and marks all as used now."""
         found = self.find(places)
         is_here, (time, tick) = found >= 0, self._tick()
         seen = _update(self.used, tf.boolean_mask(found, is_here), time)
@@ -156,7 +156,7 @@ class _Shelf:
         return time, self._time.assign(time, read_value=False)
 
     def _enter(self, places, time):
-        """These rows appear; returns operations."""
+        """Creates these rows; returns operations."""
         n = tf.size(places, out_type=tf.int64)
         lacks = n - self._num_free.read_value()
 
@@ -196,19 +196,19 @@ class _Shelf:
             ]
 
     def renew(self, optimizer, slots):
-        """What the optimizer keeps of rows begins anew, for those that have had no push; returns operations."""
+        """Resets the optimizer's slots of rows without a push so far; returns operations."""
         new = tf.boolean_mask(slots, self.is_new.sparse_read(slots) > 0)
         kept = [optimizer.get_slot(self.values, name) for name in optimizer.get_slot_names()]
         with tf.control_dependencies([new]):
             return [_update(each, new, initial_of(optimizer)) for each in kept] + [_update(self.is_new, new, 0)]
 
     def put(self, places, used, is_new, values):
-        """Takes rows from a checkpoint, for which there is room; returns operations.
+        """Restores rows from a checkpoint, within the capacity; returns operations.
 
         Args:
-          places: of the rows, int64 `[n]`.
-          used, is_new: as these variables had them.
-          values: pairs of a variable and its rows `[n, ...]`: of the table, and of what optimizers keep.
+          places: places of the rows, int64 `[n]`.
+          used, is_new: the saved values of these variables.
+          values: pairs of a variable and its rows `[n, ...]`: the table and the optimizers' slots.
         """
         slots = self.slots(places)
         time = tf.reduce_max(tf.concat([used, [self._time.read_value()]], axis=0))
@@ -217,13 +217,13 @@ class _Shelf:
             return [*(_update(variable, slots, value) for variable, value in beside), self._time.assign(time, read_value=False)]
 
     def end(self):
-        """Returns behind which slot there is no row, at least 1."""
+        """Returns the end of the used slots, at least 1."""
         numbers = tf.range(self._room, dtype=tf.int64)
         return tf.maximum(tf.reduce_max(tf.where(self.places.read_value() < 0, tf.zeros_like(numbers), numbers + 1)), 1)
 
 
 def initial_of(optimizer):
-    """Returns with which number all begins that an optimizer keeps beside a parameter."""
+    """Returns the initial value of an optimizer's slots."""
     return getattr(optimizer, "initial_value", getattr(optimizer, "_initial_accumulator_value", 0.0))
 
 
@@ -237,9 +237,10 @@ def _update(variable, indices, value):
 
 
 class _Saved:
-    """The rows of a vocabulary, read and written a few at a time: of each ps so many slots as are in use, one after the other.
+    """The rows of a vocabulary in a checkpoint, read and written in chunks: the slots in use of each ps, one ps after another.
 
-    Beside them there is which rows they are, `-places`, −1 for none, when they were used, and what optimizers keep of them.
+    They are saved with their places, `-places`, −1 for an empty slot, their last use, `-used`, the flag `-is_new`, and the
+    optimizers' slots.
     """
 
     def __init__(self, spec, starts, shelves, variables):
@@ -268,7 +269,7 @@ class _Saved:
                 self._begins.append([v.initializer for v in (*kept, *shelf.own)])
 
     def read(self, session):
-        """Yields what `common.core.write_checkpoint` takes as `parts`."""
+        """Yields the `parts` of `common.core.write_checkpoint`."""
         ends = [int(end) for end in session.run(self._ends)]
         total, first = sum(ends), 0
         for end, (found, done) in zip(ends, self._reads, strict=True):
@@ -279,7 +280,7 @@ class _Saved:
             first += end
 
     def restore(self, session, checkpoint, shapes):
-        """See `common.core.Keeper.restore_tables`. Where there is room for fewer rows, those used last come back."""
+        """See `common.core.Keeper.restore_tables`. With less capacity, the most recently used rows are restored."""
         feeds = [*self._own, *self._values]
         for name, feed in zip(self._names, feeds, strict=True):
             check_shape(checkpoint, shapes, name, [None, *feed.shape.as_list()[1:]])
@@ -305,7 +306,7 @@ class _Saved:
             )
 
     def _column(self, checkpoint, shapes, i):
-        """Yields the values of one of the names, as many rows at a time as of the table."""
+        """Yields the values of the i-th saved name, in chunks of as many rows as the table's."""
         name, dtype = self._names[i], [*self._own, *self._values][i].dtype
         for _, value in rows_in(checkpoint, name, shapes[name], width=self._spec.width, dtype=dtype):
             yield value

@@ -1,13 +1,13 @@
 """The same schemes with virtual workers: a thousand in one process, or a few that a notebook steps by hand.
 
-Begin with `replay`, for notebooks, and `virtual_time`, which says when each worker does what.
+Begin with `replay`, for notebooks, and `virtual_time`, the discrete-event simulation of the workers' times.
 """
 
 from typing import TYPE_CHECKING
 
-from common.front_door import front_door
+from common.core import front_door
 
-if TYPE_CHECKING:  # the front door: what others may import
+if TYPE_CHECKING:  # the public names
     from common.simulation import engine, timeline
     from common.simulation.engine import facts_of, facts_of_size, messages_of, shards_of
     from common.simulation.replay import Replay

@@ -1,8 +1,8 @@
-"""A thousand workers in one process: the scheme's own operations, run in the order that virtual time gives.
+"""A thousand workers in one process: the scheme's own operations, run in the order of virtual time.
 
-A scheme touches its worker's local variables and the center, nothing else. So one graph of one worker stands for any number of
-them: before a step the variables that it reads are loaded from storage `[num_workers, ...]`, after it those that it has written
-are stored. A schedule of steps runs as one call, a loop in the graph.
+A scheme touches only its worker's local variables and the center. So the graph of one worker serves any number of workers:
+the variables that a step reads are loaded from storage `[num_workers, ...]` before it, those that it writes are stored after
+it. A schedule of steps runs as one session call, a loop in the graph.
 """
 
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ from common.scheme import (
 )
 from common.simulation.virtual_time import RESTART, Action, Waiting
 
-MOST_SAMPLES = 1_000_000  # whose numbers are fed to one call
+MOST_SAMPLES = 1_000_000  # sample indices fed to one session call
 MOST_PARAMETERS = 2**30  # of a model in a graph
 
 
@@ -37,7 +37,7 @@ class Engine:
 
     Args:
       scheme: generator function, see `common.scheme.steps`.
-      hp: the hyperparameters that it asks for, as a namespace.
+      hp: the scheme's hyperparameters, a namespace.
       model: a `common.models.Model`.
       shards: the `Shards` of the workers.
       num_ps: pieces of the global parameters.
@@ -46,15 +46,15 @@ class Engine:
         knows.
       clip_norm: see `common.scheme.LocalParameters`.
       compression: see `common.scheme.GlobalParameters`.
-      messages: of each step the bytes (up, down), see `messages_of`; None for none.
-      optimize: whether TensorFlow optimizes the graph first: a second, which is won back in a thousand steps.
+      messages: bytes (up, down) of each step, see `messages_of`; None for none.
+      optimize: whether TensorFlow optimizes the graph first: takes a second, saved again within a thousand steps.
 
     Attributes:
       actions: the `common.simulation.Action`s of a round.
       waiting: the `common.simulation.Waiting` of the scheme.
       steps: the `common.scheme.Step`s of a round.
       samples_per_update: of all workers, a `Fraction`.
-      graph, session: what it runs in.
+      graph, session: of TensorFlow.
 
     Raises:
       UserError: if the scheme cannot be simulated.
@@ -120,15 +120,15 @@ class Engine:
         self.restart()
 
     def restart(self, shards=None, parameters=None):
-        """Begins anew, in a new session.
+        """Restarts training in a new session.
 
         Args:
-          shards: the `Shards` from now on, of the same samples, of which each worker has the same share; None for those that it
-            has, which go on where they are.
-          parameters: x̃ at the beginning, an array `[size]`; None for that of the last time.
+          shards: new `Shards` of the same samples, with the same share per worker; None for the present ones, at their present
+            position.
+          parameters: initial x̃, an array `[size]`; None for the previous one.
 
         Raises:
-          ValueError: if these shards have other workers, shares or batches.
+          ValueError: if the shards differ in workers, shares or batch size.
         """
         if shards is not None:
             shares, before = (each.counts / each.counts.sum() for each in (shards, self._shards))
@@ -144,11 +144,11 @@ class Engine:
             self.session.run(initializer, self._feeds)
 
     def run(self, steps, workers):
-        """Runs steps of workers, in this order, whatever waits for what.
+        """Runs steps of workers in this order, regardless of barriers and staleness bounds.
 
         Args:
           steps: numbers of steps in a round, or `RESTART`, `[events]`.
-          workers: of which worker, `[events]`.
+          workers: worker of each step, `[events]`.
 
         Returns:
           An `Outcomes`.
@@ -170,7 +170,7 @@ class Engine:
         return self.session.run(self._loop, dict(zip(self._schedule, (kinds, workers, starts, order), strict=True)))
 
     def _build_loop(self, scheme, hp, uses, batches, messages):
-        """Returns the tensors of `Outcomes`: a loop over the events, in which each step is a branch."""
+        """Returns the tensors of `Outcomes`: a loop over the events, with a branch for each step."""
         kinds, workers, starts, _ = self._schedule
         center, local, rows = self._center, self._local, self._rows
         windows: list[int] = []
@@ -234,12 +234,12 @@ class Engine:
 
     @property
     def final(self):
-        """x̃, and the state of the model there: what `common.models.Model.save` takes."""
+        """x̃, and the state of the model there: the arguments of `common.models.Model.save`."""
         return self.session.run((self._value, self._state))
 
     @property
     def optimizers(self):
-        """Which optimizers the scheme uses on the ps, and on the workers: two sets of names."""
+        """The scheme's optimizers on the ps, and on the workers: two sets of names."""
         return self._center.optimizers.names, self._local.optimizers.names
 
     @property
@@ -253,7 +253,7 @@ class Engine:
         return self.rows(self._local.value)
 
     def rows(self, variable):
-        """What all workers have of a local variable, an array `[num_workers, ...]`."""
+        """The values of a local variable on all workers, an array `[num_workers, ...]`."""
         return self.session.run(self._values[variable.ref()])[: self._shards.num_workers]
 
     def evaluate(self, *samples):
@@ -270,7 +270,7 @@ class Engine:
         return {name: float(v) for name, v in self.session.run(results, dict(zip(places, arrays, strict=True))).items()}
 
     def table(self, layer):
-        """Returns the table that the layer of this name has on the ps, an array `[rows, width]` in the order of its ids."""
+        """Returns the table of the layer of this name, an array `[rows, width]` in the order of its ids."""
         table = {each.spec.layer: each for each in self._center.tables}[layer]
         with self.graph.as_default():
             whole = tf.concat([piece.read_value() for piece in table.pieces], axis=0)
@@ -282,7 +282,7 @@ class Engine:
 
 
 class Outcomes(NamedTuple):
-    """What came of steps: arrays `[events]`; -1, or NaN, where a step has none.
+    """The results of steps: arrays `[events]`; -1, or NaN, where a step has none.
 
     Attributes:
       pulled, updated, step_before, losses: see `common.scheme.Step`.
@@ -299,12 +299,12 @@ class Shards:
 
     Args:
       samples: (x, y) or (x, y, weights) of all workers, see `common.data.Batches`.
-      numbers: of each worker, an array of the numbers of its samples; several may have the same one.
+      numbers: for each worker, an array of its sample indices; workers may have the same array.
       batch_size: samples per batch.
-      seeds: of the order, of each worker.
+      seeds: for each worker, the seed of its sample order.
 
     Attributes:
-      counts: how many samples each worker has, an array.
+      counts: number of samples of each worker, an array.
     """
 
     def __init__(self, samples, numbers, batch_size, seeds):
@@ -317,14 +317,14 @@ class Shards:
         self._positions = np.zeros(self.num_workers, np.int64)
 
     def take(self, workers, sizes):
-        """Returns the numbers of the samples that workers draw next, one after the other, int32; and where each begins there.
+        """Returns the indices of the samples that workers draw next, concatenated, int32; and the start of each draw in them.
 
         Args:
           workers: `[draws]`.
-          sizes: how many samples each draws, `[draws]`.
+          sizes: number of samples of each draw, `[draws]`.
         """
         starts = np.cumsum(sizes) - sizes
-        # Where each draw stands in its worker's own: the sum of the draws of the same worker before it.
+        # Position of each draw among its worker's samples: the sum of that worker's earlier draws.
         by_worker = np.argsort(workers, kind="stable")
         sums = np.cumsum(sizes[by_worker]) - sizes[by_worker]
         first_of = np.searchsorted(workers[by_worker], np.arange(self.num_workers))
@@ -341,14 +341,14 @@ class Shards:
 
 
 def shards_of(dataset, num_workers, batch_size, seed, non_iid=None):
-    """Returns the `Shards` of so many workers.
+    """Returns the `Shards` of a data set for a number of workers.
 
     Args:
       dataset: a `common.data.Data`.
       num_workers, batch_size, seed: as the flags.
-      non_iid: None for every n-th sample; else the α of a Dirichlet distribution, by which the classes of a worker differ from
-        those of all: its shares q of the classes are drawn from Dir(α p), where p are those of all, and its samples, as many
-        as every other worker has, by q, from those that are left (Hsu, Qi, Brown 2019, https://arxiv.org/abs/1909.06335).
+      non_iid: None for every n-th sample; else the concentration α of a Dirichlet distribution. The class shares q of a
+        worker are drawn from Dir(α p), with p the shares in the whole data set; then its samples are drawn by q from the
+        remaining ones, equally many for each worker (Hsu, Qi, Brown 2019, https://arxiv.org/abs/1909.06335).
 
     Raises:
       UserError: if there are too few samples, or no classes to divide them by.
@@ -370,7 +370,7 @@ def shards_of(dataset, num_workers, batch_size, seed, non_iid=None):
     left = [rng.permutation(np.flatnonzero(classes == c)).tolist() for c in range(len(counts))]
     numbers = []
     for _ in range(num_workers):
-        # Of a gamma distribution each, and then divided by the sum: with a small α all of a Dirichlet's may be 0.
+        # Gamma variates in log space, then normalized: with a small α, all shares of a Dirichlet sample may be 0.
         q = np.log(rng.gamma(non_iid * counts / n + 1)) + np.log(rng.random(len(counts))) / (non_iid * counts / n)
         q = np.exp(q - q.max())
         own = []
@@ -383,14 +383,14 @@ def shards_of(dataset, num_workers, batch_size, seed, non_iid=None):
 
 
 class _Batches:
-    """Batches whose samples the schedule names: those of the present step begin at `at` in `order`."""
+    """Batches of the samples in the schedule: those of the current step start at `at` in `order`."""
 
     def __init__(self, shards, order, feeds):
         self.num_samples, self.batch_size, self._order = len(arrays_in(shards.samples[0])[0]), shards.batch_size, order
         self.init_feed_dict: dict = {}
         self.index_type = tf.int32
         self.at: Any = None
-        self.drawn = 0  # samples, since it was set to 0
+        self.drawn = 0  # samples drawn since the last reset
         with tf.variable_scope("samples"):
             self._samples = tuple(fed(name, part, feeds) for name, part in zip(("x", "y", "weights"), shards.samples))
 
@@ -412,7 +412,7 @@ _SHARED = "variables_of_virtual_time"
 
 
 class _Center(GlobalParameters):
-    """x̃ of workers that are indices into rows, not processes."""
+    """x̃ for virtual workers, which are row indices instead of processes."""
 
     def clocks(self, local, staleness=0, quorum=None):
         return _Clocks(local.num_workers, staleness, quorum)
@@ -431,7 +431,7 @@ class _Center(GlobalParameters):
 
 
 class _Clocks:
-    """What `common.core.Clocks` is for `Together`, without bells: in virtual time a step runs when it may."""
+    """The counterpart of `common.core.Clocks` for `Together`, without bells: virtual time runs no step that must wait."""
 
     is_virtual = True
 
@@ -461,7 +461,7 @@ class _Clocks:
         return [self._clocks.assign(after, read_value=False)]
 
     def may_go_on(self, worker):
-        return tf.constant(True)  # virtual time knows when
+        return tf.constant(True)  # virtual time decides
 
     def wait(self, worker):
         return [_store(self._pulled, worker, self.low(self.read()))]
@@ -479,7 +479,7 @@ class _Clocks:
 
 
 class _PerWorker(list):
-    """Numbers, one for each worker, of which an index chooses one that is not known when the graph is built."""
+    """Numbers, one for each worker, indexed also by a tensor: the worker is unknown while the graph is built."""
 
     def __init__(self, values, local):
         super().__init__(values)
@@ -490,7 +490,7 @@ class _PerWorker(list):
 
 
 class _Chosen(Rate):
-    """The number of the worker whose step runs, where it is used."""
+    """The number of the worker whose step runs, looked up at each use."""
 
     def __init__(self, numbers, local):
         super().__init__(1.0, None)
@@ -534,14 +534,14 @@ def _outcome(step):
 
 
 def _rows(variable, num_workers, i):
-    """Returns a variable with a row for each worker, and one more for what a worker begins with."""
+    """Returns a variable with a row for each worker, and one more for the initial value."""
     first = variable.read_value()
     rows = tf.tile(first[None], [num_workers + 1, *[1] * first.shape.rank])
     return tf.get_variable(f"rows_{i}", initializer=rows, trainable=False, collections=[], use_resource=True)
 
 
 def _apart(rows, seeds, num_workers):
-    """Returns operations after which the generators of random numbers differ from worker to worker."""
+    """Returns operations that give the random number generators of each worker a state of its own."""
     own = tf.range(num_workers + 1)
     return [rows[v.ref()].assign_add(tf.cast(own, v.dtype)[:, None] * tf.constant([1, 0], v.dtype)) for v in seeds]
 
@@ -552,7 +552,7 @@ def _store(rows, index, value):
 
 
 def _uses(operations, variables):
-    """Returns which of these variables some operations, and what they depend on, read, and which they write: two lists."""
+    """Returns the variables that operations and their dependencies read, and those that they write: two lists."""
     handles = {id(v.handle.op): v for v in variables}
     read, written, seen = set(), set(), set()
     todo = [getattr(each, "op", each) for each in operations]
@@ -575,17 +575,18 @@ def _uses(operations, variables):
 
 
 def messages_of(scheme, hp, model, shards, num_ps, compression=None):
-    """Returns how many bytes each step of a round sends to the ps, and gets from them: pairs (up, down).
+    """Returns the bytes that each step of a round sends to the ps, and receives from them: pairs (up, down).
 
-    They are read off the graph of a worker in a cluster: its edges from one device to another. Where an edge carries a tensor
-    whose size is not known before it is sent, it counts as nothing.
+    They are the sizes of the tensors on edges between devices in the graph of a worker in a cluster. A tensor of unknown size
+    counts as 0 bytes.
     """
     return [[action.up, action.down] for action in facts_of(scheme, hp, model, shards, num_ps, compression).actions]
 
 
 class Facts(NamedTuple):
-    """The needs of the clock: a round's `common.simulation.Action`s, the scheme's `Waiting`, and two more attributes of an
-    `Engine`, in a fraction of the time that an engine takes.
+    """The input of `VirtualTime`, in a fraction of the time of an `Engine`.
+
+    These are a round's `common.simulation.Action`s, the scheme's `Waiting`, and two more attributes of an `Engine`.
     """
 
     actions: list
@@ -595,7 +596,7 @@ class Facts(NamedTuple):
 
 
 def facts_of(scheme, hp, model, shards, num_ps, compression=None):
-    """Returns the `Facts` of a scheme. Arguments and bytes are those of `messages_of`. Nothing is run."""
+    """Returns the `Facts` of a scheme without running it. Arguments and bytes are those of `messages_of`."""
     with tf.Graph().as_default() as graph:
         device_fn = tf.train.replica_device_setter(ps_tasks=num_ps, worker_device=_WORKER)
         options = {"compression": compression, "fragments": fragments_of(hp)}
@@ -605,7 +606,7 @@ def facts_of(scheme, hp, model, shards, num_ps, compression=None):
             batches.at = tf.constant(0)
             local = LocalParameters(center, model, batches, "worker", tf.constant(0), shards.num_workers)
             own = _per_worker(hyperparameters(hp, center, local), local)
-            build_steps(scheme, center, local, own)  # makes what is made once
+            build_steps(scheme, center, local, own)  # first, so that operations made once count towards no step
             steps, trained, messages, next_step = [], [], [], steps_apart(scheme, center, local, own)
             earlier, begun = set(graph.get_operations()), local.local_steps
             while (step := next_step([tf.no_op()])) is not None:
@@ -623,12 +624,12 @@ def _samples_per_update(waiting, shards, local):
 
 
 def facts_of_size(scheme, hp, parameters, num_workers, num_ps, compression=None):
-    """Returns the same as `facts_of`, for any model of so many parameters. It takes no memory."""
+    """Returns the same as `facts_of` for any model of this many parameters, without allocating them."""
     size = min(int(parameters), MOST_PARAMETERS)
     samples = np.zeros([1, 1], np.float32), np.zeros([1, 1], np.float32)
     shards = Shards(samples, [np.zeros(1, int)] * num_workers, hp.batch_size, range(num_workers))
     facts = facts_of(scheme, hp, _Sized(size), shards, num_ps, compression)
-    if parameters > size:  # so many that what does not grow with them, as a global step, is nothing beside them
+    if parameters > size:  # the fixed part, such as the global step, is negligible at this size
         scale = parameters / size
         actions = [each._replace(up=round(scale * each.up), down=round(scale * each.down)) for each in facts.actions]
         facts = facts._replace(actions=actions)
@@ -636,7 +637,7 @@ def facts_of_size(scheme, hp, parameters, num_workers, num_ps, compression=None)
 
 
 class _Sized:
-    """In place of a `common.models.Model`, what `facts_of` needs of one of so many parameters. It cannot be trained."""
+    """A stand-in for a `common.models.Model` of a given size, for `facts_of`. It cannot be trained."""
 
     def __init__(self, size):
         self.size, self.initial_parameters, self.initial_state = size, np.broadcast_to(np.float32(0), [size]), []
@@ -658,7 +659,7 @@ _WORKER = "/job:worker/task:0"
 
 
 def _bytes_of(step, earlier):
-    """Returns the bytes of a step that go up to the ps, and down from them; `earlier` are the operations of other steps."""
+    """Returns the bytes that a step sends to the ps, and receives from them; `earlier` are the operations of other steps."""
     sizes, seen = {}, set()
     todo = [getattr(each, "op", each) for each in step.operations]
     while todo:
@@ -673,17 +674,17 @@ def _bytes_of(step, earlier):
             if tensor.dtype != tf.resource and is_on_ps(sender) != is_on_ps(receiver):
                 size = (tensor.shape.num_elements() or 0) * tensor.dtype.size
                 sizes[is_on_ps(receiver), tensor.name, receiver.device] = size
-    down = 0 if step.pulled is None or step.ahead else step.pulled.dtype.size  # what is read ahead brings its step with it
+    down = 0 if step.pulled is None or step.ahead else step.pulled.dtype.size  # a prefetch includes its global step
     return [sum(size for (up, *_), size in sizes.items() if up), down + sum(size for (up, *_), size in sizes.items() if not up)]
 
 
 def _place(op):
-    """Returns the operation whose device an operation runs on: that of the variable that it uses, if it does."""
+    """Returns the operation that determines the device of `op`: the handle of the variable it uses, if any, else itself."""
     return next((tensor.op for tensor in op.inputs if tensor.dtype == tf.resource), op)
 
 
 def _actions(steps, trained, messages):
-    """Returns the `Action`s of steps, of how many local steps they make and what they send."""
+    """Returns the `Action`s of steps, given their numbers of local steps and their messages."""
     return [
         Action(
             local_steps=local_steps,
@@ -702,7 +703,7 @@ def _actions(steps, trained, messages):
 
 
 def _config(optimize):
-    """One thread: the steps come one after the other, and results are the same to the last bit."""
+    """One thread: the steps run one after the other, and results are bit-identical."""
     threads = {"intra_op_parallelism_threads": 1, "inter_op_parallelism_threads": 1, "use_per_session_threads": True}
     config = tf.ConfigProto(**threads)
     config.graph_options.rewrite_options.disable_meta_optimizer = not optimize

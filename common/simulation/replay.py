@@ -1,7 +1,7 @@
-"""Several workers of a scheme in one process, whose steps run when one says so: for notebooks and tests.
+"""Several workers of a scheme in one process, stepped by the caller: for notebooks and tests.
 
-The operations are those that worker processes run; only the order is the caller's choice, not the machine's. So a
-run can be repeated exactly, and can show more workers than a laptop has cores.
+The operations are those of worker processes; only their order is the caller's choice, not the machine's. So a run can be
+repeated exactly, with more workers than a laptop has cores.
 """
 
 import heapq
@@ -19,7 +19,7 @@ class Update(NamedTuple):
     """One update of the global parameters."""
 
     worker: int
-    pulled: int  # global step of the parameters that it was computed from
+    pulled: int  # global step of the parameters behind it
     updated: int  # global step after it
     staleness: int  # updates by others in between
 
@@ -29,21 +29,21 @@ class Replay:
 
     Args:
       scheme: generator function, see `common.scheme.steps`.
-      hp: the hyperparameters that it asks for, as a namespace.
+      hp: the scheme's hyperparameters, a namespace.
       model: a `common.models.Model`.
       make_batches: function of a worker's index that returns its batches, a `common.data.Batches`.
-      num_workers: how many.
+      num_workers: number of workers.
       num_ps: pieces of the global parameters.
       schedule: a `common.scheme.Schedule` of the learning rate; None for none.
       compression: a `common.scheme.Compression` of messages; None for none.
 
     Attributes:
-      updates: list of `Update`, in their order; of a synchronous scheme, of the gradients that each is made of.
-      dropped: list of (worker, global step) of the gradients that came too late, and were thrown away.
-      losses: list of (worker, mean loss of its window), in their order.
-      time: when the last step of `run` ended, 0 at first, in the unit of its durations.
+      updates: list of `Update`, in order; in a synchronous scheme, one per gradient of each update.
+      dropped: list of (worker, global step), one per gradient dropped as stale.
+      losses: list of (worker, mean loss of its window), in order.
+      time: end of the last step of `run`, in the unit of its durations; 0 at first.
       steps, actions: the `common.scheme.Step`s of a round, and the `common.simulation.Action`s.
-      graph, session: what it runs in, to look at other variables.
+      graph, session: of TensorFlow, for access to other variables.
     """
 
     def __init__(self, scheme, hp, model, make_batches, num_workers=2, num_ps=1, schedule=None, compression=None):
@@ -61,18 +61,18 @@ class Replay:
         self.losses: list[tuple[int, float]] = []
         self._turns, self._is_together = Turns(num_workers, self._engine.waiting), self._engine.waiting.quorum is not None
         self._next, self._known = [0] * num_workers, [0] * num_workers
-        self._own = [0] * num_workers  # updates that x lacks
-        self._own_since = [0] * num_workers  # updates since it has read ahead
-        self._read = [0] * num_workers  # the global step at which each begins its pull
+        self._own = [0] * num_workers  # the worker's own updates that x lacks
+        self._own_since = [0] * num_workers  # the same since the last prefetch
+        self._read = [0] * num_workers  # global step at the start of each worker's pull
         self._times = [(0.0, i) for i in range(num_workers)]
         self._waiting: list[int] = []
         self._global_step, self.time = 0, 0.0
 
     def restart(self, seed_of=None):
-        """Begins anew, as after it was made, in a new session; takes a fraction of the time that another `Replay` does.
+        """Returns to the initial state, in a new session and a fraction of the time of a new `Replay`.
 
         Args:
-          seed_of: function of a worker's index that returns the seed of its batches from now on; None: they stay as they are.
+          seed_of: function of a worker's index that returns the seed of its batches from now on; None keeps their order.
         """
         self._shards.restart(seed_of)
         self._engine.restart()
@@ -90,7 +90,7 @@ class Replay:
         """Runs the next step of this worker's round; returns whether it was one of local training.
 
         Raises:
-          RuntimeError: if it has to wait for other workers.
+          RuntimeError: if the worker has to wait for others.
         """
         if self.has_to_wait(worker):
             raise RuntimeError(f"worker {worker} has to wait for others")
@@ -99,9 +99,9 @@ class Replay:
         return self.actions[at].local_steps > 0
 
     def take(self, order):
-        """Lets workers take steps in this order, as `step` does, all in one call of the session.
+        """Runs steps of workers in this order, as `step` does, in one session call.
 
-        A worker that has to wait takes none.
+        A worker that has to wait is skipped.
 
         Returns:
           The workers of the steps that were taken.
@@ -115,7 +115,7 @@ class Replay:
         return taken
 
     def _begin(self, worker):
-        """Takes this worker's next step, and notes which workers it lets go on. Returns the number of the step."""
+        """Records this worker's next step in clocks and global step. Returns the step's number."""
         at, action = self._next[worker], self.actions[self._next[worker]]
         self._next[worker] = (at + 1) % len(self.steps)
         if action.waits:
@@ -134,7 +134,7 @@ class Replay:
         return threshold is None or self._global_step - self._read[worker] < threshold
 
     def _do(self, steps, workers):
-        """Does steps of workers, and notes what comes of them."""
+        """Runs steps of workers, and records the results."""
         columns = (column.tolist() for column in self._engine.run(steps, workers))
         for at, worker, pulled, updated, step_before, loss in zip(steps, workers, *columns, strict=True):
             action = self.actions[at]
@@ -159,11 +159,11 @@ class Replay:
             self._own_since[worker] += 1
 
     def run(self, updates, duration=lambda worker: 1.0):
-        """Lets all workers run at their own pace until there are so many more updates, all in one call of the session.
+        """Runs all workers at their own pace for a number of updates, in one session call.
 
         Args:
           updates: number of updates, of all workers together.
-          duration: function of the worker that returns how long its next local training takes; the rest takes no time.
+          duration: function of a worker's index that returns the time of its next local training; the rest takes none.
         """
         last, steps, workers = self._global_step + updates, [], []
         while self._global_step < last:
@@ -207,11 +207,11 @@ class Replay:
 
 
 class _Shards:
-    """The samples of several `common.data.Batches`, one after the other, as an `Engine` draws them."""
+    """The samples of several `common.data.Batches`, concatenated, in the form that an `Engine` draws from."""
 
     def __init__(self, batches):
         self._batches, self.num_workers, self.batch_size = batches, len(batches), batches[0].batch_size
-        apart: dict = {}  # the same arrays are needed once
+        apart: dict = {}  # shared arrays are kept once
         for each in batches:
             apart.setdefault(_key(each), each)
         places, begun = {}, 0
@@ -225,13 +225,13 @@ class _Shards:
         self._positions = [0] * self.num_workers
 
     def restart(self, seed_of):
-        """All begin with their first sample, in the order of other seeds, if `seed_of` says so."""
+        """Moves all workers to their first sample; with `seed_of`, in the order of new seeds."""
         self._positions = [0] * self.num_workers
         for i, each in enumerate(self._batches if seed_of else []):
             each.reorder(seed_of(i))
 
     def take(self, workers, sizes):
-        """Returns the numbers of the samples that workers draw next, and where each begins there."""
+        """Returns the indices of the samples that workers draw next, and the start of each draw in them."""
         drawn = [np.zeros(0, np.int32)]
         for worker, size in zip(workers, sizes, strict=True):
             k = self._positions[worker] + np.arange(size)
@@ -241,12 +241,12 @@ class _Shards:
 
 
 def _key(batches):
-    """Which arrays some batches are drawn from."""
+    """Returns the identities of the arrays behind some batches."""
     return tuple(id(array) for part in batches.arrays for array in arrays_in(part))
 
 
 def _joined(parts):
-    """Returns the arrays of several workers, each in the same tuple or dict, as one."""
+    """Concatenates the arrays of several workers, in tuples or dicts of equal structure."""
     flat = [np.concatenate([array[:] for array in arrays]) for arrays in zip(*map(arrays_in, parts), strict=True)]
     joined = iter(flat)
     return mapped(lambda array: next(joined), parts[0])

@@ -1,10 +1,10 @@
-"""What each worker of a scheme does when: a picture for the top of a notebook, drawn from the scheme itself.
+"""A timeline of a scheme's workers: a picture for the top of a notebook, drawn from the scheme itself.
 
-The workers are those of `common.simulation.Replay`, on a problem of two parameters. Their clock is made up: a local step and a
-message take as long as the caller says. So the picture shows the order of things, not the speed of a machine.
+The workers are those of `common.simulation.Replay`, on a problem of two parameters. The caller sets
+the time of a local step and of a message. So the picture shows the order of events, not the speed of a machine.
 
-A worker does one thing at a time. Only the messages of `send` and `receive` travel while their worker goes on (`BESIDE`): they
-are drawn in a lane of their own, under the bar of the worker.
+A worker's bar shows one activity at a time. Only `send` and `receive` are drawn as overlapping with its steps (`BESIDE`), in a
+lane of their own under the bar.
 """
 
 import heapq
@@ -24,21 +24,21 @@ COLORS = {
     "receive": "tab:green",
     "wait": "lightgray",
 }
-BESIDE = "send", "receive"  # parts that go on while the worker does something else
+BESIDE = "send", "receive"  # messages that overlap with the worker's steps
 
 
 class Span(NamedTuple):
-    """What one worker does for a while."""
+    """An activity of one worker over an interval."""
 
     worker: int
     part: str  # a key of COLORS
     start: float
     end: float
-    steps: int  # local steps, of a train
+    steps: int  # number of local steps of a train
 
 
 def part_of(action):
-    """Returns what a `common.simulation.Action` does, a key of COLORS; None for what takes no message and no gradient."""
+    """Returns the key of COLORS for a `common.simulation.Action`; None for an action without message and gradient."""
     if action.local_steps:
         return "train"
     if action.waits:
@@ -51,14 +51,14 @@ def part_of(action):
 
 
 def spans(scheme, hp, seconds=(1.0, 1.2, 1.7), message=0.6, until=20.0):
-    """Returns the `Span`s of a scheme's workers, which all begin at 0.
+    """Returns the `Span`s of a scheme's workers, all of which start at 0.
 
     Args:
       scheme: generator function, see `common.scheme.steps`.
-      hp: the hyperparameters that it asks for, as a namespace.
-      seconds: how long a local step takes, of each worker.
-      message: how long a pull, or a push, takes; a `send` or a `receive`, too, while the worker goes on.
-      until: no step begins later.
+      hp: the scheme's hyperparameters, a namespace.
+      seconds: time of a local step, per worker.
+      message: time of a pull or a push; also of a `send` or a `receive`, during which the worker continues.
+      until: time from which no step starts.
     """
     line, n = datasets.load("linear"), len(seconds)
 
@@ -69,12 +69,12 @@ def spans(scheme, hp, seconds=(1.0, 1.2, 1.7), message=0.6, until=20.0):
     replay = Replay(scheme, hp, keras_model.build("linear", line), make_batches, n)
     found: list[Span] = []
     waiting: dict[int, float] = {}
-    latest = [0] * n  # of each worker, the number of its last span
-    there = [0.0] * n  # when what each worker has read ahead is there
-    sent = [0] * n  # how often each worker has sent, with `send`
-    made: list[float] = []  # when each update of what was sent is made: when the messages of all have arrived
-    received = [0] * n  # how often each worker has received
-    heap: list[tuple] = []  # (end of what it does, its begin, worker)
+    latest = [0] * n  # index of each worker's last span
+    there = [0.0] * n  # arrival time of each worker's prefetch
+    sent = [0] * n  # number of `send`s of each worker
+    made: list[float] = []  # time of each update from `send`s: arrival of the last worker's message
+    received = [0] * n  # number of `receive`s of each worker
+    heap: list[tuple] = []  # (end of a step, its start, worker)
 
     def begin(worker, now):
         action = replay.actions[replay.next_step(worker)]
@@ -88,7 +88,7 @@ def spans(scheme, hp, seconds=(1.0, 1.2, 1.7), message=0.6, until=20.0):
         if part == "send":
             found.append(Span(worker, part, now, now + message, 0))
             takes, sent[worker] = 0.0, sent[worker] + 1
-            if min(sent) > len(made):  # the last message of this update; the ps answer by themselves
+            if min(sent) > len(made):  # the last message of this update; the ps reply without a request
                 made.append(now + message)
                 found.extend(Span(each, "receive", now + message, now + 2 * message, 0) for each in range(n))
         elif part == "receive":
@@ -107,7 +107,7 @@ def spans(scheme, hp, seconds=(1.0, 1.2, 1.7), message=0.6, until=20.0):
         now, _, worker = heapq.heappop(heap)
         dropped = len(replay.dropped)
         replay.step(worker)
-        if len(replay.dropped) > dropped:  # which is known when the push has arrived
+        if len(replay.dropped) > dropped:  # known only once the push has arrived
             found[latest[worker]] = found[latest[worker]]._replace(part="dropped")
         begin(worker, now)
         for each in [w for w in waiting if not replay.has_to_wait(w)]:
@@ -121,7 +121,7 @@ def spans(scheme, hp, seconds=(1.0, 1.2, 1.7), message=0.6, until=20.0):
 
 
 def draw(scheme, hp, seconds=(1.0, 1.2, 1.7), message=0.6, until=20.0):
-    """Shows what the workers of a scheme do when; the arguments are those of `spans`."""
+    """Shows the timeline of a scheme's workers; the arguments are those of `spans`."""
     import matplotlib.pyplot as plt
 
     found = spans(scheme, hp, seconds, message, until)

@@ -1,8 +1,8 @@
-"""Virtual time: when each of many workers pulls, trains and pushes, who waits for whom, and which version each one sees.
+"""Discrete-event simulation of workers: the times of pulls, local steps and pushes, the waits, and the version of x̃ at each.
 
-The clock of the simulator. It needs no gradient and no parameters, only what a round consists of (`Action`) and what things
-cost (`Costs`). So it works for ten thousand workers, and for a model that fits on no machine here. `common.simulation` runs
-the scheme's own operations in the order that this gives.
+This is the simulator's clock. It needs no gradients and no parameters, only the steps of a round (`Action`) and their costs
+(`Costs`). So it works for ten thousand workers, and for a model too large for any machine here. `common.simulation` runs the
+scheme's own operations in the resulting order.
 """
 
 import heapq
@@ -14,21 +14,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-RESTART = -1  # in place of the number of a step: this worker begins anew
+RESTART = -1  # instead of a step number: the worker restarts
 
 
 class Action(NamedTuple):
     """One step of a round, as the clock sees it.
 
     Attributes:
-      local_steps: of a `train`; 0 for any other step.
+      local_steps: number of local steps of a `train`; 0 for any other step.
       reads, writes: whether it reads x̃, changes x̃.
-      up, down: bytes that it sends to the ps, and that the ps send to the worker.
-      waits, ticks: whether it waits for other workers; whether it moves the clock of this one (`center.pace`).
-      fragment: of a `send`, which fragment of x̃ it is for.
-      is_early: of a read, whether the ps begins with it as soon as it can, without a word from the worker (`receive`).
-      ahead: whether it reads x̃ for the next step of this kind, and takes what that one before has read. The ps reads when the
-        worker's push before it is applied, whatever the worker does then.
+      up, down: bytes from the worker to the ps, and from the ps to the worker.
+      waits, ticks: whether it waits for other workers; whether it advances this worker's clock (`center.pace`).
+      fragment: of a `send`, the number of its fragment of x̃.
+      is_early: of a read, whether the ps starts it as soon as possible, without a request from the worker (`receive`).
+      ahead: prefetch: consumes the previous read, starts the next. The ps reads once the worker's preceding push is applied,
+        independently of the worker.
     """
 
     local_steps: int = 0
@@ -44,23 +44,23 @@ class Action(NamedTuple):
 
     @property
     def is_at_ps(self):
-        """Whether the ps have a part in it."""
+        """Whether the step involves the ps."""
         return self.reads or self.needs_worker or self.waits or self.ticks
 
     @property
     def needs_worker(self):
-        """Whether it sends something that the worker has made; if not, it may follow on the ps on what went before."""
+        """Whether it sends data of the worker; if not, the ps may run it right after the previous step."""
         return self.writes or self.up > 0
 
 
 class Waiting(NamedTuple):
-    """How the workers of a scheme wait for each other, and what is thrown away: none waits, and nothing is, by default.
+    """The waiting and the dropping of gradients in a scheme; by default, neither.
 
     Attributes:
-      staleness: of `center.pace`, how many ticks a worker may be ahead of the slowest; None without it.
-      quorum: of `center.together`, of how many gradients an update is made; None without it.
-      threshold: of `center.exact`, from which staleness on a gradient is thrown away; None without it.
-      fragments: of x̃; each update is of one of them, in turn.
+      staleness: of `center.pace`, the maximum lead over the slowest worker, in ticks; None without it.
+      quorum: of `center.together`, the number of gradients per update; None without it.
+      threshold: of `center.exact`, the staleness from which a gradient is dropped; None without it.
+      fragments: number of fragments of x̃; each update is of one fragment, in turn.
     """
 
     staleness: float | None = None
@@ -71,27 +71,27 @@ class Waiting(NamedTuple):
 
 @dataclass
 class Costs:
-    """What things cost. Times are in seconds, speeds in bytes per second; those per worker are a number, or an array `[n]`.
+    """The costs of a run. Times are in seconds, speeds in bytes per second; values per worker are a number, or an array `[n]`.
 
     The time of a local step is gamma-distributed, after Ali et al. (2000, "Task execution time modeling for heterogeneous
-    computing systems", the CVB method): the mean of a machine has `machine_cv` as its coefficient of variation, standard
-    deviation by mean; the steps on one machine have `step_cv`. 0 stands for no variation.
+    computing systems", the CVB method): `machine_cv` is the coefficient of variation (standard deviation / mean) of the mean
+    step times of machines, `step_cv` that of the steps on one machine; 0 for no variation.
 
     Attributes:
-      step: per worker, of a local step; on average over all machines, if they differ by `machine_cv`.
-      delay: per worker, what each local training takes longer.
-      round: per worker, what a round takes besides local steps and messages.
-      call: what a session call takes besides its rounds.
-      rounds_per_call: after so many rounds a worker waits until the ps say that its pushes are applied.
-      latency: per worker, from sending a message to its arrival at the other end, without what its bytes take.
+      step: per worker, time of a local step; the mean over machines, if they differ by `machine_cv`.
+      delay: per worker, extra time of each local training.
+      round: per worker, time of a round besides local steps and messages.
+      call: time of a session call besides its rounds.
+      rounds_per_call: rounds of a session call, which ends once the ps confirm that the worker's pushes are applied.
+      latency: per worker, one-way latency of a message, without the transfer time of its bytes.
       bandwidth_up, bandwidth_down: of each worker's link.
-      ps_bandwidth: of a ps, each way; it receives, and sends, one message after the other. A message enters this link while its
-        rest is still on the worker's, so on two equal links it takes the time of one.
-      read, apply: what the ps take for a read, and for an update, one after the other.
-      start: per worker, when it begins.
-      away: (worker, from, until) of workers that die, and begin anew if `until` is finite.
-      warm_start: number of updates that worker 0 makes before the others begin.
-      num_ps: between so many ps the bytes of a message are divided.
+      ps_bandwidth: of a ps, each way; it receives, and sends, one message at a time. The transfers on its link and on the
+        worker's overlap, so a message over two equal links takes the time of one.
+      read, apply: time of a read, and of an update, on the ps, one at a time.
+      start: per worker, start time.
+      away: (worker, from, until) of workers that die, and restart if `until` is finite.
+      warm_start: number of updates that worker 0 makes before the others start.
+      num_ps: number of ps, which share the bytes of each message.
     """
 
     step: Any = 0.01
@@ -114,7 +114,7 @@ class Costs:
 
 
 class Activity(NamedTuple):
-    """What a worker, or its link, does for a while."""
+    """An activity of a worker, or of its link, over an interval."""
 
     worker: int
     part: str  # train, pull, push, wait
@@ -123,15 +123,15 @@ class Activity(NamedTuple):
 
 
 class Timetable(NamedTuple):
-    """What happened, in its order: arrays of equal length, one element per step of a worker.
+    """The events in order: arrays of equal length, one element per step of a worker.
 
     Attributes:
       steps: number of the step in its round, or `RESTART`.
-      workers: which worker.
-      times: in virtual seconds, of its end; they never go back.
-      seconds: how long it took, of a `train`; 0 for other steps.
-      pulled, updated: of an update, the global step that its worker knew before (see `common.scheme.Step.step_before`) and the
-        one that it makes; equal if the gradient was dropped; -1 of other steps. A read has the global step in `updated`.
+      workers: worker of the step.
+      times: end of the step, in virtual seconds; non-decreasing.
+      seconds: duration of a `train`; 0 for other steps.
+      pulled, updated: of an update, the last global step known to its worker (see `common.scheme.Step.step_before`) and the
+        new one; equal if the gradient was dropped. -1 for other steps, but a read has the global step in `updated`.
     """
 
     steps: Any
@@ -142,24 +142,24 @@ class Timetable(NamedTuple):
     updated: Any
 
     def staleness(self):
-        """Returns the staleness of each update, how many of others came between its worker's pull and itself, an array."""
+        """Returns the staleness of each update, the number of others' updates since its worker's pull, an array."""
         made = (self.pulled >= 0) & (self.updated > self.pulled)
         return self.updated[made] - 1 - self.pulled[made]
 
 
 class Turns:
-    """Which worker may go on, where they wait for each other: what `common.core.Clocks` does on a ps.
+    """The order of workers at a barrier or a staleness bound, as `common.core.Clocks` enforces it on a ps.
 
     Args:
-      num_workers: how many.
+      num_workers: number of workers.
       waiting: `Waiting`.
     """
 
     def __init__(self, num_workers, waiting):
         self._waiting, self._clocks, self._low = waiting, [0] * num_workers, 0
-        self._pulled = [0] * num_workers  # `low` when each came through its last wait
-        self._at = {0: num_workers}  # number of clocks that stand at a value
-        self._ahead = 0  # of `together`: how many have given their gradient for the next update
+        self._pulled = [0] * num_workers  # `low` when each worker last passed a wait
+        self._at = {0: num_workers}  # number of clocks at each value
+        self._ahead = 0  # of `together`: gradients received for the next update
 
     def may_go_on(self, worker):
         """Whether this worker need not wait."""
@@ -168,11 +168,11 @@ class Turns:
         return self._waiting.staleness is None or self._clocks[worker] - self._low <= self._waiting.staleness
 
     def pass_by(self, worker):
-        """This worker comes through its wait, or begins."""
+        """Records that this worker passes its wait, or restarts."""
         self._pulled[worker] = self._low
 
     def tick(self, worker):
-        """Moves the clock of this worker; returns whether others may go on by that."""
+        """Advances this worker's clock; returns whether that may release others."""
         clock = self._clocks[worker]
         self._clocks[worker] = clock + 1
         self._at[clock] -= 1
@@ -184,9 +184,9 @@ class Turns:
         return True
 
     def give(self, worker, fragment=None):
-        """This worker's gradient arrives for `together`; returns whether it counts, and whether it completes an update.
+        """Takes this worker's gradient for `together`; returns whether it counts, and whether it completes an update.
 
-        That of a fragment counts when it is its turn.
+        The gradient of a fragment counts only in the fragment's turn.
         """
         is_its_turn = fragment is None or self._low % self._waiting.fragments == fragment
         counts = self._pulled[worker] == self._low and self._clocks[worker] <= self._low and is_its_turn
@@ -200,22 +200,22 @@ class Turns:
 
 
 class VirtualTime:
-    """An event queue. Equal arguments give equal schedules.
+    """The event queue of the simulation. Equal arguments give equal schedules.
 
     Args:
       actions: the `Action`s of a round.
-      num_workers: how many.
+      num_workers: number of workers.
       costs: `Costs`.
-      waiting: `Waiting`; None if nobody waits.
-      seed: of all that is random.
-      spans_until: until when to note what each worker does.
+      waiting: `Waiting`; None for no waiting.
+      seed: of all random numbers.
+      spans_until: time until which `spans` are recorded.
 
     Attributes:
       now: the time of the last event.
-      updates, dropped: how many there were.
+      updates, dropped: number of updates, and of dropped gradients.
       spans: list of `Activity`.
       step_means: array `[n]`, the mean time of a local step of each worker.
-      busy: seconds for which the ps's link received.
+      busy: seconds of receiving on the ps's link.
     """
 
     def __init__(self, actions, num_workers, costs, waiting=None, seed=0, spans_until=0.0):
@@ -239,27 +239,27 @@ class VirtualTime:
         self.spans: list[Activity] = []
         self._spans_until = spans_until
         self._heap: list[tuple] = []
-        self._count = 0  # of events that were put into the heap, to order those of the same time
-        self._lives = [0] * n  # how often each worker has died
-        self._rounds = [0] * n  # of each worker, in its present call
+        self._count = 0  # events pushed so far, to break ties in time
+        self._lives = [0] * n  # number of deaths of each worker
+        self._rounds = [0] * n  # of each worker, in its current session call
         self._up_free, self._down_free = [0.0] * n, [0.0] * n
         self._nic_in = self._nic_out = self._ps_free = 0.0
-        self._arrival = [0.0] * n  # of the newest push of each worker
-        self._made = 0.0  # when the newest update of several workers was made
-        self._applied = [0.0] * n  # when the newest push of each worker is applied
-        # Of each push that is under way while its worker goes on: what the worker has done by itself since then, as (step, end,
-        # seconds). The push is made of what was there before, so it comes first in the schedule.
+        self._arrival = [0.0] * n  # of each worker's latest push
+        self._made = 0.0  # time of the latest update by a quorum
+        self._applied = [0.0] * n  # time at which each worker's latest push is applied
+        # Per asynchronous push in flight, the worker's own steps since, as (step, end, seconds). The push was computed before
+        # these steps, so it precedes them in the schedule.
         self._since: list[list[list[tuple[int, float, float]]]] = [[] for _ in range(n)]
         self._known, self._own = [0] * n, [0] * n
-        # With `ahead`: when what was read is there, the oldest first, and at which step a worker waits for it (-1: at none). Of
-        # the newest read, the global step, and how many updates of this worker's came since. Whether the next read needs a word
-        # from the worker, since no push of the same call goes before.
+        # Prefetch (`ahead`), per worker: arrival times of reads, the oldest first; the step that waits for one (-1: none); the
+        # global step of the latest read; the worker's own updates since; whether the next read needs a request, as no push of
+        # the same session call precedes it.
         self._reads_ahead = any(action.ahead for action in self.actions)
         self._coming, self._lacks = [deque([0.0]) for _ in range(n)], [-1] * n
         self._ahead, self._own_since, self._asks = [0] * n, [0] * n, [True] * n
         self._turns = Turns(n, self.waiting)
-        self._parked: dict[int, tuple[int, float]] = {}  # worker: step at which it waits, and since when
-        self._held: list[int] = []  # workers that a warm start holds back
+        self._parked: dict[int, tuple[int, float]] = {}  # worker: (waiting step, start of the wait)
+        self._held: list[int] = []  # workers held back by a warm start
         self._out = _Out()
         self._start = per(costs.start)
         for worker, at in enumerate(self._start):
@@ -273,9 +273,9 @@ class VirtualTime:
                 self._push(until, worker, "back", 0)
 
     def run(self, updates=None, until=math.inf):
-        """Goes on until there are so many updates in all, or until a time; returns the `Timetable` of what happened meanwhile.
+        """Runs until a total number of updates, or until a time; returns the `Timetable` of the new events.
 
-        It ends before if no worker can go on.
+        It ends earlier if no worker can continue.
         """
         last = math.inf if updates is None else updates
         heap, pop = self._heap, heapq.heappop
@@ -296,15 +296,15 @@ class VirtualTime:
         return self._out.take(self.now)
 
     def has_ended(self):
-        """Whether nothing more can happen: all workers are gone, or wait for one that is."""
+        """Whether no events are left: all workers have died, or wait for a dead one."""
         return not self._heap
 
     def stuck(self):
-        """Returns the workers that wait for others, if nothing more can happen."""
+        """Returns the workers that wait for others, if no events are left."""
         return [] if self._heap else sorted(self._parked)
 
     def _begin(self, worker, now):
-        """The worker begins its first round. One that joins late has not read x̃ before, also not ahead."""
+        """Starts the worker's first round. A late joiner has no prefetched x̃."""
         is_late = self._reads_ahead and self._start[worker] > 0
         self._push(now, worker, "back" if is_late else "here", 0)
 
@@ -313,7 +313,7 @@ class VirtualTime:
         heapq.heappush(self._heap, (time, self._count, worker, what, step, self._lives[worker]))
 
     def _here(self, worker, now, k):
-        """The worker goes on with step k of its round, by itself, until a message has to arrive somewhere."""
+        """Runs the worker from step k of its round until it depends on the arrival of a message."""
         actions = self.actions
         while True:
             if k == len(actions):
@@ -333,7 +333,7 @@ class VirtualTime:
                 k += 1
                 continue
             if action.ahead:
-                if not self._coming[worker]:  # not even read yet
+                if not self._coming[worker]:  # not read by the ps yet
                     self._lacks[worker] = k
                     return
                 if self._coming[worker][0] > now:
@@ -345,7 +345,7 @@ class VirtualTime:
                     self._since[worker].append([])
                 k += 1
                 continue
-            # A message goes up: the gradient, or only the request.
+            # A message to the ps: the gradient, or only the request.
             sent = max(now, self._up_free[worker]) + action.up * self._up[worker]
             self._up_free[worker] = sent
             arrives = max(now, self._arrival[worker]) if action.is_early else sent + self._latency[worker]
@@ -357,13 +357,13 @@ class VirtualTime:
             ends_call = is_last and self._rounds[worker] + 1 >= self.costs.rounds_per_call
             if action.reads or ends_call or self._follows[0 if is_last else k + 1]:
                 return self._push(arrives, worker, "arrive", k)
-            # The worker does not wait until its push has arrived.
+            # The push is asynchronous: the worker continues at once.
             self._push(arrives, worker, "arrive", k + len(actions))
             self._since[worker].append([])
             k += 1
 
     def _end_round(self, worker, now):
-        """The worker begins another round; the end of a call waits for what is under way."""
+        """Starts the worker's next round; the end of a session call waits for the push in flight."""
         now += self._round[worker]
         self._rounds[worker] += 1
         if self._rounds[worker] >= self.costs.rounds_per_call:
@@ -371,18 +371,18 @@ class VirtualTime:
         self._push(now, worker, "here", 0)
 
     def _end_call(self, worker, now):
-        """Returns when the worker begins another call. The x̃ that was read ahead has to be there."""
+        """Returns the start time of the worker's next session call, which waits for the prefetched x̃."""
         self._rounds[worker], self._asks[worker] = 0, True
         return max(now, *self._coming[worker], 0.0) + self.costs.call
 
     def _arrive(self, worker, now, k):
-        """A message has arrived at the ps, which receives one after the other."""
+        """Handles the arrival of a message at the ps, which receives one message at a time."""
         alone = k >= len(self.actions)  # the worker is not waiting for it
         action = self.actions[k - len(self.actions) if alone else k]
         came = now
         now = at = max(now, self._applied[worker])
         if action.up and self._nic:
-            # The first part went on while the rest was on the link. The card is busy only for its own time.
+            # The transfers on both links overlap. The ps's link is busy only for its own transfer time.
             began = max(now - action.up * self._up[worker], self._nic_in)
             self._nic_in = began + action.up * self._nic
             at = max(now, self._nic_in)
@@ -397,7 +397,7 @@ class VirtualTime:
             self._at_ps(worker, at, k, not alone)
 
     def _served(self, action, now):
-        """Returns when the ps has done what a step asks for, which it began at `now` or when it was free."""
+        """Returns the time at which the ps finishes a step that it starts at `now`, or once it is free."""
         cost = self.costs.read if action.reads else self.costs.apply if action.writes else 0.0
         if not cost:
             return now
@@ -405,7 +405,7 @@ class VirtualTime:
         return self._ps_free
 
     def _at_ps(self, worker, now, k, goes_on):
-        """Step k, and those after it that need nothing of the worker, happen on the ps."""
+        """Runs step k on the ps, and the following steps that need nothing of the worker."""
         actions, out, costs = self.actions, self._out, self.costs
         while True:
             action = actions[k]
@@ -446,13 +446,13 @@ class VirtualTime:
                 if ends:
                     return self._push(self._end_call(worker, after + self._latency[worker]), worker, "here", 0)
                 k, now = 0, after
-            if not self._follows[k]:  # the worker goes on when it has heard of it
+            if not self._follows[k]:  # the worker continues after the reply
                 return self._push(now + self._latency[worker], worker, "here", k)
             if (at := self._served(actions[k], now)) > now:
                 return self._push(at, worker, "served", k)
 
     def _has_read_ahead(self, worker, now, action):
-        """The ps have read x̃ for a worker's next pull. From now on it computes with the x̃ that was read before."""
+        """Records the prefetch of x̃ for a worker's next pull. From now on it computes with the previous x̃."""
         self._known[worker], self._own[worker] = self._ahead[worker], self._own_since[worker]
         self._ahead[worker], self._own_since[worker] = self.updates, 0
         self._coming[worker].append(self._on_its_way_down(worker, now, action))
@@ -461,8 +461,8 @@ class VirtualTime:
             self._push(self._coming[worker][0], worker, "here", k)
 
     def _comes_down(self, worker, now, action):
-        """Returns when what a worker has read is there."""
-        if action.is_early:  # it has left when the update was made for which the worker sent something
+        """Returns the arrival time of x̃ at a worker that has read it."""
+        if action.is_early:  # sent once the update with this worker's `send` is made
             return max(now, self._on_its_way_down(worker, max(self._made, self._applied[worker]), action))
         return self._on_its_way_down(worker, now, action)
 
@@ -478,7 +478,7 @@ class VirtualTime:
         return end
 
     def _update(self, worker, now, k):
-        """A gradient, or a difference, is applied, or counts towards an update of several workers."""
+        """Applies a gradient or a difference, or counts it towards the update of a quorum."""
         if self.waiting.quorum is None:
             threshold = self.waiting.threshold
             if threshold is not None and self.updates - self._known[worker] - self._own[worker] >= threshold:
@@ -535,7 +535,7 @@ class VirtualTime:
             self._push(now, worker, "here", 0)
 
     def _factor(self, steps):
-        """Returns the mean of so many gamma-distributed numbers of mean 1, itself gamma-distributed."""
+        """Returns the mean of `steps` gamma-distributed numbers of mean 1, itself gamma-distributed."""
         cv = self.costs.step_cv
         if not cv:
             return 1.0
@@ -552,10 +552,10 @@ class VirtualTime:
 
 
 class _Out:
-    """The schedule that is being written. A worker's own steps are written before their time has come."""
+    """The schedule under construction. A worker's own steps are added before virtual time reaches them."""
 
     def __init__(self):
-        self._columns = [array(kind) for kind in "iiddqq"]  # as those of `Timetable`
+        self._columns = [array(kind) for kind in "iiddqq"]  # the columns of `Timetable`
         self._add = [column.append for column in self._columns]
 
     def add(self, step, worker, time, pulled, updated, seconds=0.0):
@@ -569,7 +569,7 @@ class _Out:
         f(updated)
 
     def forget(self, worker, now):
-        """Forgets what a worker would have done after this time: it has died."""
+        """Removes the events of a dead worker after its death at `now`."""
         steps, workers, times, *_ = map(np.array, self._columns)
         self._keep((workers != worker) | (times <= now) | (steps == RESTART))
 
@@ -578,7 +578,7 @@ class _Out:
         self._add = [column.append for column in self._columns]
 
     def take(self, now):
-        """Returns the `Timetable` until this time, and forgets it."""
+        """Returns the `Timetable` until this time, and removes its events."""
         times = np.array(self._columns[2])
         order = np.argsort(times, kind="stable")
         order = order[times[order] <= now]

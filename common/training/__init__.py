@@ -1,11 +1,11 @@
-"""The loop of a worker: from the first call to the report.
+"""The training loop of a worker, from the first call to the report.
 
-Begin with `training`, whose `train` is that loop.
+Begin with `loop`, whose `train` is that loop.
 """
 
 from typing import TYPE_CHECKING
 
-from common.front_door import front_door
+from common.core import front_door
 
 if TYPE_CHECKING:  # the front door: what others may import
     from common.training import loop

@@ -1,4 +1,4 @@
-"""Listeners to the chief's measurements: a function of the user's own, and the end of training when nothing improves."""
+"""Listeners to the chief's measurements: a user's callback, and early stopping by patience."""
 
 import contextlib
 import io
@@ -10,17 +10,17 @@ import time
 from common.core import doing, tell
 from common.data import datasets
 
-BEHIND = 100  # calls that wait, from which on a line says so
+BEHIND = 100  # queued calls from which on a warning is shown
 
 
 class Patience:
-    """Asks for the end of training when so many evaluations in turn have brought no smaller validation loss.
+    """Early stopping: ends training after `patience` evaluations without a smaller validation loss.
 
-    Evaluations of the same parameters count once: none count while the workers wait for each other at the start.
+    Evaluations of the same parameters count once, so none count while the workers wait for each other at the start.
 
     Args:
-      patience: how many.
-      stop: function that asks for the end.
+      patience: number of evaluations.
+      stop: function that requests the end of training.
     """
 
     def __init__(self, patience, stop):
@@ -28,7 +28,7 @@ class Patience:
         self._best, self._without, self._step = math.inf, 0, None
 
     def __call__(self, step, values):
-        """Looks at what was measured at a global step, {name: value}."""
+        """Handles the measurements at a global step, {name: value}."""
         loss = values.get("validation_loss")
         if loss is None or step == self._step or self._without >= self._patience:
             return
@@ -40,16 +40,16 @@ class Patience:
 
 
 class Callback:
-    """Calls a function of the user's own, function(step, metrics), in a thread of its own: training never waits for it.
+    """Calls a user's function(step, metrics) in a thread of its own, so training never waits for it.
 
-    The user sees its output. If it raises, a line says so, the first time, and training goes on; so do the calls. If
-    it returns True, training ends.
+    Its output is shown to the user. If it raises, the first error is shown, and training and calls go on. If it returns True,
+    training ends.
 
     Args:
-      flag: what the function is called in lines, "--callback=FILE.py:FUNCTION".
-      function: of the global step, a whole number, and what was measured there, {name: value}.
-      stop: function that asks for the end of training.
-      most_secs: for how long the end of the run waits for one call.
+      flag: name of the function in messages, "--callback=FILE.py:FUNCTION".
+      function: function of the global step, a whole number, and the measurements there, {name: value}.
+      stop: function that requests the end of training.
+      most_secs: timeout of one call at the end of the run.
     """
 
     def __init__(self, flag, function, stop, most_secs=60):
@@ -83,7 +83,7 @@ class Callback:
                 tell(line)
 
     def close(self):
-        """Waits until all calls are made; if one takes longer than `most_secs`, the rest are left out, and a line says so."""
+        """Waits for all queued calls; if one takes longer than `most_secs`, drops the rest with a warning."""
         self._calls.put(None)
         waiting, began = self._calls.qsize(), time.monotonic()
         while self._thread.is_alive():

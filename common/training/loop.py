@@ -1,4 +1,4 @@
-"""The one main loop of a worker: join the cluster, build the scheme, open the session, run rounds, write the result."""
+"""Main loop of a worker: join the cluster, build the scheme, open the session, run rounds, write the result."""
 
 import contextlib
 import functools
@@ -105,7 +105,7 @@ def train(scheme, task, settings):
     interruption = Interruption(leaver, waits_for_others)
     if leaver and os.environ.get(STANDS_IN):
         interruption.requested = interruption.leaves = True
-    server = task.create_server() if task else None  # first of all: the others try to reach it
+    server = task.create_server() if task else None  # first, as the other tasks try to connect
     if leaver:
         leaver.server.set()
     if settings.max_workers and settings.code and not interruption.leaves:
@@ -159,7 +159,7 @@ def train(scheme, task, settings):
             local_init_feed_dict = local.init_feed_dict
             if index == 0:
                 parameters, step = center.read()
-                # That of the chief's own x is not that of x̃.
+                # The state of the chief's own x is not the state of x̃.
                 final = parameters, local.state_at(parameters)
                 copies = [there.assign(here, read_value=False) for there, here in zip(kept, final[1], strict=True)]
                 results = evaluation_of(model, final, dataset, local_init_feed_dict, center.find)
@@ -185,14 +185,14 @@ def train(scheme, task, settings):
                 gate = Gate(center.step.device)
                 ready = tf.concat([keeper.has_lost, gate.closed(index)], axis=0) if index > 0 else None
             scaffold = tf.train.Scaffold(
-                # It restores what the keeper saves. Not sharded: the ps tasks need no folder in common with the chief.
+                # Restores the keeper's checkpoints. Not sharded, so the ps tasks need no folder shared with the chief.
                 saver=Saver(keeper.variables, sharded=False, save_relative_paths=True),
                 init_feed_dict=center.init_feed_dict,
                 ready_for_local_init_op=ready,
                 local_init_op=tf.local_variables_initializer(),
                 local_init_feed_dict=local_init_feed_dict,
             )
-        goal = None  # with a number of updates, that is the goal
+        goal = None  # with --steps the goal is a number of updates
         if center.local_steps is not None and not settings.steps and dataset.num_samples is not None:
             goal = settings.epochs * dataset.num_samples
         rows = local.told_of_tables(), functools.partial(tables.numbers_of, model.tables)
@@ -230,17 +230,17 @@ def train(scheme, task, settings):
     return outcome.status
 
 
-# After so many calls a worker makes longer ones, of about so many seconds: see `repeat_rounds`.
+# After LONG_RUN calls, each call takes about LONG_CALL_SECS: see `repeat_rounds`.
 LONG_RUN = 2000
 LONG_CALL_SECS = 0.25
 
 
 def build_calls(scheme, center, local, settings, num_samples):
-    """Builds some rounds for one call, and one round; for a long run also a loop whose length adapts to 0.25 s per call.
+    """Builds the rounds of a normal call, and one round; for a long run also a loop whose length adapts to 0.25 s per call.
 
     Returns:
-      The global step to stop at, a function that chooses the rounds, see `Plan.next_call`, how many a usual call has, and
-      about how many local steps this worker makes.
+      The global step to stop at, the function that chooses the rounds, see `Plan.next_call`, the number of rounds in a normal
+      call, and the approximate number of local steps of this worker.
     """
     hp = hyperparameters(settings, center, local)
     one = build_rounds(scheme, center, local, hp)
@@ -249,18 +249,18 @@ def build_calls(scheme, center, local, settings, num_samples):
     _check_pace(scheme, waits, settings.pace)
     gradients = waits.gradients_per_update if waits else 1
     last = last_step(settings, num_samples, samples_per_update(settings, center, local))
-    if center.schedule is not None:  # the round says when the run ends, and that says what the round's learning rates are
+    if center.schedule is not None:  # rebuilt, as the learning rates depend on the last step, known only from the round
         center.schedule.ask = lambda: last
         one = build_rounds(scheme, center, local, hp)
     check_rates(center, last)
     local_steps = updates * local.steps_per_update  # of one round
-    # Every worker on its own, or all together, as fast as the slowest.
+    # Number of workers with updates of their own; 1 if an update takes all of them.
     are_together = isinstance(waits, Together) and local.begin_workers is not None
     at_once = 1 if gradients > 1 or are_together else local.num_workers
     in_ring = isinstance(waits, Ring)
 
     def build(rounds):
-        if in_ring:  # a round may be a loop of so many steps, if it asks for that
+        if in_ring:  # a round with `steps_per_call` is itself a loop of that many steps
             built = build_rounds(scheme, center, local, hp.but(steps_per_call=rounds))
             if int(built.steps.shape[0]) == rounds * updates:
                 return built
@@ -269,13 +269,13 @@ def build_calls(scheme, center, local, settings, num_samples):
     most = rounds_of_call(settings, local.model, windows, local_steps, updates, at_once, last, in_ring)
     is_long = last > 10 * LONG_RUN * at_once * most * updates and not (settings.seconds and settings.seconds <= 60)
     if is_long and in_ring and local.model.size < 20_000 and not settings.rounds_per_call and not settings.delays:
-        most *= 10  # at once, and by no clock, as all have to make the same calls
+        most *= 10  # fixed, not adapted by a clock, as all workers must make the same calls
     many, size = build(most) if most > 1 else one, at_once * most * updates
     loop_call = None
     if is_long and not in_ring and "/job:ps" in center.step.device:
         times = tf.placeholder(tf.int32, [], "times")
         loop_call = repeat_rounds(scheme, center, local, hp, most, times)
-    few = 2 if most > 1 else 1  # rounds of a call that is timed
+    few = 2 if most > 1 else 1  # rounds of a timed call
     timed_size, timed = at_once * few * updates, None
     if last >= LEAST_TIMED * timed_size and isinstance(local, LocalParameters):  # not several workers in one
         timed = timed_rounds(scheme, center, local, hp, few)
@@ -292,34 +292,34 @@ def build_calls(scheme, center, local, settings, num_samples):
                 factor = 2 * factor if taken < LONG_CALL_SECS / 2 else max(1, factor // 2) if taken > LONG_CALL_SECS else factor
             if present + factor * size <= last:
                 return loop_call, {times: factor}
-        # Towards the end one round per call, so that the last step is overshot as little as can be without a lock.
+        # Towards the end one round per call: the smallest overshoot of the last step without a lock.
         return (many if present + size <= last else one,)
 
     return last, next_call, most, float(last * local.steps_per_update / at_once)
 
 
-# A worker that makes fewer calls than this has fewer rounds in each: to build one takes as long as a hundred calls.
+# A run of fewer calls has fewer rounds per call, as building one round takes as long as a hundred calls.
 SHORT_RUN = 20
-# A call of optimized graphs of a small model is up to 5 % faster; to optimize them takes a worker about a second.
-OPTIMIZED = 5000  # local steps: from here on it is worth it
-LEAST_TIMED = 50  # a run with fewer timed calls than this times none
+# Graph optimization makes calls of a small model up to 5 % faster, but takes a worker about a second.
+OPTIMIZED = 5000  # local steps from which on it pays off
+LEAST_TIMED = 50  # a run shorter than this many timed calls times none
 
 
 class _Turn:
-    """When it is a timed call's turn: the second call, to be prepared, the third, and then few enough.
+    """Schedule of timed calls: the second call, to prepare the graph, the third, then a few.
 
-    They train, too, but a call of two rounds takes longer than two rounds of a longer call: so few make HogWild, DOWNPOUR and
-    all-reduce slower by about 1 % on the digits, measured on busy cores.
+    Timed calls train, too, but a call of two rounds takes longer than two rounds of a longer call: this schedule slows HogWild,
+    DOWNPOUR and all-reduce by about 1 % on the digits, measured on busy cores.
 
     Args:
-      in_ring: whether all workers have to time the same calls, which then cannot depend on the time.
+      in_ring: whether all workers must time the same calls; the schedule then cannot depend on the clock.
     """
 
     def __init__(self, in_ring):
         self._in_ring, self._is_now, self._first, self._next = in_ring, False, 0.0, 0.0
 
     def is_it(self, calls, now, taken):
-        """Returns whether the call with this number, from 1, is to be timed; `taken` are the seconds of the one before."""
+        """Returns whether to time the call with this number, from 1; `taken` is the duration of the previous one in seconds."""
         if self._in_ring or calls <= 3:
             self._first = now
             return calls in (2, 3, 10) or calls % 40 == 0  # a call has 50 rounds
@@ -330,7 +330,7 @@ class _Turn:
 
 
 def _check_pace(scheme, waits, pace):
-    """Raises a `UserError` if the scheme's script and the scheme disagree on how its workers wait."""
+    """Raises a `UserError` if `pace` in the scheme's script contradicts the synchronization of the scheme."""
     is_so = {"own": waits is None, "together": isinstance(waits, (Pace, Together)), "ring": isinstance(waits, Ring)}[pace]
     if not is_so:
         right = "own" if waits is None else "ring" if isinstance(waits, Ring) else "together"
@@ -338,17 +338,17 @@ def _check_pace(scheme, waits, pace):
 
 
 def rounds_of_call(settings, model, windows, local_steps, updates, at_once, last, in_ring=False):
-    """Returns how many rounds a worker makes in a call.
+    """Returns the number of rounds in a worker's call.
 
     Args:
       settings: all flags.
       model: a `common.models.Model`.
-      windows, local_steps, updates: local trainings, their steps, and updates, of a round.
-      at_once: how many workers make updates of their own.
+      windows, local_steps, updates: numbers of local trainings, of their steps, and of updates in a round.
+      at_once: number of workers with updates of their own.
       last: global step to end at.
-      in_ring: whether the workers average among themselves.
+      in_ring: whether the workers average among themselves (all-reduce).
     """
-    own = last // (updates * at_once)  # in the whole run
+    own = last // (updates * at_once)  # rounds of this worker in the whole run
     most = settings.rounds_per_call or rounds_worth_a_call(model, windows, local_steps, in_ring)
     if not settings.rounds_per_call and not in_ring:
         own //= SHORT_RUN
@@ -356,11 +356,11 @@ def rounds_of_call(settings, model, windows, local_steps, updates, at_once, last
 
 
 def rounds_worth_a_call(model, windows, local_steps, in_ring=False):
-    """Returns how many rounds of so many windows, or local steps in all, to run in one call, unless the user says.
+    """Returns the default number of rounds per call, for rounds of this many windows and local steps in all.
 
-    A call costs about as much as a round of a small model. A larger model, one that is computed at each place of a sequence, or
-    many local steps, make that little beside the round, while each further window makes the graph larger and takes time to
-    prepare, most of all a loop of several steps.
+    The overhead of a call is about a round of a small model. It is small beside a larger model, a model applied at each place
+    of a sequence, or many local steps, while each further window enlarges the graph and its preparation time, most of all a
+    loop of several steps.
     """
     if in_ring:
         return 50 if model.size < 1_000_000 else 10
@@ -369,7 +369,7 @@ def rounds_worth_a_call(model, windows, local_steps, in_ring=False):
 
 
 def is_small(model):
-    """Returns whether a local step takes about as long as what TensorFlow does around it."""
+    """Returns whether a local step takes about as long as TensorFlow's overhead."""
     return model.size * model.places < 1_000_000
 
 
@@ -382,22 +382,24 @@ class Plan(NamedTuple):
     evaluation: Any  # the chief's: the global step, and loss and metrics on the test set, {name: scalar tensor}
     final: Any  # the chief's: tensors to fetch at the very end
     scaffold: Any  # a `tf.train.Scaffold`
-    gate: Any = None  # a `common.cluster.Gate`, where the other workers wait for the chief
-    waits: Any = None  # a `common.scheme.Pace`, `Together` or `Ring`, where workers wait for each other
-    gradients_per_update: int = 1  # of how many workers
-    keeper: Any = None  # a `common.core.Keeper`, if there is one
+    gate: Any = None  # a `common.cluster.Gate`, the start barrier
+    waits: Any = None  # a `common.scheme.Pace`, `Together` or `Ring`, for workers that wait for each other
+    gradients_per_update: int = 1  # number of workers that contribute one each
+    keeper: Any = None  # a `common.core.Keeper`, or None
     position: Any = None  # a `common.data.Position`, if the position is kept
-    unit: Any = None  # of the loss, see `unit_of`
-    rows: Any = ()  # what is told of tables: tensors, and a function of their values, see `EvaluationHook`
-    goal: Any = None  # number of samples to end at, where updates are made of more or fewer
+    unit: Any = None  # unit of the loss, see `unit_of`
+    rows: Any = ()  # numbers about tables: tensors, and a function of their values, see `EvaluationHook`
+    goal: Any = None  # number of samples to end at, if updates vary in samples
     farewell: Any = ()  # operations of a worker that leaves for good
-    lease: Any = None  # operations for the begin of a session of workers that come and go
+    lease: Any = None  # operations for the start of a session in an elastic run
     had_left: bool = False  # whether a worker of this number had left, as far as this machine knows
-    samples_per_gradient: Any = None  # see the function; None: of a batch
+    samples_per_gradient: Any = None  # see the function; None: a batch
 
     def last_of(self, present, samples, gradients=1):
-        """Returns the global step to end at, by the samples so far: so many more updates until the goal, each of so many
-        gradients; at least so many, where updates are of fewer local steps."""
+        """Returns the global step to end at: present step + remaining samples / samples per update, rounded up.
+
+        It is a lower bound if updates have fewer local steps.
+        """
         left = math.ceil(max(0, self.goal - int(samples)) / (self.samples_per_gradient * gradients))
         return int(present) + left
 
@@ -406,20 +408,20 @@ class Outcome(NamedTuple):
     """The result of a worker's main loop; all but the status only for the chief."""
 
     status: int  # exit status
-    final: Any = None  # values of `Plan.final`, also of a training that was interrupted
-    reports: Any = None  # of all workers, see REPORT
+    final: Any = None  # values of `Plan.final`, also of an interrupted training
+    reports: Any = None  # reports of all workers, see REPORT
     evaluated: Any = None  # global step, and loss and metrics on the test set, {name: number}
-    rows: Any = None  # what this worker pulled of tables, values of the first of `Plan.rows`
-    samples: Any = None  # how many the parameters were trained with, in all runs that they come from; None: see the reports
-    dropped: Any = None  # how many gradients were dropped, in all these runs, and of how many samples; None: see the reports
-    given_up: Any = ()  # numbers of workers without whose reports this is, see `common.cluster.giving_up`
+    rows: Any = None  # numbers about this worker's pulls of tables, values of the first of `Plan.rows`
+    samples: Any = None  # number of samples behind the parameters, including resumed runs; None: see the reports
+    dropped: Any = None  # numbers of dropped gradients and of their samples, including resumed runs; None: see the reports
+    given_up: Any = ()  # numbers of the workers whose reports are missing, see `common.cluster.giving_up`
 
 
 def run_worker(plan, task, settings, server, interruption, open_session):
-    """The main loop: runs the rounds of this worker until training ends, and ends together with the others.
+    """The main loop: runs this worker's rounds until training ends, then passes the final barrier with the others.
 
     Args:
-      plan: what to run, a `Plan` in the present graph.
+      plan: a `Plan` in the present graph.
       task: a `common.cluster.TaskSpecDef` of a worker, or None.
       settings: all flags as a namespace.
       server: this task's `tf.train.Server`, or None.
@@ -443,7 +445,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
     early_stopping = callback = None
     if settings.num_evaluators or settings.patience or settings.callback:
         stop, ended = (Path(settings.run_dir, name) for name in (STOP, ENDED))
-        if index == 0:  # of a run that this one goes on with
+        if index == 0:  # stale files of a resumed run
             stop.unlink(missing_ok=True)
             ended.unlink(missing_ok=True)
             if settings.patience and not settings.num_evaluators:
@@ -463,7 +465,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
         interruption.release = meeting.release
         hooks.insert(1, meeting)
     if plan.lease is not None:
-        hooks.append(LeaseHook(plan.lease))  # the chief's before it lets the others begin
+        hooks.append(LeaseHook(plan.lease))  # the chief's before its `StartHook` lets the others begin
     begin_workers = settings.begin_workers if task and settings.max_workers else task and task.num_workers
     if index == 0 and plan.gate:
         if settings.warm_start_steps:
@@ -477,11 +479,11 @@ def run_worker(plan, task, settings, server, interruption, open_session):
         if settings.max_workers and plan.gate:
             expected = lambda opened: {*range(begin_workers), *plan.gate.who_came(opened)}  # noqa: E731
         rendezvous = membership.Rendezvous(task, size, kept, expected)
-    if task and not os.environ.get("LAUNCHER_KEY"):  # a launcher starts again what has died
+    if task and not os.environ.get("LAUNCHER_KEY"):  # a launcher restarts dead tasks
         hooks.append(GiveUpHook(task, server, settings, plan.step, rendezvous))
     seconds = plan.keeper.clock.seconds if plan.keeper else time.monotonic
     is_dynamic = plan.keeper is not None and plan.keeper.is_of_local_steps
-    # As a number of updates, for the speed.
+    # Expressed in updates, to measure the speed.
     progress: Any = tf.cast(plan.keeper.samples, tf.float64) / float(of_gradient) if is_dynamic else plan.step
     target, checkpoints = server.target if server else "", str(Path(settings.run_dir, "checkpoints"))
 
@@ -518,7 +520,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
             log.last_step = last
         most_seconds = (settings.seconds or math.inf) + (0 if plan.keeper else first_time)
         if index > 0 and plan.gate and not session.run(plan.gate.variable):
-            present = last  # the chief has ended before there was anything to do for others
+            present = last  # training ended before this worker started
         is_over, calls, rounds = False, 0, Rounds(None, None, None)
         while True:
             if plan.keeper:
@@ -526,14 +528,14 @@ def run_worker(plan, task, settings, server, interruption, open_session):
             while present < last and not is_over:
                 is_told = early_stopping and early_stopping.requested
                 is_late = seconds() >= most_seconds
-                if is_late and plan.keeper:  # the call before may be one that does not count
+                if is_late and plan.keeper:  # the last call may not have counted
                     session.run(plan.step)
                     is_late = seconds() >= most_seconds
                 if is_late or interruption.requested or is_told:
                     if meeting is None or not meeting.vote(session):
                         is_over = True
                         break
-                if calls == 1 or calls == 2 and rounds.parts:  # these had to prepare a graph, which is no training
+                if calls == 1 or calls == 2 and rounds.parts:  # leaves out the preparation of a graph
                     first_step, first_time = session.run(progress), seconds()
                 call = "running a call" if calls else "running its first call"
                 doing(call, waits=bool(meeting), whom=meeting.missing if meeting else nobody)
@@ -543,7 +545,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
                 if plan.goal is not None:
                     now = samples_before + times(rounds.local_steps[1], plan.keeper.samples_per_update)
                     gradients = 1
-                    if plan.waits and present > before:  # as many as of late
+                    if plan.waits and present > before:  # as in the last call
                         gradients = max(1, round((now - counted) / (present - before) / of_gradient))
                     counted, last = now, plan.last_of(present, now, gradients)
                     log.last_step = last
@@ -560,7 +562,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
             if plan.keeper:
                 plan.keeper.clock.is_training = False
             stop_step = session.run(plan.step)
-            if calls > 1:  # else there is nothing but a call that does not count
+            if calls > 1:  # the first call does not count
                 stop_time = seconds()
             if not leaves:
                 interruption.training_ends()
@@ -577,7 +579,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
                 session.run(plan.farewell)
                 run_folder.write_left(settings.run_dir, index, report)
                 rendezvous.leave(session, report)
-                session.run(plan.farewell)  # all once more: a ps that has died meanwhile has taken this worker in again
+                session.run(plan.farewell)  # repeated, as a ps restarted meanwhile has registered this worker again
                 if meeting:
                     _leave_others(session, meeting, plan, log)
                 say_left(index, settings, report)
@@ -589,11 +591,11 @@ def run_worker(plan, task, settings, server, interruption, open_session):
                 rendezvous.wait(session, report)
                 outcome = Outcome(0)
                 break
-            if plan.gate:  # else workers that wait there would wait for ever
+            if plan.gate:  # otherwise workers at the gate would wait for ever
                 session.run_step_fn(lambda step_context: plan.gate.close(step_context.session, bool(settings.max_workers)))
             doing("waiting until the other workers have ended", waits=True, whom=rendezvous and rendezvous.missing)
             reports = rendezvous.gather(session, report) if task else [report]
-            log.listeners = [callback] if callback else []  # nothing ends any more
+            log.listeners = [callback] if callback else []  # early stopping has nothing left to stop
             doing("evaluating the final parameters", whom=nobody)
             present = session.run(plan.step)
             if present >= last or is_over or meeting:
@@ -605,7 +607,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
                 if task:
                     rendezvous.dismiss(session)
                 break
-            # A ps has died when all others had ended. The chief makes the updates again that were lost.
+            # A ps died after all other workers had ended: the chief repeats the lost updates.
     log.close()
     if callback:
         callback.close()
@@ -615,14 +617,14 @@ def run_worker(plan, task, settings, server, interruption, open_session):
         membership.say_left(task, server)
     elif task:
         doing("telling the ps that it is done")
-        # For those that have left, and for places that nobody has; all others say it themselves.
+        # Also on behalf of workers that have left, and of free places; all others report it themselves.
         there = [] if outcome.reports is None else [int(report[0]) for report in outcome.reports if not report[-1]]
         membership.say_done(task, server, [i for i in range(task.num_workers) if index == 0 and i not in there])
     return outcome
 
 
 def _run_rounds(session, plan, log, present):
-    """Runs the rounds of the next call, and returns their `Rounds`. Raises a `TrainingFailed` if they are not finite."""
+    """Runs the rounds of the next call and returns their `Rounds`. Raises a `TrainingFailed` if they are not finite."""
     fetches, *feeds = plan.next_call(present)
     counted = plan.keeper.clock.call(id(fetches)) if plan.keeper else contextlib.nullcontext()
     with log.failing(lambda: session.run(plan.step)), counted:
@@ -630,13 +632,13 @@ def _run_rounds(session, plan, log, present):
 
 
 def _leave_others(session, meeting, plan, log):
-    """Lets this worker leave those with whom it waits: if it owes them a gradient, with one more round."""
+    """Lets this worker leave the synchronization; if it owes a gradient, after one more round."""
     while session.run_step_fn(lambda step_context: meeting.goes(step_context.session)):
-        _run_rounds(session, plan, log, plan.last)  # so near the end, that is one round
+        _run_rounds(session, plan, log, plan.last)  # at the last step a call has one round
 
 
 def save_model(model, final, settings):
-    """Writes `model.keras`; with tables from the newest checkpoint, if they fit into memory. Else there is none afterwards.
+    """Writes `model.keras`, with tables from the newest checkpoint; removes it if they don't fit into memory.
 
     Args:
       model: a `common.models.Model`.
@@ -644,7 +646,7 @@ def save_model(model, final, settings):
     """
     path, found = Path(settings.run_dir, "model.keras"), []
     if model.tables and settings.save_tables == "no":
-        path.unlink(missing_ok=True)  # of a run that goes on it is an older one
+        path.unlink(missing_ok=True)  # a resumed run's file is stale
         return
     if model.tables:
         checkpoint = checkpoints_in(Path(settings.run_dir, "checkpoints"))[-1]
@@ -663,12 +665,12 @@ def save_model(model, final, settings):
 def build_model(settings, dataset, index=0, tables_on_ps=False):
     """Returns the `common.models.Model` of worker `index`.
 
-    The chief notes in the run's folder what variables it has, or, with `--resume`, compares it with the one of before.
+    The chief records the model's variables in the run's folder, or, with `--resume`, compares them with the record.
 
     Raises:
       UserError: if there is no such model, it does not fit the data, or its parameters are not those of the checkpoint.
     """
-    # Of the initial values only the chief's count; the seeds of Dropout are to differ.
+    # Only the chief's initial values count; the seeds of Dropout must differ between workers.
     options = {"tables_on_ps": tables_on_ps, "tables_seed": settings.seed, **sizes(settings)}
     model = keras_model.build(settings.model, dataset, settings.seed + index, settings.loss, **options)
     model.draw_apart(index)
@@ -694,23 +696,23 @@ def _check_model(settings, model):
 
 
 def optimizers_of(center, local):
-    """Returns which optimizers a scheme uses, and where, as text."""
+    """Returns the optimizers of a scheme and their location, as text."""
     sides = ("on the ps", center.optimizers.names), ("on the workers", local.optimizers.names)
     said = ", ".join(f"{' and '.join(sorted(names))} {where}" for where, names in sides if names)
     return said.replace("GradientDescent", "SGD") or "the scheme's own steps"
 
 
 def unit_of(settings, model):
-    """Returns the unit of a run's loss, if it is known: "nats per character" of a cross-entropy on `--data=text`; else None."""
+    """Returns the unit of a run's loss: "nats per character" for a cross-entropy on `--data=text`; otherwise None."""
     is_entropy = model.minimizes in ("sparse categorical crossentropy of logits", "sparse categorical crossentropy")
     return "nats per character" if settings.data == "text" and is_entropy else None
 
 
 def what_is_trained(model, dataset, num_workers, optimizers, is_own=False, unit=None, are_leased=False):
-    """Returns what a run minimizes, with what, and with how many samples, as a line; of a user's own data also their size.
+    """Returns a line on a run's objective, optimizers and number of samples; for a user's own data also their size.
 
     Args:
-      unit: of the loss, or None.
+      unit: unit of the loss, or None.
     """
     measure = f" in {unit}" if unit else ""
     own = model.own_optimizer
@@ -736,14 +738,14 @@ def _samples_text(dataset, num_workers, is_own, are_leased=False):
 
 
 def samples_of_each(dataset, num_workers):
-    """Returns how many samples each worker has, a list; None in it for samples that never end."""
+    """Returns the number of samples of each worker, a list; None in it for an endless stream."""
     if isinstance(dataset, Stream):
         return [share.count for share in dataset.shares]
     return [len(range(i, dataset.num_samples, num_workers)) for i in range(num_workers)]
 
 
 def samples_of(dataset, settings):
-    """Returns a `common.data.Data` that tells shapes and types: of a stream, some of its samples."""
+    """Returns a `common.data.Data` for shapes and types: for a stream, some of its samples."""
     if not isinstance(dataset, Stream):
         return dataset
     if settings.model in keras_model.BUILT_IN and dataset.first.is_classification and not dataset.classes:
@@ -762,7 +764,7 @@ def batches_of(dataset, settings, index, num_workers, position):
 
 
 def evaluation_of(model, at, dataset, feeds, find=None):
-    """Returns loss and metrics `at` (parameters, state) on the test set, {name: tensor}; `feeds` gets what to feed it.
+    """Returns loss and metrics `at` (parameters, state) on the test set, {name: tensor}; adds the feeds to `feeds`.
 
     `find` looks up rows of tables, see `common.scheme.found_by`.
     """
@@ -773,15 +775,14 @@ def evaluation_of(model, at, dataset, feeds, find=None):
         return model.evaluate(*at, *fed_test_set(dataset, feeds))
 
 
-# Files in the run's folder. An evaluator, or the chief, writes the first to end training; the chief writes the second when that
-# has ended.
+# Files in the run's folder. STOP, written by an evaluator or the chief, ends training; the chief then writes ENDED.
 STOP, ENDED = "evaluator-says-stop", "training-has-ended"
 
 
 def split(dataset, settings):
-    """Returns what there is to train with of all the data, and what is held out, as a test set; None for nothing.
+    """Returns the training data, and the held-out validation data as a test set, or None.
 
-    Of arrays see `data.hold_out`; a `Stream` has held it out already.
+    For arrays see `data.hold_out`; a `Stream` has already held them out.
     """
     if not settings.validation:
         return dataset, None
@@ -791,62 +792,61 @@ def split(dataset, settings):
 
 
 def position_of(settings, index, num_workers, num_samples):
-    """Returns the `common.data.Position` of a worker in the order of its samples, where the process before left it."""
+    """Returns the `common.data.Position` of a worker in its samples, as left by its previous process."""
     path = Path(settings.run_dir, "metrics", f"worker-{index}.position")
     return Position(path, settings.seed, index, num_workers, -1 if num_samples is None else num_samples)
 
 
 def delay_of(delays, index):
-    """Returns the seconds that `--delays`, milliseconds of some workers, means for this one."""
+    """Returns this worker's delay in seconds, from `--delays`, milliseconds of some workers."""
     return delays[index] / 1000 if delays and index < len(delays) else 0.0
 
 
 def samples_per_gradient(settings, local):
-    """Returns how many samples a worker draws for each update that it takes part in, a `Fraction`.
+    """Returns the number of samples that a worker draws per update, a `Fraction`.
 
-    It is that of the rounds that were built, and all that is counted in samples goes by it. With `center.dynamic` it is the
-    most.
+    It is taken from the rounds already built, and is the basis of all sample counts. With `center.dynamic` it is the maximum.
     """
     return settings.batch_size * local.steps_per_update
 
 
 def samples_per_update(settings, center, local):
-    """Returns how many samples, of all workers, an update of the global parameters is made of, a `Fraction`."""
+    """Returns the number of samples, of all workers, in an update of the global parameters, a `Fraction`."""
     waits = center.waits(local)
     return samples_per_gradient(settings, local) * (waits.gradients_per_update if waits else 1)
 
 
 def unit_of_samples(settings, center, local):
-    """Returns the number of samples of an update, a local step or a gradient, whichever `Keeper` counts."""
+    """Returns the number of samples in the unit that `Keeper` counts: an update, a local step or a gradient."""
     if center.local_steps is None:
         return samples_per_update(settings, center, local)
     return settings.batch_size if local.dynamic else samples_per_gradient(settings, local)
 
 
 def last_step(settings, num_samples, of_update=None):
-    """Returns the global step to stop at, from `--steps` or else `--epochs`, if so many samples, or a batch, make an update."""
+    """Returns the global step to stop at, from `--steps` or else `--epochs`, for `of_update` samples (a batch) per update."""
     if settings.steps or num_samples is None:
         return settings.steps or streams.ENDLESS
     return math.ceil(settings.epochs * num_samples / (of_update or settings.batch_size))
 
 
 def updates_before(samples, settings, of_update=None):
-    """Returns how many updates fewer `--epochs` takes, when more samples were trained with than the global step says.
+    """Returns the reduction of updates in `--epochs` if more samples were trained than the global step implies.
 
-    That is so when a run goes on from one with another batch size or window. `of_update` as of `last_step`.
+    This happens when the resumed run had another batch size or window. `of_update` as in `last_step`.
     """
     return 0 if settings.steps else int(samples) // (of_update or settings.batch_size)
 
 
-# What a worker tells the chief at its end, as float64. Times are in seconds of training, or by one process's clock. A scheme's
-# workers also tell `PARTS`, in seconds of a round; NaN if none was timed.
+# Fields of a worker's final report to the chief, as float64. Times are in seconds of training, or by one process's clock.
+# A scheme's workers add `PARTS`, in seconds of a round; NaN if none was timed.
 REPORT = ("index", "first_time", "first_step", "stop_time", "samples", "updates", "staleness_sum", "staleness_max", "dropped")
-# And, behind those: the seconds since the worker's process began; when it has left for good, by its own clock, or 0.
+# Last fields: seconds since the start of the worker's process; time of its departure for good, by its own clock, or 0.
 STAY = ("seconds", "left")
 
 
 def _as_json(value):
-    """Returns a flag's value; as text what JSON cannot hold, such as infinity."""
+    """Returns a flag's value, as text if JSON cannot represent it, such as infinity."""
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError):
@@ -868,8 +868,10 @@ def write_result(
     is_dynamic=False,
     **more,
 ):
-    """Writes `result.json`, with what `more` there is to say, and `curve.png`, from all workers' reports and the last
-    evaluation. `samples` and `dropped` are those of `Outcome`, `samples_per_gradient` that of `Plan`."""
+    """Writes `result.json`, with the entries of `more`, and `curve.png`, from all workers' reports and the last evaluation.
+
+    `samples` and `dropped` are those of `Outcome`, `samples_per_gradient` that of `Plan`.
+    """
     how = samples, dropped, samples_per_gradient, gradients_per_update, is_dynamic
     result = summarize(settings, task, reports, global_step, *how)
     numbers = {name: value if math.isfinite(value) else None for name, value in measured(evaluated).items()}
@@ -879,7 +881,7 @@ def write_result(
     plots.draw_curve(settings.run_dir)  # last, as it may fail
 
 
-# Values of `result.json` that cover what came since a run, or a worker, was started last.
+# Values of `result.json` that cover only the time since the last start of a run, or of a worker.
 OF_LAST_START = (
     *("samples_per_worker", "worker_seconds", "train_seconds", "wall_seconds", "samples_per_second", "parts", "round_seconds"),
     *("staleness_mean", "staleness_max", "left", "restarts", "restarts_of_workers"),
@@ -901,17 +903,17 @@ def summarize(
     of_gradient = samples_per_gradient or settings.batch_size
     columns = dict(zip((*REPORT, *PARTS, *STAY), np.array(reports, float).T, strict=False))
     if is_dynamic:
-        progress = samples / of_gradient  # the reports have such numbers, too
+        progress = samples / of_gradient  # in the same unit as the reports
     else:
         progress = global_step
     trained = columns["updates"] > 0
     train_seconds = samples_per_second = staleness = None
     if trained.any():
-        # From the first call but one of the last worker to start; from there on all of them share the work.
+        # From the second call of the last worker to start: from there on all of them share the work.
         latest = np.argmax(np.where(trained, columns["first_time"], -np.inf))
         updates = progress - columns["first_step"][latest]
         seconds_of_all = float(columns["stop_time"].max() - columns["first_time"][latest])
-        if seconds_of_all > 0 and updates > 0:  # else what it saw was rolled back, and not trained again
+        if seconds_of_all > 0 and updates > 0:  # otherwise its updates were rolled back and not repeated
             train_seconds = seconds_of_all
             samples_per_second = updates * float(of_gradient * gradients_per_update) / train_seconds
         staleness = columns["staleness_sum"].sum() / columns["updates"].sum()
@@ -949,34 +951,33 @@ def summarize(
 
 
 def fed_test_set(dataset, feeds):
-    """Returns x and y of the test set, and the weights, if it has some, as local variables; `feeds` gets what to feed them."""
+    """Returns x, y and weights, if any, of the test set as local variables; adds their feeds to `feeds`."""
     return tuple(fed(name, part, feeds) for name, part in zip(("x_test", "y_test", "w_test"), dataset.test, strict=False))
 
 
 class Interruption(tf.train.SessionRunHook):
-    """Ctrl-C, SIGTERM, a closed terminal: while there is something to save, a request to stop after the present call; otherwise
-    the end.
+    """Handles Ctrl-C, SIGTERM and SIGHUP: a request to stop after the present call, or exit if there is nothing to save.
 
-    To be made in the main thread; `common.cli` blocks the signals before tensorflow starts threads: `signals.hear_signals`.
+    To be created in the main thread; `common.cli` blocks the signals before tensorflow starts threads: `signals.hear_signals`.
 
-    As the first hook of a session it knows when there is one. Another worker may train long before the chief has called all
-    of its hooks, of which one writes the first checkpoint.
+    It is the first hook, to notice a new session early: another worker may train long before the chief has called all of its
+    hooks, including the one for the first checkpoint.
 
     Args:
-      leaver: a `Leaver`, for a worker that may leave: SIGTERM asks it to. None if that is as any other signal.
-      waits_for_others: whether the worker waits for others, and they for it. Then it leaves by its session alone, also when
-        there is none yet, as long as training has not ended for it; and until it has left it waits as before.
+      leaver: a `Leaver`, for a worker that SIGTERM asks to leave. None if SIGTERM is like any other signal.
+      waits_for_others: whether workers wait for each other. If true, SIGTERM waits for the session, even before there is one,
+        unless training has ended for this worker; until it has left, it waits for the others as before.
 
     Attributes:
-      requested: whether the worker is to stop.
+      requested: whether the worker should stop.
       leaves: whether it then leaves for good.
-      report: what it has told the chief at its end, once it has.
+      report: its final report to the chief, once submitted.
     """
 
     def __init__(self, leaver=None, waits_for_others=False):
         self.requested = self.leaves = False
         self.report: Any = None
-        self.release = lambda: None  # called when it is requested; it may wait for a session
+        self.release = lambda: None  # called on a request; may wait for a session
         self._is_training = self._has_ended = False
         self._leaver, self._is_left_to_it, self._waits_for_others = leaver, False, waits_for_others
         signals.hear_signals(signals.INTERRUPTING_SIGNALS, self._hear)
@@ -996,32 +997,32 @@ class Interruption(tf.train.SessionRunHook):
             say_leaving()
         if not leaves or self._is_left_to_it:
             react = functools.partial(self._leaver, self.report) if self._is_left_to_it else self.release
-            threading.Thread(target=react, daemon=True).start()  # so that a second signal is heard
+            threading.Thread(target=react, daemon=True).start()  # a thread, so that a second signal is handled
 
     def training_begins(self):
-        """From now on there is something to save."""
+        """Marks the start of training: from now on there is something to save."""
         self._is_training = not self._has_ended
 
     def after_create_session(self, session, coord):
-        """As the first hook of a session."""
+        """Marks the start of training, before all other hooks."""
         if self._is_left_to_it:
             threading.Event().wait()  # the leaver ends this process
         self.training_begins()
 
     def training_ends(self):
-        """From now on all is saved, and there may be a long wait for others, which a signal is to end at once."""
+        """Marks the end of training: all is saved, and a signal should end the wait for others at once."""
         self._is_training, self._has_ended = False, True
 
 
 class Leaver:
-    """Ends a worker for good, as a function of its report; to be called in a thread, when the worker does not train.
+    """Function of a report that ends a worker for good; called in a thread, while the worker does not train.
 
     Args:
       task: a `common.cluster.TaskSpecDef` of a worker.
       settings: all flags.
 
     Attributes:
-      server: an event, set when the task has its server.
+      server: an event, set once the task's server runs.
     """
 
     def __init__(self, task, settings):
@@ -1029,7 +1030,7 @@ class Leaver:
 
     def __call__(self, report=None):
         task, settings = self._task, self._settings
-        if report is None:  # it has not trained yet
+        if report is None:  # the worker has not trained yet
             report = [task.shard_index, *[0.0] * (len(REPORT) - 1), *[math.nan] * len(PARTS), 0.0, 0.0]
         report = [*report[: -len(STAY)], time.monotonic() - settings.began, time.time()]
         run_folder.write_left(settings.run_dir, task.shard_index, report)
@@ -1040,7 +1041,7 @@ class Leaver:
 
 
 def say_left(index, settings, report):
-    """Says that this worker leaves for good."""
+    """Tells the user that this worker leaves for good."""
     rest = ""
     if settings.compress in BIASED:
         rest = f"; its error feedback of --compress={settings.compress} is lost"
@@ -1052,9 +1053,9 @@ def say_left(index, settings, report):
 
 
 def check(settings, dataset, scheme=None):
-    """Raises a `UserError` if this data and the model cannot be trained by this many workers; trains nothing.
+    """Raises a `UserError` if data and model cannot be trained by this many workers; trains nothing.
 
-    With `--compress` also if the scheme sends what cannot be compressed.
+    With `--compress` also if the scheme's messages cannot be compressed.
     """
     dataset, held_out = split(dataset, settings)
     if settings.callback is not None:
@@ -1099,7 +1100,7 @@ def check(settings, dataset, scheme=None):
 
 
 def _check_leases(settings, dataset):
-    """Raises a `UserError` if workers cannot come and go because the samples are divided among them."""
+    """Raises a `UserError` if an elastic run is impossible because the samples are sharded among the workers."""
     if settings.max_workers and isinstance(dataset, Stream):
         raise UserError(
             f"--max_workers={settings.max_workers}: files and datasets are divided among the workers when a run begins: give "
@@ -1108,10 +1109,10 @@ def _check_leases(settings, dataset):
 
 
 def _trace(model, dataset):
-    """Builds what a worker and the chief need of a model, in a graph, and trains nothing.
+    """Builds a model's training and evaluation in a graph, without training.
 
     Raises:
-      UserError: if that cannot be.
+      UserError: if that is impossible.
     """
 
     def placeholders(samples):

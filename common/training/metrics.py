@@ -1,4 +1,4 @@
-"""A worker's records of its training: loss, speed, staleness, and how good the global parameters are."""
+"""Metrics of a worker: loss, speed, staleness, and evaluation of the global parameters."""
 
 import collections
 import contextlib
@@ -18,20 +18,19 @@ from common.scheme import PARTS, Rounds
 
 
 class MetricsLog:
-    """The file of a worker's measurements: `metrics/worker-N.jsonl`, one JSON object per line, and TensorBoard events.
+    """Metrics log of a worker: `metrics/worker-N.jsonl`, one JSON object per line, and TensorBoard events.
 
-    Lines can be written from any thread, and a reader always finds whole lines. If the file or its folder is deleted, both are
-    made again.
+    Lines can be written from any thread, and a reader always finds whole lines. A deleted file or folder is recreated.
 
     Args:
       run_dir: folder of the run.
-      worker: index of this worker, or "evaluator", whose files are called that.
-      last_step: global step at which training is to end; None if this task does not know.
-      tags: {value: tag} of those that TensorBoard is to show in one chart with another's; otherwise a value's tag is its name.
-      unit: of the loss, as "nats per character", for those who read the lines; None for none.
+      worker: index of this worker, or "evaluator", which is then the file name.
+      last_step: global step at which training ends; None if unknown to this task.
+      tags: {value: tag} of values that share a TensorBoard chart with others; by default a value's tag is its name.
+      unit: unit of the loss, as "nats per character", for readers of the log; or None.
 
     Raises:
-      UserError: if the file is not one of the run's own, see `common.core.open_own`.
+      UserError: if the file is not the run's own, see `common.core.open_own`.
       TrainingFailed: if the folder of the run is gone.
     """
 
@@ -41,15 +40,15 @@ class MetricsLog:
         self._path = Path(run_dir, "metrics", f"{name}.jsonl")
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._open()
-        # Written out every second, not every two minutes: to be seen while training, and not lost when a task is killed.
+        # Flushed every second, not every two minutes: visible while training, and not lost when a task is killed.
         self._events = tf.summary.FileWriter(str(Path(run_dir, "tensorboard", name)), flush_secs=1)
         self._lock = threading.Lock()
-        self._began = time.time() - time.monotonic()  # a clock that is set back later does not order lines anew
+        self._began = time.time() - time.monotonic()  # so that a clock set back later does not reorder lines
         self.listeners: list[Any] = []
-        self.trained: Any = None  # function that returns for how many seconds the parameters have been trained
+        self.trained: Any = None  # function that returns the training time of the parameters, in seconds
 
     def now(self):
-        """Returns the time, in seconds since 1970: that of the wall clock when this began, and the seconds since."""
+        """Returns the time, in seconds since 1970: wall clock at the start plus monotonic seconds since."""
         return self._began + time.monotonic()
 
     def write(self, global_step, **values):
@@ -79,7 +78,7 @@ class MetricsLog:
             listener(int(global_step), values)
 
     def _open(self):
-        """Opens the file, and cuts off the last line if a process was killed in the middle of it."""
+        """Opens the file, and truncates a partial last line, left by a killed process."""
         try:
             descriptor = open_own(self._path, os.O_RDWR | os.O_APPEND)
         except FileNotFoundError:
@@ -89,7 +88,7 @@ class MetricsLog:
         return open(descriptor, "a", buffering=1)
 
     def _is_in_place(self):
-        """Whether the file is still where it was: the user may have deleted it, or its folder."""
+        """Whether the file is still in place: the user may have deleted it, or its folder."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return os.path.samestat(os.lstat(self._path), os.fstat(self._file.fileno()))
         return False
@@ -105,10 +104,10 @@ class MetricsLog:
         """A context for calls of a session in which an operation of `must_be_finite` may fail.
 
         Args:
-          global_step: function that returns the present one.
+          global_step: function that returns the present global step.
 
         Raises:
-          TrainingFailed: if it has; see `failure`.
+          TrainingFailed: if such an operation fails; see `failure`.
         """
         try:
             yield
@@ -125,9 +124,9 @@ class MetricsLog:
 
 
 def seconds_between(every_secs, age):
-    """How long to wait from one line to the next, `age` seconds after the first: so the number of lines grows ever slower.
+    """Seconds between two lines, `age` seconds after the first: the interval grows with the run.
 
-    With 0.5 it is a thousand lines in the first 500 s, five thousand in eight hours, ten thousand in a month and a half.
+    With `every_secs` 0.5: 1,000 lines in the first 500 s, 5,000 in eight hours, 10,000 in a month and a half.
     """
     return max(every_secs, age / 1000)
 
@@ -138,14 +137,14 @@ class MetricsHook(tf.train.SessionRunHook):
     It writes more often at first, and less often in a long run, see `seconds_between`. Training ends when the loss is not
     finite.
 
-    It counts the calls that fetch a `common.scheme.Rounds`; others (an evaluation, say) pass it by. Staleness of an
-    update: how many updates of others came between this worker's pull and its push.
+    It counts only calls that fetch a `common.scheme.Rounds`, so no evaluations. Staleness of an update: number of updates by
+    others between this worker's pull and its push.
 
     Args:
       log: a `MetricsLog`.
-      samples_per_update: how many this worker draws for each, a `Fraction` if a round has several.
-      drawn: function that is told after each call how many samples it was made of, or None.
-      batch_size: for rounds whose number of local steps changes, see `common.scheme.local_steps`.
+      samples_per_update: number of samples that this worker draws per update, a `Fraction` if a round has several.
+      drawn: function called after each call with its number of samples, or None.
+      batch_size: for rounds with a varying number of local steps, see `common.scheme.local_steps`.
 
     Raises:
       TrainingFailed: after a call whose loss was not finite.
@@ -153,38 +152,40 @@ class MetricsHook(tf.train.SessionRunHook):
 
     def __init__(self, log, samples_per_update, every_secs=0.5, drawn=None, batch_size=0):
         self._log, self._samples_per_update, self._every_secs, self._drawn = log, samples_per_update, every_secs, drawn
-        self._batch_size, self._made = batch_size, 0  # local steps so far in this session, where their number changes
+        self._batch_size, self._made = batch_size, 0  # local steps so far in this session, if their number varies
         self._samples = self._new_samples = 0  # of all calls, and of those since the last line
         self.staleness: collections.Counter[int] = collections.Counter()  # number of updates by their staleness
         self._new: collections.Counter[int] = collections.Counter()  # the same since the last line
-        self.dropped = self._new_dropped = 0  # gradients that no update was made of
+        self.dropped = self._new_dropped = 0  # gradients that entered no update
         self._loss_sum, self._num_calls = 0.0, 0  # since the last line
         # The time of the first call, of the last line, of the end of the last call, and of the beginning of this one
         self._first = self._began = self._called = self._call_began = 0.0
-        # Of the rounds that were timed, all of them and those since the last line.
+        # Means over the timed rounds: all, and those since the last line.
         self._parts, self._new_parts = _Parts(), _Parts()
         self._timed_rounds: list[dict[str, float]] = []  # since the last line
-        self._is_timed = False  # whether this session has timed a round; the first takes long, as it prepares the graph
+        self._is_timed = False  # whether this session has timed a round; the first one also prepares the graph
         self._step = 0
 
     def totals(self):
-        """Returns how many samples and updates this worker has made, the sum and the maximum of their staleness, and how many
-        gradients were dropped, which are no updates, but of samples."""
+        """Returns this worker's numbers of samples and updates, sum and maximum of staleness, and number of dropped gradients.
+
+        Dropped gradients count among the samples, but not among the updates.
+        """
         counts, dropped = self.staleness + self._new, self.dropped + self._new_dropped
         updates, staleness = counts.total(), sum(k * n for k, n in counts.items())
         return self._samples, updates, staleness, max(counts, default=0), dropped
 
     def seconds_of_parts(self):
-        """Returns how long each of `PARTS` of a round takes, on average; NaN where that was not measured."""
+        """Returns the mean seconds of each of `PARTS` of a round; NaN if no round was timed."""
         mean = self._parts.mean()
         return [mean.get(part, 0.0) if mean else math.nan for part in PARTS]
 
     def after_create_session(self, session, coord):
-        """A new session prepares its graphs anew, and counts anew."""
+        """Resets the state of a session: a new one prepares its graphs and counts local steps anew."""
         self._is_timed, self._made = False, 0
 
     def before_run(self, run_context):
-        """Asks for the loss and the steps of a call that trains, and for its parts, if it is timed."""
+        """Fetches loss and steps of a training call, and its parts if it is timed."""
         rounds = run_context.original_args.fetches
         if not isinstance(rounds, Rounds):
             return None
@@ -194,7 +195,7 @@ class MetricsHook(tf.train.SessionRunHook):
         return tf.train.SessionRunArgs([rounds.loss, rounds.steps, rounds.parts, rounds.local_steps])
 
     def after_run(self, run_context, run_values):
-        """Counts a call, and writes when it is time."""
+        """Counts a call, and writes a line once the interval has passed."""
         if run_values.results is None:
             return
         loss, steps, parts, local_steps = run_values.results
@@ -204,7 +205,7 @@ class MetricsHook(tf.train.SessionRunHook):
         self._samples, self._new_samples = self._samples + samples, self._new_samples + samples
         if self._drawn:
             self._drawn(samples)
-        # A round is timed by the wall clock: one that took longer than its call says that the clock was set.
+        # Rounds are timed by the wall clock: if one takes longer than its call, the clock was set.
         if parts and self._is_timed and sum(parts.values()) <= time.perf_counter() - self._call_began:
             self._parts.add(parts)
             self._new_parts.add(parts)
@@ -225,7 +226,7 @@ class MetricsHook(tf.train.SessionRunHook):
             self.flush()
 
     def _interval(self, now):
-        """Seconds until the next line: fewer in the first two seconds, so that the curve of a short run has points."""
+        """Seconds until the next line: fewer in the first two seconds, to give the curve of a short run some points."""
         age = now - self._first
         return seconds_between(min(self._every_secs, self._every_secs / 10 + age / 4), age)
 
@@ -234,10 +235,10 @@ class MetricsHook(tf.train.SessionRunHook):
         self.flush()
 
     def flush(self):
-        """Writes a line for the time since the last one, until the last call, if there was a call.
+        """Writes a line for the time from the last line to the last call, if there was a call.
 
-        It says no speed if that was much less than the usual time: at the end of training a worker prepares the graph of a
-        shorter call, and that is most of it.
+        It has no speed if that time is much shorter than usual: at the end of training it mostly goes into preparing the graph
+        of a shorter call.
         """
         updates = self._new.total()
         gradients = updates + self._new_dropped
@@ -266,7 +267,7 @@ class MetricsHook(tf.train.SessionRunHook):
 
 
 def measured(results):
-    """Returns loss and metrics, {name: value}, by the names that they are written with."""
+    """Returns loss and metrics, {name: value}, under their names in the log."""
     return {name if name.startswith("validation_") else f"test_{name}": value for name, value in results.items()}
 
 
@@ -277,21 +278,21 @@ class _Parts:
         self._sums, self._count = dict.fromkeys(PARTS, 0.0), 0
 
     def add(self, seconds):
-        """Adds those of a round; a part that it does not have takes no time in any."""
+        """Adds the parts of a round; a missing part takes no time in any round."""
         self._count += 1
         for part, value in seconds.items():
             self._sums[part] += float(value)
 
     def mean(self):
-        """Returns {part: seconds}, without what takes no time; nothing if there was no round."""
+        """Returns {part: seconds}, without parts that take no time; empty without rounds."""
         return {part: total / self._count for part, total in self._sums.items() if total}
 
 
 def shares_of_parts(workers):
-    """Returns what is written of the parts of a round: how many seconds it takes, and which share of them each part.
+    """Returns the log entries for the parts of a round: its seconds, and the share of each part.
 
     Args:
-      workers: {part: seconds} of each worker; the result is the mean of their shares, since all take the same time in all.
+      workers: {part: seconds} of each worker; shares are averaged over workers, since all train for the same time in all.
     """
     known = [seconds for seconds in workers if sum(seconds.values()) > 0]
     if not known:
@@ -306,17 +307,16 @@ def shares_of_parts(workers):
 
 
 class EvaluationHook(tf.train.SessionRunHook):
-    """Evaluates the global parameters while training goes on: at the start, then about every `every_secs` seconds, and less
-    often in a long run, see `seconds_between`.
+    """Evaluates the global parameters during training: at the start, then about every `every_secs` seconds.
 
-    A thread of its own does it, so the worker's rounds don't wait; and it pauses ten times as long as the fastest evaluation
-    took, so that on a large test set evaluation takes no more than a tenth of one core.
+    In a long run it evaluates less often, see `seconds_between`. It runs in a thread of its own, so the worker's rounds don't
+    wait; the pause is at least ten times the fastest evaluation, so that a large test set takes at most a tenth of one core.
 
     Args:
       log: a `MetricsLog`.
       step: the global step, a scalar tensor.
       results: loss and metrics on the test set, {name: scalar tensor}; on a validation set, as "validation_NAME".
-      told: tensors of what else is written then.
+      told: tensors of further numbers to write.
       numbers_of: function of their values that returns {name: number}.
     """
 
@@ -326,7 +326,7 @@ class EvaluationHook(tf.train.SessionRunHook):
         self._thread, self._ended = None, threading.Event()
 
     def after_create_session(self, session, coord):
-        """Starts evaluating in this session; one that it replaces has failed, and its thread with it."""
+        """Starts evaluating in this session; a previous session has failed, and its thread with it."""
         self._stop()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(session, self._ended), daemon=True)
@@ -341,9 +341,9 @@ class EvaluationHook(tf.train.SessionRunHook):
             except (tf.errors.OpError, RuntimeError, TrainingFailed):
                 return  # the session has failed or was closed; the training loop meets the same error and handles it
             took = time.perf_counter() - began
-            # The first takes long, because the session prepares the graph for it: that says nothing about the next.
+            # The first evaluation includes graph preparation, so its time does not predict the next.
             every_secs = seconds_between(self._every_secs, began - first)
-            # Nor does one that had to wait for the rounds.
+            # Nor does the time of an evaluation that had to wait for the rounds.
             fastest = fastest if is_first else min(fastest, took)
             pause = every_secs if is_first else max(every_secs - took, 10 * fastest)
             is_first = False

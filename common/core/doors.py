@@ -1,6 +1,6 @@
-"""The front door of a package: the names that others may import from it. A module is imported when a name of it is first used.
+"""The front door of a package: its public names, each imported from its module at first use.
 
-So to import a package brings in neither tensorflow nor keras, which takes seconds.
+So importing a package does not import tensorflow or keras, which takes seconds.
 """
 
 import ast
@@ -14,8 +14,8 @@ def front_door(package):
     """Returns the functions `__getattr__` and `__dir__` of a package, as Python looks them up in its `__init__.py`.
 
     Args:
-      package: its name. Under `if TYPE_CHECKING`, its `__init__.py` imports the names for type checkers and readers; the
-        functions find them there.
+      package: its name. Its `__init__.py` imports the names under `if TYPE_CHECKING`, for type checkers and readers; the
+        functions read them from there.
     """
     tree = ast.parse(Path(str(sys.modules[package].__file__)).read_text())
     [block] = [node for node in tree.body if isinstance(node, ast.If)]
