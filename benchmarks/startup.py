@@ -81,10 +81,10 @@ def read():
 TRAINS = """
 import json, sys, tempfile, time
 import keras
-from common.data import data
 from common import train
+from common.data import datasets
 
-x, y, x_test, y_test, *_ = data.load("digits", 0)
+x, y, x_test, y_test, *_ = datasets.load("digits", 0)
 model = keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(64, "relu"), keras.layers.Dense(10)])
 
 def seconds():

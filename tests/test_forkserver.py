@@ -265,21 +265,21 @@ def test_log_whose_folder_was_deleted(listening, command, folder):
 
 DELETED = """
 import os, shutil, sys
-from common.launch import forkserver
+from common.launch import fork_server
 
 log = sys.argv[1]
 os.environ.update(LAUNCHER_KEY="ps 3", LAUNCHER_WORDS=sys.argv[2])
-forkserver._write_to(log, "ps 3", int(sys.argv[2]))
+fork_server._write_to(log, "ps 3", int(sys.argv[2]))
 print("one", flush=True)
-assert forkserver._made_again(log) == log
+assert fork_server._made_again(log) == log
 shutil.rmtree(os.path.dirname(log))
-assert forkserver._made_again(log) == log
+assert fork_server._made_again(log) == log
 print("two", flush=True)
 os.system("echo three >&2")
 shutil.copy(log, os.path.join(sys.argv[3], "kept"))
 shutil.rmtree(os.path.dirname(os.path.dirname(log)))
-assert forkserver._made_again(log) == ""
-assert forkserver._made_again("") == ""
+assert fork_server._made_again(log) == ""
+assert fork_server._made_again("") == ""
 print("nobody reads this", flush=True)
 """
 

@@ -20,7 +20,7 @@ def check(tmp_path, monkeypatch, user_error, capsys):
     """A function that lets a script, this code, look at the input. Returns what was noted, or the error, and what was shown."""
     begin = """
 import ctypes, os, pathlib, signal, sys, time
-from common.core import words
+from common.core import task_status
 if sys.argv[-1] != "--check":
     sys.exit("not a check")
 """
@@ -39,12 +39,13 @@ if sys.argv[-1] != "--check":
     return check
 
 
-LOADS, BUILDS = "words.doing(words.LOADING)\n", "words.doing(words.BUILDING)\n"
+LOADS, BUILDS = "task_status.doing(task_status.LOADING)\n", "task_status.doing(task_status.BUILDING)\n"
 
 
 def test_check_says_how_long_each_part_took(check):
     found = "pathlib.Path(os.environ['LAUNCHER_FOUND']).write_text('[1]')\n"
-    (seconds, known), _ = check(f"{LOADS}time.sleep(0.2)\n{BUILDS}{found}words.doing(words.CHECKED)\nwords.work_is_done()")
+    ends = "task_status.doing(task_status.CHECKED)\ntask_status.work_is_done()"
+    (seconds, known), _ = check(f"{LOADS}time.sleep(0.2)\n{BUILDS}{found}{ends}")
     assert known == [1]
     # How long exactly is up to when this process hears of it: on a busy machine 0.2 s may look shorter.
     assert seconds["loading the data"] > 0 and seconds["building the model"] >= 0

@@ -120,12 +120,12 @@ def test_tasks_have_no_power_beyond_the_user(of_all):
 
 AS_NOBODY = """
 import os, sys
-from common.launch import isolation
+from common.launch import sandbox
 os.setgroups([]), os.setresgid(65534, 65534, 65534), os.setresuid(65534, 65534, 65534)
-isolation.prctl(4, 1)  # PR_SET_DUMPABLE: a program that a user starts has its own files in /proc
-isolation.enter_own_network()
+sandbox.prctl(4, 1)  # PR_SET_DUMPABLE: a program that a user starts has its own files in /proc
+sandbox.enter_own_network()
 if sys.argv[2] == "without":
-    isolation.give_up_power()
+    sandbox.give_up_power()
 try:
     os.mkdir(sys.argv[1] + "/made")
     print("made")
@@ -182,10 +182,10 @@ def test_caches_are_private_where_the_home_is_not_writable(of_all):
 
 AS_ORDINARY_USER = """
 import os, sys
-from common.launch import isolation
+from common.launch import sandbox
 os.environ.pop("KERAS_HOME", None)
-isolation.enter_own_network()
-isolation.give_up_power()  # or root could write anywhere
+sandbox.enter_own_network()
+sandbox.give_up_power()  # or root could write anywhere
 os.execv(sys.executable, [sys.executable, "-c", sys.argv[1]])
 """
 

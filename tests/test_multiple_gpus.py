@@ -178,8 +178,8 @@ sys.path += sys.argv[1:]
 import mirrored_strategy
 import multiple_gpus
 
-from common.data import data
-from common.models import models
+from common.data import datasets
+from common.models import keras_model
 from common import tf
 from common.core import devices
 from common.data.batches import Batches
@@ -187,8 +187,8 @@ from common.scheme.center import GlobalParameters
 from common.scheme.steps import build_rounds
 
 names, _ = devices.logical_devices(2)
-dataset = data.load("digits")
-built = [models.build("mlp", dataset) for _ in names]
+dataset = datasets.load("digits")
+built = [keras_model.build("mlp", dataset) for _ in names]
 found = {"names": names, "matmuls": [], "soft": None}
 with tf.Graph().as_default():
     center = GlobalParameters(built[0].initial_parameters, device_fn=names[0])
