@@ -65,7 +65,7 @@ def collect(target):
     first.unlink()
     (target / "api").mkdir()
     for path in files:
-        if path.parts[0] == "common" and path.suffix == ".py" and path.stem != "__init__":
+        if path.parts[0] == "common" and len(path.parts) == 3 and path.suffix == ".py" and path.stem != "__init__":
             name = ".".join(path.with_suffix("").parts[1:])
             (target / "api" / f"{name}.md").write_text(MODULE.format(name=name))
 

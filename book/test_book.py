@@ -237,7 +237,7 @@ def test_terms_are_linked():
 
 def test_api_has_the_docstrings():
     assert "x̃, the global parameters" in re.sub("<[^>]*>", "", text_of("api/scheme.center.html"))
-    assert 'id="common.simulation.engine.Engine"' in text_of("api/simulation.simulation.html")
+    assert 'id="common.simulation.engine.Engine"' in text_of("api/simulation.engine.html")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
