@@ -6,4 +6,4 @@
 /^Downloading .*MiB\)$/ { size[$2] = substr($3, 2) + 0; all += size[$2]; what = "MiB" }      # uv, which begins them all at once
 /^ Downloaded / { done += size[$2] }
 /^Installing collected packages: / { all = NF - 3; done = installed < all ? installed : all; what = "packages" }
-END { if (all) printf "%d %d %s\n", done, all, what }
+END { if (all >= 1 && (done < all || what == "packages")) printf "%d %d %s\n", done, all, what }
