@@ -25,7 +25,7 @@ def draw_all(report, folder):
 
 
 def spans_of(of_row, num_workers, until):
-    """Returns the `common.simulation.Activity`s of three unlike workers of a row, which was measured with `num_workers`.
+    """Returns the `common.simulation.Activity`s of three unlike workers, for a row measured with `num_workers`.
 
     Args:
       of_row: of the report.

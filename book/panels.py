@@ -72,7 +72,7 @@ def _frames(dark):
 
 
 def _holds(outer, inner, slack=TICK):
-    """Whether a box lies in another one, which is larger."""
+    """Whether a box lies in another, larger one."""
     across = outer.left - slack <= inner.left and inner.right <= outer.right + slack
     return across and outer.top - slack <= inner.top and inner.bottom <= outer.bottom + slack and outer != inner
 
@@ -148,7 +148,7 @@ def _cut(ink, row, begin, end):
 
 
 def _with_labels(ink, frame, rows, cells):
-    """Returns the grid of a panel: its own box, beside and above the labels that it shares with its row and its column."""
+    """Returns the grid of a panel: its own box, and beside and below it the labels that it shares with others."""
     cell = cells[frame]
     row = next(row for row in rows if frame in row)
     column = [other for other in cells if abs(other.left - frame.left) <= 3 and abs(other.right - frame.right) <= 3]

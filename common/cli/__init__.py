@@ -1,6 +1,6 @@
 """The programs: a scheme's script, `python -m common.run`, `python -m common.advise`, and `train` for notebooks.
 
-Begin with `main`, which each scheme's script calls.
+Begin with `program`, whose `main` each scheme's script calls.
 """
 
 from typing import TYPE_CHECKING

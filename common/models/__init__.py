@@ -1,6 +1,6 @@
 """A Keras model as a pure function of one flat vector, its loss and metrics, and the built-in models.
 
-Begin with `models`.
+Begin with `keras_model`.
 """
 
 from typing import TYPE_CHECKING
