@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from conftest import KnownBatches
 from oracle import RATE, Adam, Problem
-from runs import ROOT, result_of, run
+from runs import ROOT, result_of, run, updates_of
 
 from common import tf
 from common.scheme.center import GlobalParameters
@@ -155,5 +155,6 @@ def test_a_slow_worker_comes_back_as_often(run_dir):
         assert goal <= result["samples"] < goal + 2 * 10 * 320  # a call of each may be under way
         if not flags:
             assert result["samples"] == sum(result["samples_per_worker"])
-            assert result["samples"] < result["global_steps"] * 320
+            slow = updates_of(run_dir, 1)  # few if it started when worker 0 had almost ended
+            assert result["samples_per_worker"][1] < slow * 320 or slow < 5
     assert result["test_accuracy"] >= 0.95

@@ -173,6 +173,7 @@ def test_a_tower_keeps_its_copy_until_the_next_pull(build, multiple_gpus, initia
 PLACEMENT = """
 import json
 import sys
+import types
 
 sys.path += sys.argv[1:]
 import mirrored_strategy
@@ -194,7 +195,7 @@ with tf.Graph().as_default():
     center = GlobalParameters(built[0].initial_parameters, device_fn=names[0])
     batches = [lambda name: Batches(dataset.x_train, dataset.y_train, 4, 0, name)] * 2
     towers = multiple_gpus.Towers(center, built, batches, names)
-    hp = mirrored_strategy.types.SimpleNamespace(learning_rate=0.1)
+    hp = types.SimpleNamespace(learning_rate=0.1)
     rounds = build_rounds(multiple_gpus.multiple_gpus, center, towers, hp)
     with tf.device("/device:GPU:7"):
         elsewhere = tf.identity(tf.Variable(1.0))
@@ -211,9 +212,9 @@ with tf.Graph().as_default():
         found["x"] = center.pieces[0].device
 
 with tf.distribute.MirroredStrategy(names).scope():
-    model = mirrored_strategy.compiled(models.build("mlp", dataset), 0.1)
+    model = mirrored_strategy.compiled(keras_model.build("mlp", dataset), 0.1)
     found["copies"] = [[copy.device[-len(names[0]):] for copy in v.value.values] for v in model.trainable_variables]
-    replica = mirrored_strategy.FirstReplica(models.by_labels(model, True))
+    replica = mirrored_strategy.FirstReplica(keras_model.by_labels(model, True))
     found["evaluated"] = replica.evaluate(dataset.x_test, dataset.y_test)
 print(json.dumps(found))
 """
