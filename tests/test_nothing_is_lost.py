@@ -78,6 +78,21 @@ def test_a_ps_that_dies_while_the_chief_waits_for_a_last_worker(run_dir):
     assert result_of(run_dir)["global_steps"] >= 300
 
 
+def test_a_ps_that_dies_while_the_chief_waits_at_a_barrier(run_dir):
+    """The barrier is on ps 0; the other ps dies. Worker 1 waits for the chief to restore it, and the chief for worker 1."""
+    flags = *LINEAR, "--num_ps=2", "--num_workers=2", "--steps=1000", "--delays=5,5", "--rounds_per_call=1", "--hang_secs=200"
+    process = start(run_dir, "--launch", *flags, script=ROOT / "Synchronous-SGD" / "synchronous_sgd.py")
+    read_until(process, is_training)
+    send(run_dir, "worker", 1, signal.SIGSTOP)
+    read_until(process, lambda line: line.startswith("worker 0 has waited") and "for worker 1" in line)
+    send(run_dir, "ps", 1, signal.SIGKILL)
+    read_until(process, lambda line: line.startswith("ps 1 was killed"))
+    send(run_dir, "worker", 1, signal.SIGCONT)
+    finish(process)
+    result = result_of(run_dir)
+    assert result["global_steps"] == 1000 and result["restarts"] == 1
+
+
 def test_an_outage_is_no_training(run_dir):
     """A ps is killed each time that training goes on, until the outages together are longer than --seconds: those are left."""
     seconds, outage, killed = 5, 0.0, None

@@ -142,6 +142,10 @@ class MeetingHook(tf.train.SessionRunHook):
         self._meeting, self._who_left, self._come = meeting, who_left, come
         self._session, self._has_left, self._is_released = None, False, False
 
+    def begin(self):
+        """Builds an operation that needs every ps."""
+        self._reach_all = tf.group(*(variable.is_initialized() for variable in tf.global_variables()))
+
     def after_create_session(self, session, coord):
         """Enters, or repeats that this worker has left: a restarted ps has lost it."""
         if self._meeting.vote is not None and self._session:
@@ -164,14 +168,27 @@ class MeetingHook(tf.train.SessionRunHook):
         return {self._meeting.left: [i in gone for i in range(self._meeting.left.shape[0])]}
 
     def missing(self):
-        """Returns the workers that this one is waiting for, as ["worker 3"]. Called from any thread."""
+        """Returns the workers that this one is waiting for, as ["worker 3"]. Called from any thread.
+
+        Also ends the wait in a session that has lost a ps. A call that waits on one ps does not notice that another ps was
+        restarted; the others would wait for a chief to restore it, and the chief for them.
+        """
         if self._meeting.behind is None:
             return workers_away()
+        session = self._session
         try:
-            behind = self._session.run(self._meeting.behind) if self._session else []
+            behind = session.run(self._meeting.behind) if session else []
+            if any(behind):
+                self._release_if_a_ps_was_restarted(session)
         except (tf.errors.OpError, RuntimeError):
             return []  # the session has failed or was closed
         return [f"worker {i}" for i, is_behind in enumerate(behind) if is_behind]
+
+    def _release_if_a_ps_was_restarted(self, session):
+        try:
+            session.run(self._reach_all)
+        except tf.errors.AbortedError:  # the next call fails, too, and a new session begins
+            session.run(self._meeting.release)
 
     def leave(self, session):
         """From now on no worker waits for this one."""
