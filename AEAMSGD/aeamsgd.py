@@ -1,7 +1,6 @@
 """AEAMSGD: elastic averaging with Nesterov's momentum (Zhang, Choromanska, LeCun 2015, https://arxiv.org/abs/1412.6651)."""
 
-from common.cli import main
-from common.core import UserError, define_number
+from common import Scheme, UserError, flags, main
 
 
 def aeamsgd(center, local, hp):
@@ -34,7 +33,19 @@ def check(settings):
         )
 
 
+SCHEME = Scheme(
+    aeamsgd,
+    optimizer_on="worker",
+    flags=[
+        flags.number("beta", 0.9, "elastic force of all workers together; each exerts beta / n", least=0),
+        flags.number("momentum", 0.99, "δ of the local steps", least=0, below=1),
+    ],
+    check=check,
+    epochs=60,
+    batch_size=32,
+    learning_rate=0.001,
+    window=10,
+)
+
 if __name__ == "__main__":
-    define_number("beta", 0.9, "elastic force of all workers together; each exerts beta / n", least=0)
-    define_number("momentum", 0.99, "δ of the local steps", least=0, below=1)
-    main(aeamsgd, optimizer_on="worker", epochs=60, batch_size=32, learning_rate=0.001, window=10, check=check)
+    main(SCHEME)

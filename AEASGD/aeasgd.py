@@ -1,7 +1,6 @@
 """AEASGD: asynchronous elastic averaging SGD (Zhang, Choromanska, LeCun 2015, https://arxiv.org/abs/1412.6651)."""
 
-from common.cli import main
-from common.core import UserError, define_number
+from common import Scheme, UserError, flags, main
 
 
 def aeasgd(center, local, hp):
@@ -31,7 +30,17 @@ def check(settings):
         )
 
 
+SCHEME = Scheme(
+    aeasgd,
+    optimizer_on="worker",
+    flags=[flags.number("beta", 0.9, "elastic force of all workers together; each exerts beta / n", least=0)],
+    check=check,
+    epochs=60,
+    batch_size=32,
+    learning_rate=0.1,
+    window=10,
+    local_optimizer="sgd",
+)
+
 if __name__ == "__main__":
-    define_number("beta", 0.9, "elastic force of all workers together; each exerts beta / n", least=0)
-    defaults = {"epochs": 60, "batch_size": 32, "learning_rate": 0.1, "window": 10, "local_optimizer": "sgd"}
-    main(aeasgd, optimizer_on="worker", check=check, **defaults)
+    main(SCHEME)

@@ -1,7 +1,6 @@
 """AGN: accumulated gradient normalization (Hermans, Spanakis, Möckel 2017, https://arxiv.org/abs/1710.02368)."""
 
-from common import tf
-from common.cli import main
+from common import Scheme, main, tf
 
 
 def agn(center, local, hp):
@@ -20,5 +19,7 @@ def agn(center, local, hp):
     yield center.push(sgd, local.gradient / hp.window)  # x̃ ← x̃ − η (1/T) Σ g
 
 
+SCHEME = Scheme(agn, epochs=60, batch_size=32, learning_rate=0.1, window=5, local_optimizer="sgd")
+
 if __name__ == "__main__":
-    main(agn, epochs=60, batch_size=32, learning_rate=0.1, window=5, local_optimizer="sgd")
+    main(SCHEME)

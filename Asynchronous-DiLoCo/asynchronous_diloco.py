@@ -1,11 +1,7 @@
 """Asynchronous DiLoCo: each worker's steps count when they arrive, their momentum later (Liu et al. 2024,
 https://arxiv.org/abs/2401.09135)."""
 
-from absl import flags
-
-from common import tf
-from common.cli import main
-from common.core import UserError, define_integer, define_number
+from common import Scheme, UserError, flags, main, tf
 
 
 def asynchronous_diloco(center, local, hp):
@@ -52,11 +48,23 @@ def check(settings):
         raise UserError(f"--momentum_activation must be at most 1/N = {1 / n:g}, not {settings.momentum_activation:g}")
 
 
+SCHEME = Scheme(
+    asynchronous_diloco,
+    optimizer_on="worker",
+    flags=[
+        flags.integer("buffer_size", None, "N: momentum at every N-th arrival (default: the number of workers)", least=1),
+        flags.number("momentum_activation", 0, "c: share of the momentum applied at each arrival, at most 1/N", least=0),
+        flags.boolean("dynamic_steps", False, "fewer local steps than H on a straggler, so that all rounds take about as long"),
+        flags.number("momentum", 0.5, "β of the outer step", least=0, below=1),
+        flags.number("weight_decay", 0.1, "λ of AdamW", least=0),
+        flags.number("local_learning_rate", 0.002, "η' of AdamW", above=0),
+    ],
+    check=check,
+    epochs=60,
+    batch_size=32,
+    learning_rate=0.7,
+    window=10,
+)
+
 if __name__ == "__main__":
-    define_integer("buffer_size", None, "N: momentum at every N-th arrival (default: the number of workers)", least=1)
-    define_number("momentum_activation", 0, "c: share of the momentum applied at each arrival, at most 1/N", least=0)
-    flags.DEFINE_bool("dynamic_steps", False, "fewer local steps than H on a straggler, so that all rounds take about as long")
-    define_number("momentum", 0.5, "β of the outer step", least=0, below=1)
-    define_number("weight_decay", 0.1, "λ of AdamW", least=0)
-    define_number("local_learning_rate", 0.002, "η' of AdamW", above=0)
-    main(asynchronous_diloco, optimizer_on="worker", epochs=60, batch_size=32, learning_rate=0.7, window=10, check=check)
+    main(SCHEME)

@@ -18,9 +18,8 @@ import re
 import sys
 from pathlib import Path
 
-from common import tf
-from common.cli import main
-from common.core import BUILDING, LOADING, UserError, doing, meanwhile, sizes
+from common import Scheme, UserError, main, tf
+from common.core import BUILDING, LOADING, doing, meanwhile, sizes
 from common.models import keras_model
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "HogWild"))
@@ -237,7 +236,17 @@ def evaluate(task, settings):
     return 0
 
 
+SCHEME = Scheme(
+    hogwild,
+    evaluate=evaluate,
+    without=("evaluation_secs",),  # every checkpoint is evaluated
+    epochs=600,
+    batch_size=32,
+    learning_rate=0.1,
+    validation=0.1,
+    patience=5,
+    checkpoint_secs=1,
+)
+
 if __name__ == "__main__":
-    options = {"validation": 0.1, "patience": 5, "checkpoint_secs": 1}
-    without = ("evaluation_secs",)  # every checkpoint is evaluated
-    main(hogwild, evaluate=evaluate, without=without, epochs=600, batch_size=32, learning_rate=0.1, **options)
+    main(SCHEME)

@@ -1,10 +1,6 @@
 """DC-ASGD: asynchronous SGD with delay compensation (Zheng et al. 2017, https://arxiv.org/abs/1609.08326)."""
 
-from absl import flags
-
-from common import tf
-from common.cli import main
-from common.core import define_number
+from common import Scheme, flags, main, tf
 
 
 def dc_asgd(center, local, hp):
@@ -33,8 +29,17 @@ def dc_asgd(center, local, hp):
     yield exact.push(sgd, local.gradient, compensated)  # x̃ ← x̃ − η (g + λ g⊙g⊙(x̃ − x))
 
 
+SCHEME = Scheme(
+    dc_asgd,
+    flags=[
+        flags.boolean("adaptive", False, "adapt λ to the size of the gradients, element by element"),
+        flags.number("lambda0", None, "strength of the compensation (default: 0.04; 2 with --adaptive)", least=0),
+        flags.number("mean_square_decay", 0.95, "with --adaptive: decay of the mean square of the gradients", least=0, below=1),
+    ],
+    epochs=60,
+    batch_size=32,
+    learning_rate=0.1,
+)
+
 if __name__ == "__main__":
-    flags.DEFINE_bool("adaptive", False, "adapt λ to the size of the gradients, element by element")
-    define_number("lambda0", None, "strength of the compensation (default: 0.04; 2 with --adaptive)", least=0)
-    define_number("mean_square_decay", 0.95, "with --adaptive: decay of the mean square of the gradients", least=0, below=1)
-    main(dc_asgd, epochs=60, batch_size=32, learning_rate=0.1)
+    main(SCHEME)

@@ -1,7 +1,6 @@
 """DOWNPOUR SGD, plain SGD on the worker and Adagrad on the ps (Dean et al. 2012, NIPS, appendix 7.1)."""
 
-from common import tf
-from common.cli import main
+from common import Scheme, main, tf
 
 
 def downpour_easy(center, local, hp):
@@ -19,5 +18,7 @@ def downpour_easy(center, local, hp):
     yield center.push(adagrad, local.gradient)  # x̃ ← Adagrad(x̃, a)
 
 
+SCHEME = Scheme(downpour_easy, epochs=60, batch_size=32, learning_rate=0.1, window=5)
+
 if __name__ == "__main__":
-    main(downpour_easy, epochs=60, batch_size=32, learning_rate=0.1, window=5)
+    main(SCHEME)

@@ -2,9 +2,7 @@
 
 import math
 
-from common import tf
-from common.cli import main
-from common.core import UserError, define_alias, define_integer, define_overlap
+from common import Scheme, UserError, flags, main, tf
 
 
 def downpour(center, local, hp):
@@ -37,8 +35,18 @@ def downpour(center, local, hp):
             yield center.push(adagrad, local.gradient)  # x̃ ← Adagrad(x̃, a)
 
 
+SCHEME = Scheme(
+    downpour,
+    flags=[
+        flags.alias("n_push", "window"),
+        flags.integer("n_fetch", None, "local steps between pulls of the global parameters (default: --n_push)", least=1),
+        flags.overlap(),
+    ],
+    epochs=60,
+    batch_size=32,
+    learning_rate=0.1,
+    window=5,
+)
+
 if __name__ == "__main__":
-    define_alias("n_push", "window")
-    define_integer("n_fetch", None, "local steps between pulls of the global parameters (default: --n_push)", least=1)
-    define_overlap()
-    main(downpour, epochs=60, batch_size=32, learning_rate=0.1, window=5)
+    main(SCHEME)

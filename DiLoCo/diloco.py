@@ -1,8 +1,6 @@
 """DiLoCo: many local steps of AdamW, then one of Nesterov for all (Douillard et al. 2023, https://arxiv.org/abs/2311.08105)."""
 
-from common import tf
-from common.cli import main
-from common.core import define_number
+from common import Scheme, flags, main, tf
 
 
 def diloco(center, local, hp):
@@ -24,8 +22,20 @@ def diloco(center, local, hp):
     yield others.wait()  # until then
 
 
+SCHEME = Scheme(
+    diloco,
+    pace="together",
+    optimizer_on="worker",
+    flags=[
+        flags.number("momentum", 0.9, "μ of the outer step", least=0, below=1),
+        flags.number("weight_decay", 0.1, "λ of AdamW", least=0),
+        flags.number("local_learning_rate", 0.002, "η' of AdamW", above=0),
+    ],
+    epochs=60,
+    batch_size=32,
+    learning_rate=0.7,
+    window=10,
+)
+
 if __name__ == "__main__":
-    define_number("momentum", 0.9, "μ of the outer step", least=0, below=1)
-    define_number("weight_decay", 0.1, "λ of AdamW", least=0)
-    define_number("local_learning_rate", 0.002, "η' of AdamW", above=0)
-    main(diloco, pace="together", optimizer_on="worker", epochs=60, batch_size=32, learning_rate=0.7, window=10)
+    main(SCHEME)

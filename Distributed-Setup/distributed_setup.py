@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common import tf
-from common.cli import main
+from common import Scheme, UserError, main, tf
 from common.cluster import membership
-from common.core import UserError, doing
+from common.core import doing
 from common.data import Batches, datasets
 from common.scheme import Rounds
 
@@ -185,5 +184,7 @@ def train(task, settings):
     return 0
 
 
+SCHEME = Scheme(train=train, without=OF_SCHEMES, num_workers=1, epochs=60, batch_size=32, learning_rate=0.1)
+
 if __name__ == "__main__":
-    main(train=train, without=OF_SCHEMES, num_workers=1, epochs=60, batch_size=32, learning_rate=0.1)
+    main(SCHEME)

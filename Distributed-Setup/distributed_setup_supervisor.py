@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 from distributed_setup import OF_SCHEMES, build, check
 
-from common import tf
-from common.cli import main
+from common import Scheme, main, tf
 from common.cluster import membership
 from common.core import doing
 from common.data import datasets
@@ -109,5 +108,7 @@ def train(task, settings):
     return 0
 
 
+SCHEME = Scheme(train=train, without=OF_SCHEMES, num_workers=1, epochs=60, batch_size=32, learning_rate=0.1)
+
 if __name__ == "__main__":
-    main(train=train, without=OF_SCHEMES, num_workers=1, epochs=60, batch_size=32, learning_rate=0.1)
+    main(SCHEME)

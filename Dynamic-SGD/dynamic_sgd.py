@@ -1,8 +1,7 @@
 """Dynamic SGD: the staler a push, the less it counts (Zhang, Gupta, Lian, Liu 2015, https://arxiv.org/abs/1511.05950; the
 divisor τ + 1 is that of dist-keras's "DynSGD")."""
 
-from common import tf
-from common.cli import main
+from common import Scheme, main, tf
 
 
 def dynamic_sgd(center, local, hp):
@@ -25,5 +24,7 @@ def dynamic_sgd(center, local, hp):
     yield exact.push(sgd, local.gradient, scaled)  # x̃ ← x̃ − η (Σ g)/(τ + 1)
 
 
+SCHEME = Scheme(dynamic_sgd, epochs=60, batch_size=32, learning_rate=0.1, local_optimizer="sgd")
+
 if __name__ == "__main__":
-    main(dynamic_sgd, epochs=60, batch_size=32, learning_rate=0.1, local_optimizer="sgd")
+    main(SCHEME)

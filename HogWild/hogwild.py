@@ -4,9 +4,7 @@ A ps locks each piece of x̃ for the time of one update. The lock-free setting o
 hogwild_threads.py.
 """
 
-from common import tf
-from common.cli import main
-from common.core import define_overlap
+from common import Scheme, flags, main, tf
 
 
 def hogwild(center, local, hp):
@@ -27,6 +25,7 @@ def hogwild(center, local, hp):
     yield center.push(sgd, local.gradient)  # x̃ ← x̃ − η g(x)
 
 
+SCHEME = Scheme(hogwild, flags=[flags.overlap()], epochs=60, batch_size=32, learning_rate=0.1)
+
 if __name__ == "__main__":
-    define_overlap()
-    main(hogwild, epochs=60, batch_size=32, learning_rate=0.1)
+    main(SCHEME)

@@ -23,17 +23,12 @@ import threading
 import time
 from pathlib import Path
 
-from absl import flags
 from hogwild import hogwild
 
-from common import tf
-from common.cli import main
-from common.core import UserError, define_integer, limits
+from common import Scheme, UserError, flags, main, tf
+from common.core import limits
 from common.data import Batches, datasets
 from common.scheme import GlobalParameters, LocalParameters
-
-define_integer("num_threads", 2, "workers, each a thread of this process", least=1)
-flags.DEFINE_bool("locked", False, "guard the parameters with a mutex, for comparison")
 
 # Flags of the schemes that mean nothing here.
 OF_CLUSTERS = ("launch", "num_ps", "num_workers", "job_name", "task_index", "ps_hosts", "worker_hosts", "max_restarts")
@@ -181,4 +176,7 @@ class Worker:
 
 
 if __name__ == "__main__":
-    main(train=train, check=check, without=OF_CLUSTERS, epochs=60, batch_size=32, learning_rate=0.1)
+    num_threads = flags.integer("num_threads", 2, "workers, each a thread of this process", least=1)
+    locked = flags.boolean("locked", False, "guard the parameters with a mutex, for comparison")
+    own = {"flags": [num_threads, locked], "check": check, "without": OF_CLUSTERS}
+    main(Scheme(train=train, **own, epochs=60, batch_size=32, learning_rate=0.1))

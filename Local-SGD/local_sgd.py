@@ -4,11 +4,7 @@ Weighed by samples it is federated averaging (McMahan et al. 2016, https://arxiv
 SlowMo (Wang et al. 2019, https://arxiv.org/abs/1910.00643).
 """
 
-from absl import flags
-
-from common import tf
-from common.cli import main
-from common.core import define_number
+from common import Scheme, flags, main, tf
 
 
 def local_sgd(center, local, hp):
@@ -36,8 +32,20 @@ def local_sgd(center, local, hp):
     yield others.wait()  # until then
 
 
+SCHEME = Scheme(
+    local_sgd,
+    pace="together",
+    optimizer_on="worker",
+    flags=[
+        flags.number("slow_momentum", 0, "β of the slow momentum; 0 is local SGD, more is SlowMo", least=0, below=1),
+        flags.number("slow_learning_rate", 1, "α, the slow learning rate; 1 takes the mean of the workers", above=0),
+        flags.boolean("weigh_by_samples", False, "weight each worker by its share of the samples (FedAvg), not all equally"),
+    ],
+    epochs=60,
+    batch_size=32,
+    learning_rate=0.2,
+    window=10,
+)
+
 if __name__ == "__main__":
-    define_number("slow_momentum", 0, "β of the slow momentum; 0 is local SGD, more is SlowMo", least=0, below=1)
-    define_number("slow_learning_rate", 1, "α, the slow learning rate; 1 takes the mean of the workers", above=0)
-    flags.DEFINE_bool("weigh_by_samples", False, "weight each worker by its share of the samples (FedAvg), not all equally")
-    main(local_sgd, pace="together", optimizer_on="worker", epochs=60, batch_size=32, learning_rate=0.2, window=10)
+    main(SCHEME)

@@ -10,10 +10,9 @@ import types
 from pathlib import Path
 
 import numpy as np
-from multiple_gpus import begin, define_flags, end
+from multiple_gpus import OWN_FLAGS, begin, end
 
-from common import tf
-from common.cli import main
+from common import Scheme, main, tf
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "Non-Distributed-Setup"))
 from non_distributed_setup import OF_CLUSTERS, Recorder, checkpoint_of, compiled, fit
@@ -93,5 +92,5 @@ def train(task, settings):
 
 
 if __name__ == "__main__":
-    define_flags()
-    main(train=train, without=(*OF_CLUSTERS, "delays"), epochs=60, batch_size=32, learning_rate=0.2)
+    without = (*OF_CLUSTERS, "delays")
+    main(Scheme(train=train, flags=OWN_FLAGS, without=without, epochs=60, batch_size=32, learning_rate=0.2))

@@ -10,14 +10,15 @@ import functools
 import json
 from pathlib import Path
 
-from common import tf
-from common.cli import main
-from common.core import UserError, define_integer, devices, write_json
+from common import Scheme, UserError, flags, main, tf
+from common.core import devices, write_json
 from common.data import Batches, datasets
 from common.scheme import GlobalParameters, LocalParameters, Step
 
 # Flags of the schemes that mean nothing here.
 OF_CLUSTERS = ("launch", "num_ps", "num_workers", "job_name", "task_index", "ps_hosts", "worker_hosts", "max_restarts")
+TEXT = "copies of the model, one per device (default: the number of GPUs, at least 2)"
+OWN_FLAGS = [flags.integer("num_towers", None, TEXT, least=1)]
 
 
 def multiple_gpus(center, towers, hp):
@@ -87,11 +88,6 @@ class Towers:
             with tf.device(name), tf.name_scope(f"{tower.name}/"):
                 steps.append(function(tower))
         return steps
-
-
-def define_flags():
-    """Defines the flag that both scripts of this folder have."""
-    define_integer("num_towers", None, "copies of the model, one per device (default: the number of GPUs, at least 2)", least=1)
 
 
 def begin(settings, is_keras=False):
@@ -199,5 +195,5 @@ def train(task, settings):
 
 
 if __name__ == "__main__":
-    define_flags()
-    main(train=train, without=(*OF_CLUSTERS, "window", "delays"), epochs=60, batch_size=32, learning_rate=0.2)
+    without = (*OF_CLUSTERS, "window", "delays")
+    main(Scheme(train=train, flags=OWN_FLAGS, without=without, epochs=60, batch_size=32, learning_rate=0.2))

@@ -4,8 +4,7 @@ import math
 import time
 from pathlib import Path
 
-from common import tf
-from common.cli import main
+from common import Scheme, main, tf
 from common.data import datasets
 
 # Flags of the schemes that mean nothing here.
@@ -194,4 +193,4 @@ def train(task, settings):
 
 
 if __name__ == "__main__":
-    main(train=train, without=OF_CLUSTERS, epochs=60, batch_size=32, learning_rate=0.1)
+    main(Scheme(train=train, without=OF_CLUSTERS, epochs=60, batch_size=32, learning_rate=0.1))

@@ -1,8 +1,6 @@
 """Ringmaster ASGD: stale gradients are thrown away (Maranjyan, Tyurin, Richtárik 2025, https://arxiv.org/abs/2501.16168)."""
 
-from common import tf
-from common.cli import main
-from common.core import define_number
+from common import Scheme, flags, main, tf
 
 
 def ringmaster_asgd(center, local, hp):
@@ -23,7 +21,17 @@ def ringmaster_asgd(center, local, hp):
     yield exact.push(sgd, local.gradient)  # x̃ ← x̃ − η g(x), if τ < R
 
 
+SCHEME = Scheme(
+    ringmaster_asgd,
+    flags=[
+        flags.number(
+            "staleness_threshold", 10, "R: gradients of this staleness or more are discarded; inf: none", least=1, finite=False
+        )
+    ],
+    epochs=60,
+    batch_size=32,
+    learning_rate=0.1,
+)
+
 if __name__ == "__main__":
-    text = "R: gradients of this staleness or more are discarded; inf: none"
-    define_number("staleness_threshold", 10, text, least=1, finite=False)
-    main(ringmaster_asgd, epochs=60, batch_size=32, learning_rate=0.1)
+    main(SCHEME)

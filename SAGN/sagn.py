@@ -1,7 +1,6 @@
 """SAGN: synchronous accumulated gradient normalization, after the Distributed TensorFlow Guide."""
 
-from common import tf
-from common.cli import main
+from common import Scheme, main, tf
 
 
 def sagn(center, local, hp):
@@ -20,6 +19,16 @@ def sagn(center, local, hp):
     yield others.wait()  # until then
 
 
+SCHEME = Scheme(
+    sagn,
+    pace="together",
+    epochs=60,
+    batch_size=32,
+    learning_rate=0.005,
+    window=5,
+    local_optimizer="sgd",
+    local_learning_rate=0.1,
+)
+
 if __name__ == "__main__":
-    own = {"window": 5, "local_optimizer": "sgd", "local_learning_rate": 0.1}
-    main(sagn, pace="together", epochs=60, batch_size=32, learning_rate=0.005, **own)
+    main(SCHEME)

@@ -1,10 +1,6 @@
 """Semi-synchronous SGD: stale synchronous parallel (Ho et al. 2013, NIPS, "SSP")."""
 
-from absl import flags
-
-from common import tf
-from common.cli import main
-from common.core import define_number
+from common import Scheme, flags, main, tf
 
 
 def semi_synchronous_sgd(center, local, hp):
@@ -32,9 +28,19 @@ def semi_synchronous_sgd(center, local, hp):
         yield pace.tick()  # c ← c + 1
 
 
+SCHEME = Scheme(
+    semi_synchronous_sgd,
+    pace="together",
+    flags=[
+        flags.number(
+            "staleness", 10, "s: most steps that a worker may be ahead of the slowest; inf: no limit", least=0, finite=False
+        ),
+        flags.boolean("issync", False, "average the gradients of all workers in every step: synchronous SGD"),
+    ],
+    epochs=60,
+    batch_size=32,
+    learning_rate=0.1,
+)
+
 if __name__ == "__main__":
-    define_number(
-        "staleness", 10, "s: most steps that a worker may be ahead of the slowest; inf: no limit", least=0, finite=False
-    )
-    flags.DEFINE_bool("issync", False, "average the gradients of all workers in every step: synchronous SGD")
-    main(semi_synchronous_sgd, pace="together", epochs=60, batch_size=32, learning_rate=0.1)
+    main(SCHEME)

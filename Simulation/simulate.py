@@ -19,10 +19,9 @@ from typing import Any
 
 import calibrate
 import numpy as np
-from absl import flags as absl_flags
 
-from common.cli import api, flags_of_one_run, folder_of, notebook
-from common.core import TrainingFailed, UserError, define_number, define_numbers, flags, plots, progress, run_folder
+from common.cli import api, notebook, scheme_in, script_of
+from common.core import TrainingFailed, UserError, flags, plots, progress, run_folder
 from common.simulation import Costs, VirtualTime
 
 # Flags for processes, checkpoints and files, which a simulation does not have.
@@ -35,50 +34,52 @@ POINTS = 30  # evaluations of a run
 MBIT = 1e6 / 8
 
 
-def define_own():
-    """Defines the flags of the virtual cluster."""
-    define_number("step_ms", 10, "milliseconds of a local step, on average over all workers", above=0)
-    define_number("machine_cv", 0, "coefficient of variation of step times between machines", least=0, most=10.0)
-    define_number("step_cv", 0, "coefficient of variation of step times on one machine", least=0, most=10.0)
-    define_numbers("latency_ms", "0", "one-way latency of a message in ms, one for all workers or one for each", least=0)
-    define_numbers("mbit", None, "Mbit/s of a worker's link each way, one for all or one for each (default: no limit)", above=0)
-    define_numbers("mbit_up", None, "the same, towards the ps alone (default: --mbit)", above=0)
-    define_number("ps_mbit", None, "Mbit/s of each ps's network card each way (default: no limit)", above=0)
-    define_number("call_ms", 0, "milliseconds of a session call besides its --rounds_per_call rounds", least=0)
-    define_number("read_ms", 0, "milliseconds that the ps take to read x̃ for a worker, one after the other", least=0)
-    define_number("apply_ms", 0, "milliseconds that the ps take for an update, one after the other", least=0)
-    define_numbers("start_at", None, "start times of the workers in seconds, such as 0,0,30: the third joins late", least=0)
+def own_flags():
+    """Yields the flags of the virtual cluster."""
+    yield flags.number("step_ms", 10, "milliseconds of a local step, on average over all workers", above=0)
+    yield flags.number("machine_cv", 0, "coefficient of variation of step times between machines", least=0, most=10.0)
+    yield flags.number("step_cv", 0, "coefficient of variation of step times on one machine", least=0, most=10.0)
+    yield flags.numbers("latency_ms", "0", "one-way latency of a message in ms, one for all workers or one for each", least=0)
+    text = "Mbit/s of a worker's link each way, one for all or one for each (default: no limit)"
+    yield flags.numbers("mbit", None, text, above=0)
+    yield flags.numbers("mbit_up", None, "the same, towards the ps alone (default: --mbit)", above=0)
+    yield flags.number("ps_mbit", None, "Mbit/s of each ps's network card each way (default: no limit)", above=0)
+    yield flags.number("call_ms", 0, "milliseconds of a session call besides its --rounds_per_call rounds", least=0)
+    yield flags.number("read_ms", 0, "milliseconds that the ps take to read x̃ for a worker, one after the other", least=0)
+    yield flags.number("apply_ms", 0, "milliseconds that the ps take for an update, one after the other", least=0)
+    text = "start times of the workers in seconds, such as 0,0,30: the third joins late"
+    yield flags.numbers("start_at", None, text, least=0)
     text = "WORKER:FROM:UNTIL in seconds, such as 3:10:25: it dies, then starts anew; 3:10: it never comes back"
-    absl_flags.DEFINE_list("away", [], text)
-    define_number("non_iid", None, "α of a Dirichlet distribution: the smaller, the more the workers' classes differ", above=0)
-    absl_flags.DEFINE_bool("clock_only", False, "train no model: only compute the schedule (speed, staleness, waiting)")
-    define_number("parameters", None, "with --clock_only: size of the model, such as 25e6 (default: that of --model)", least=1)
+    yield flags.strings("away", [], text)
+    text = "α of a Dirichlet distribution: the smaller, the more the workers' classes differ"
+    yield flags.number("non_iid", None, text, above=0)
+    yield flags.boolean("clock_only", False, "train no model: only compute the schedule (speed, staleness, waiting)")
+    text = "with --clock_only: size of the model, such as 25e6 (default: that of --model)"
+    yield flags.number("parameters", None, text, least=1)
     text = "folders of real runs of the scheme, to fit --step_ms, --step_cv and --latency_ms or --mbit"
-    absl_flags.DEFINE_list("calibrate", [], text)
-    define_number("trace_secs", None, "virtual seconds in timeline.png and trace.json (default: some rounds)", least=0)
+    yield flags.strings("calibrate", [], text)
+    yield flags.number("trace_secs", None, "virtual seconds in timeline.png and trace.json (default: some rounds)", least=0)
 
 
-@flags_of_one_run()
 def parse(arguments):
-    """Returns the `Folder` and the settings that a command line asks for.
+    """Returns the `Scheme` and the settings that a command line asks for.
 
     Raises:
       UserError: if it is not understood.
     """
     if not arguments or arguments[0].startswith("-"):
         raise UserError("name a scheme first: `bash Simulation/run.sh HogWild --num_workers=1000`")
-    folder = folder_of(arguments[0])
-    has_own_decay = "weight_decay" in absl_flags.FLAGS
-    define_own()
-    values = flags.define({"num_workers": 100, **folder.defaults})
-    settings = flags.parse(values, arguments[1:], "simulate.py", (*WITHOUT, *set(folder.without) - {"window"}))
-    if "window" in folder.without and flags.present(values, "window"):
-        raise UserError(f"{folder.name} takes no --window")
+    script = script_of(arguments[0])
+    scheme, name = scheme_in(script), script.resolve().parent.name
+    values = scheme.flag_values(*own_flags(), num_workers=100)
+    settings = flags.parse(values, arguments[1:], "simulate.py", (*WITHOUT, *set(scheme.without) - {"window"}))
+    if "window" in scheme.without and flags.present(values, "window"):
+        raise UserError(f"{name} takes no --window")
     settings = settings.but(
-        scheme=folder.name,
+        scheme=name,
         began=time.monotonic(),
-        optimizer_on=folder.optimizer_on,
-        decay=0 if has_own_decay else settings.weight_decay,
+        optimizer_on=scheme.optimizer_on,
+        decay=0 if "weight_decay" in scheme.own_flags else settings.weight_decay,
         steps_per_call=1,
         latency_given=bool(flags.present(values, "latency_ms")),
         evaluation_secs_given=bool(flags.present(values, "evaluation_secs")),
@@ -104,9 +105,9 @@ def parse(arguments):
         raise UserError("--calibrate needs the model of the real runs: leave out --parameters")
     if settings.parameters and not settings.clock_only:
         raise UserError("--parameters works only with --clock_only: a model that is trained has its own size")
-    if folder.check:
-        folder.check(settings)
-    return folder, settings
+    if scheme.check:
+        scheme.check(settings)
+    return scheme, settings
 
 
 def costs_of(settings):
@@ -179,13 +180,13 @@ class Run:
       final: what `Engine.final` gives at the end.
     """
 
-    def __init__(self, folder, settings):
+    def __init__(self, scheme, settings):
         from common.data import datasets, streams
         from common.models import keras_model
         from common.scheme import tables
         from common.training import loop
 
-        self.settings, self.lines, self.final, self._folder, self._training = settings, [], None, folder, loop
+        self.settings, self.lines, self.final, self._scheme, self._training = settings, [], None, scheme.function, loop
         # Samples that a real run reads while it trains are read at once here, and dealt out as arrays are.
         self._dataset = dataset = streams.in_memory(streams.load(settings.but(num_workers=1, run_dir=None)))
         small = settings.clock_only and settings.parameters  # only the steps count here, so any model will do
@@ -214,7 +215,7 @@ class Run:
         from common.scheme import compression_of, schedule_of
         from common.simulation import engine
 
-        n, scheme, compression = settings.num_workers, self._folder.scheme, compression_of(settings)
+        n, scheme, compression = settings.num_workers, self._scheme, compression_of(settings)
         shards = engine.shards_of(self._shown, n, settings.batch_size, settings.seed, settings.non_iid)
         facts = engine.facts_of(scheme, settings, self.model, shards, settings.num_ps, compression)
         self._check_overlap(facts.actions)
@@ -233,7 +234,7 @@ class Run:
         from common.scheme import compression_of, schedule_of
         from common.simulation import engine
 
-        n, dataset, scheme, compression = settings.num_workers, self._shown, self._folder.scheme, compression_of(settings)
+        n, dataset, scheme, compression = settings.num_workers, self._shown, self._scheme, compression_of(settings)
         if settings.parameters:
             facts = engine.facts_of_size(scheme, settings, settings.parameters, n, settings.num_ps, compression)
         else:  # there may be more workers than samples
@@ -250,8 +251,8 @@ class Run:
     def _check_overlap(self, actions):
         if any(action.ahead and not actions[k - 1].writes for k, action in enumerate(actions)):
             raise UserError(
-                f"{self._folder.name} prefetches elsewhere than right after a push, which the simulator does not know: leave "
-                "out --overlap, or let each pull come right after a push"
+                f"{self.settings.scheme} prefetches elsewhere than right after a push, which the simulator does not know: "
+                "leave out --overlap, or let each pull come right after a push"
             )
 
     def _last_of(self, samples_per_update):
@@ -467,8 +468,8 @@ def simulate(scheme, **values):
       UserError, TrainingFailed: as the command does.
     """
     arguments = [api.as_arguments(name, value) for name, value in values.items()]
-    folder, settings = parse([scheme, *(each for group in arguments for each in group)])
-    run = Run(folder, settings)
+    found, settings = parse([scheme, *(each for group in arguments for each in group)])
+    run = Run(found, settings)
     try:
         run.tell_time()
         run.train()
@@ -487,8 +488,8 @@ def program(arguments):
             "usage: bash Simulation/run.sh SCHEME [--flag=value ...]; `bash Simulation/run.sh HogWild --help` lists the flags"
         )
         return 0
-    folder, settings = parse(arguments)
-    run = Run(folder, settings)
+    scheme, settings = parse(arguments)
+    run = Run(scheme, settings)
     path, held = run_folder.prepare_run_dir(settings.but(scheme=f"Simulation-{settings.scheme}"))
     run_folder.watch_locks(path)
     with held:

@@ -1,8 +1,6 @@
 """SparseLoCo: DiLoCo that sends the largest of what has piled up, in 2 bits (Sarfi et al. 2025, https://arxiv.org/abs/2508.15706)."""
 
-from common import tf
-from common.cli import main
-from common.core import UserError, define_integer, define_number
+from common import Scheme, UserError, flags, main, tf
 
 
 def sparseloco(center, local, hp):
@@ -40,11 +38,24 @@ def check(settings):
         raise UserError(f"--value_bits must be 2 to 8, or 32 for values as they are, not {settings.value_bits}")
 
 
+SCHEME = Scheme(
+    sparseloco,
+    pace="together",
+    optimizer_on="worker",
+    flags=[
+        flags.integer("chunk_size", 4096, "values in a chunk, of which the largest --top are sent", least=1, most=2**22),
+        flags.integer("top", 64, "k: number of values of each chunk that a worker sends", least=1, most=2**22),
+        flags.integer("value_bits", 2, "bits of a value that is sent: 2 to 8, or 32 for a float32", least=2, most=32),
+        flags.number("error_decay", 0.95, "β: decay of the error feedback in each round", least=0, most=1.0),
+        flags.number("weight_decay", 0.1, "λ of AdamW", least=0),
+        flags.number("local_learning_rate", 0.002, "η' of AdamW", above=0),
+    ],
+    check=check,
+    epochs=60,
+    batch_size=32,
+    learning_rate=1,
+    window=10,
+)
+
 if __name__ == "__main__":
-    define_integer("chunk_size", 4096, "values in a chunk, of which the largest --top are sent", least=1, most=2**22)
-    define_integer("top", 64, "k: number of values of each chunk that a worker sends", least=1, most=2**22)
-    define_integer("value_bits", 2, "bits of a value that is sent: 2 to 8, or 32 for a float32", least=2, most=32)
-    define_number("error_decay", 0.95, "β: decay of the error feedback in each round", least=0, most=1.0)
-    define_number("weight_decay", 0.1, "λ of AdamW", least=0)
-    define_number("local_learning_rate", 0.002, "η' of AdamW", above=0)
-    main(sparseloco, pace="together", optimizer_on="worker", check=check, epochs=60, batch_size=32, learning_rate=1, window=10)
+    main(SCHEME)

@@ -1,8 +1,6 @@
 """Streaming DiLoCo: a fragment at a time, while training goes on (Douillard et al. 2025, https://arxiv.org/abs/2501.18512)."""
 
-from common import tf
-from common.cli import main
-from common.core import UserError, define_integer, define_number
+from common import Scheme, UserError, flags, main, tf
 
 
 def streaming_diloco(center, local, hp):
@@ -42,20 +40,24 @@ def check(hp):
         )
 
 
+SCHEME = Scheme(
+    streaming_diloco,
+    pace="together",
+    optimizer_on="worker",
+    flags=[
+        flags.integer("fragments", 2, "P: number of fragments of the parameters, exchanged in turn", least=1, most=64),
+        flags.integer("overlap_steps", 2, "τ: local steps during which an exchange is in flight, at most the window", least=0),
+        flags.number("mixing", 0.5, "α of x ← α x + (1 − α) x̃ at the end of an exchange; 0 takes x̃", least=0, most=1),
+        flags.number("momentum", 0.9, "μ of the outer step", least=0, below=1),
+        flags.number("weight_decay", 0.1, "λ of AdamW", least=0),
+        flags.number("local_learning_rate", 0.002, "η' of AdamW", above=0),
+    ],
+    check=check,
+    epochs=60,
+    batch_size=32,
+    learning_rate=0.7,
+    window=5,
+)
+
 if __name__ == "__main__":
-    define_integer("fragments", 2, "P: number of fragments of the parameters, exchanged in turn", least=1, most=64)
-    define_integer("overlap_steps", 2, "τ: local steps during which an exchange is in flight, at most the window", least=0)
-    define_number("mixing", 0.5, "α of x ← α x + (1 − α) x̃ at the end of an exchange; 0 takes x̃", least=0, most=1)
-    define_number("momentum", 0.9, "μ of the outer step", least=0, below=1)
-    define_number("weight_decay", 0.1, "λ of AdamW", least=0)
-    define_number("local_learning_rate", 0.002, "η' of AdamW", above=0)
-    main(
-        streaming_diloco,
-        pace="together",
-        optimizer_on="worker",
-        check=check,
-        epochs=60,
-        batch_size=32,
-        learning_rate=0.7,
-        window=5,
-    )
+    main(SCHEME)

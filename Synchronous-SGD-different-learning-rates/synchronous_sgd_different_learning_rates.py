@@ -1,8 +1,6 @@
 """Synchronous SGD with a learning rate for each worker, after the Distributed TensorFlow Guide."""
 
-from common import tf
-from common.cli import main
-from common.core import UserError, define_numbers
+from common import Scheme, UserError, flags, main, tf
 
 
 def synchronous_sgd_different_learning_rates(center, local, hp):
@@ -30,7 +28,15 @@ def check(hp):
         raise UserError("--weight_decay depends on the sum of all rates, which changes with --max_workers: leave one out")
 
 
+SCHEME = Scheme(
+    synchronous_sgd_different_learning_rates,
+    pace="together",
+    flags=[flags.numbers("learning_rates", "0.1,0.01", "step size of each worker", above=0)],
+    check=check,
+    without=("learning_rate", "window"),
+    epochs=60,
+    batch_size=32,
+)
+
 if __name__ == "__main__":
-    define_numbers("learning_rates", "0.1,0.01", "step size of each worker", above=0)
-    without = ("learning_rate", "window")
-    main(synchronous_sgd_different_learning_rates, pace="together", check=check, without=without, epochs=60, batch_size=32)
+    main(SCHEME)

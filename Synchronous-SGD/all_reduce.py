@@ -1,7 +1,6 @@
 """Synchronous SGD by all-reduce: the workers average their gradients among themselves, without a ps between them."""
 
-from common import tf
-from common.cli import main
+from common import Scheme, main, tf
 
 
 def all_reduce(center, local, hp):
@@ -17,5 +16,9 @@ def all_reduce(center, local, hp):
     yield ring.publish(hp.steps_per_call)  # x̃ ← x
 
 
+SCHEME = Scheme(
+    all_reduce, pace="ring", optimizer_on="worker", without=("window",), epochs=60, batch_size=32, learning_rate=0.2
+)
+
 if __name__ == "__main__":
-    main(all_reduce, pace="ring", optimizer_on="worker", without=("window",), epochs=60, batch_size=32, learning_rate=0.2)
+    main(SCHEME)

@@ -25,9 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from common import tf
-from common.cli import main
-from common.core import UserError, define_integer, write_json
+from common import Scheme, UserError, flags, main, tf
+from common.core import write_json
 from common.data import datasets
 from common.models import keras_model
 from common.scheme import Rounds
@@ -128,6 +127,15 @@ def train(task, settings):
     return outcome.status
 
 
+SCHEME = Scheme(
+    train=train,
+    pace="together",
+    flags=[flags.integer("num_tokens", -1, "initial number of tokens; -1: one for each worker", least=-1, most=2**20)],
+    without=("window", "loss"),
+    epochs=60,
+    batch_size=32,
+    learning_rate=0.2,
+)
+
 if __name__ == "__main__":
-    define_integer("num_tokens", -1, "initial number of tokens; -1: one for each worker", least=-1, most=2**20)
-    main(train=train, without=("window", "loss"), pace="together", epochs=60, batch_size=32, learning_rate=0.2)
+    main(SCHEME)

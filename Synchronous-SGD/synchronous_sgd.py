@@ -1,8 +1,6 @@
 """Synchronous SGD through the ps, with backup workers (Chen et al. 2016, https://arxiv.org/abs/1604.00981)."""
 
-from common import tf
-from common.cli import main
-from common.core import UserError, define_integer
+from common import Scheme, UserError, flags, main, tf
 
 
 def synchronous_sgd(center, local, hp):
@@ -27,6 +25,16 @@ def check(hp):
         raise UserError(f"--backup_workers must be less than the number of workers, {hp.num_workers}, not {hp.backup_workers}")
 
 
+SCHEME = Scheme(
+    synchronous_sgd,
+    pace="together",
+    flags=[flags.integer("backup_workers", 0, "number of stragglers that an update does not wait for", least=0)],
+    check=check,
+    without=("window",),
+    epochs=60,
+    batch_size=32,
+    learning_rate=0.2,
+)
+
 if __name__ == "__main__":
-    define_integer("backup_workers", 0, "number of stragglers that an update does not wait for", least=0)
-    main(synchronous_sgd, pace="together", check=check, without=("window",), epochs=60, batch_size=32, learning_rate=0.2)
+    main(SCHEME)

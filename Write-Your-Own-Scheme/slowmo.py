@@ -1,8 +1,6 @@
 """SlowMo: local SGD with slow momentum (Wang, Tantia, Ballas, Rabbat 2020, https://arxiv.org/abs/1910.00643)."""
 
-from common import tf
-from common.cli import main
-from common.core import define_number
+from common import Scheme, flags, main, tf
 
 
 def slowmo(center, local, hp):
@@ -24,7 +22,19 @@ def slowmo(center, local, hp):
     yield others.wait()  # until then
 
 
+SCHEME = Scheme(
+    slowmo,
+    pace="together",
+    optimizer_on="worker",
+    flags=[
+        flags.number("slow_momentum", 0.5, "β of the slow momentum", least=0, below=1),
+        flags.number("slow_learning_rate", 1, "α, the slow learning rate", above=0),
+    ],
+    epochs=60,
+    batch_size=32,
+    learning_rate=0.1,
+    window=10,
+)
+
 if __name__ == "__main__":
-    define_number("slow_momentum", 0.5, "β of the slow momentum", least=0, below=1)
-    define_number("slow_learning_rate", 1, "α, the slow learning rate", above=0)
-    main(slowmo, pace="together", optimizer_on="worker", epochs=60, batch_size=32, learning_rate=0.1, window=10)
+    main(SCHEME)

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common import tf
-from common.cli import main
-from common.core import UserError
+from common import Scheme, UserError, main, tf
 from common.data import datasets
 from common.models import keras_model
 from common.scheme import Rounds
@@ -138,4 +136,4 @@ def textbook_session(task, target, scaffold, checkpoint_dir, checkpoint_secs, ho
 
 
 if __name__ == "__main__":
-    main(train=train, without=("window", "loss"), epochs=60, batch_size=32, learning_rate=0.1)
+    main(Scheme(train=train, without=("window", "loss"), epochs=60, batch_size=32, learning_rate=0.1))

@@ -28,7 +28,7 @@ import numpy as np  # noqa: E402
 import simulate  # noqa: E402
 import time_to_accuracy  # noqa: E402
 
-from common.cli import api  # noqa: E402
+from common.cli import api, script_of  # noqa: E402
 from common.core import counted, read_metrics  # noqa: E402
 
 DELAY = 0.02  # seconds of each packet
@@ -90,7 +90,7 @@ def one_round(name, seconds, seed):
         for n, path in paths.items():
             words = [api.as_arguments(name, value)[0] for name, value in {**common, "delays": delays[:n]}.items()]
             with hosts.Hosts(n + 1, delay=DELAY) as some:
-                hosts.train(some, str(api.script_of(scheme)), *words, f"--run_dir={path}")
+                hosts.train(some, str(script_of(scheme)), *words, f"--run_dir={path}")
         real, lines = calibrate.read(paths[PREDICTED]), read_metrics(paths[PREDICTED])
         trained = [line for line in lines if "samples" in line]
         known = {"calibrate": [paths[n] for n in KNOWN], "latency_ms": 1000 * DELAY, "start_at": begun(real, trained)}

@@ -17,7 +17,7 @@ CODE = re.compile(
 
 def tables():
     """Returns the flags that every `run.sh` has, as --help has them: a table for each group."""
-    values, lines = flags.define({"local_optimizer": "sgd"}), []
+    values, lines = flags.table(*flags.of_every_scheme({"local_optimizer": "sgd"})), []
     for title, names in flags.in_groups(values):
         if names:
             lines += ["", f"## {title}", "", "| flag | default | meaning |", "|---|---|---|"]

@@ -18,10 +18,13 @@ from common.core.tensorflow import tf as tf  # noqa: E402
 
 if TYPE_CHECKING:  # the public names, see common/core/doors.py
     from common.cli.api import train
+    from common.cli.program import main
     from common.cluster.hooks import EarlyStoppingHook, LoadCheckpoint, SemiSyncRunHook, StopAtTimeHook
     from common.cluster.session import DistributedSession
     from common.cluster.task_spec import TaskSpec, TaskSpecDef
+    from common.core import UserError, flags
     from common.models.embedding import Embedding
+    from common.scheme.definition import Scheme
     from common.scheme.tables import rows_of
 
 __getattr__, __dir__ = front_door(__name__)

@@ -16,9 +16,8 @@ import runs
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # before the first import of tensorflow, which reads it then
 
-from absl.testing import flagsaver  # noqa: E402
 
-from common import tf  # noqa: E402
+from common import Scheme, tf  # noqa: E402
 from common.cluster import task_spec  # noqa: E402
 from common.core import flags, signals  # noqa: E402
 from common.data import datasets  # noqa: E402
@@ -92,12 +91,11 @@ def pytest_runtest_call(item):
 
 @pytest.fixture
 def parse():
-    """A function that parses a command line as a scheme's script does. What it defines is gone after the test."""
+    """A function that parses a command line as a scheme's script does."""
 
-    def parse(*arguments, script_flags=lambda: None, **defaults):
-        with flagsaver.flagsaver():  # absl's flags are global, and cannot be defined twice
-            script_flags()
-            return flags.parse(flags.define(defaults), list(arguments), "scheme.py")
+    def parse(*arguments, own=(), **defaults):
+        scheme = Scheme(lambda center, local, hp: None, flags=own, **defaults)
+        return flags.parse(scheme.flag_values(), list(arguments), "scheme.py")
 
     return parse
 

@@ -1,7 +1,6 @@
 """A scheme that counts: for tests of workers that come and go. x̃ is the number of workers that the last update found."""
 
-from common import tf
-from common.cli.program import main
+from common import Scheme, main, tf
 
 
 def counting(center, local, hp):
@@ -11,5 +10,7 @@ def counting(center, local, hp):
     yield center.add(hp.num_workers - (local.value - local.difference))  # x̃ ← x̃ + (n − x̃)
 
 
+SCHEME = Scheme(counting, epochs=60, batch_size=32, learning_rate=0.1)
+
 if __name__ == "__main__":
-    main(counting, epochs=60, batch_size=32, learning_rate=0.1)
+    main(SCHEME)

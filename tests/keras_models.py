@@ -10,7 +10,6 @@ import functools
 import json
 import math
 import os
-import runpy
 import subprocess
 import sys
 import tempfile
@@ -20,9 +19,8 @@ from typing import Any, NamedTuple
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import numpy as np
-from absl.testing import flagsaver
 
-from common.cli import program
+from common.cli import schemes
 from common.core import flags
 from common.data import datasets
 from common.training import loop
@@ -792,17 +790,6 @@ def needs_python():
 # --- Training, and the table -------------------------------------------------------------------------------------------
 
 
-def _scheme(path):
-    """Returns what the script of a scheme gives to `common.cli.main`; the flags that it defines are defined then."""
-    called: dict[str, Any] = {}
-    original, program.main = program.main, lambda scheme, **settings: called.update(scheme=scheme, settings=settings)
-    try:
-        runpy.run_path(str(ROOT / f"{path}.py"), run_name="__main__")
-    finally:
-        program.main = original
-    return called["scheme"], called["settings"]
-
-
 def train(name, path, folder):
     """Trains a row by a scheme, in this process, as `python SCHEME.py --model=FILE.py:FUNCTION` does.
 
@@ -810,21 +797,19 @@ def train(name, path, folder):
       Loss before and after, and the metrics of the test set, as the run's files say, {name: number}.
     """
     row = MODELS[name]
-    with flagsaver.flagsaver():
-        scheme, defaults = _scheme(path)
-        own = {key: value for key, value in defaults.items() if key not in ("pace", "check", "without")}
-        window = next((int(flag.partition("=")[2]) for flag in SCHEMES[path] if "--window" in flag), 1)
-        steps = (LOCAL_STEPS if len(row.schemes) > 1 else LOCAL_STEPS // 3) // window
-        given = [*SCHEMES[path], "--batch_size=12", f"--steps={steps}", "--rounds_per_call=1"]
-        spec = f"--model={__file__}:{name}", f"--data={__file__}:data_of_{name}"
-        settings = flags.parse(flags.define(own), [*given, *spec, f"--run_dir={folder}"], f"{Path(path).name}.py")
-    more = {"scheme": path.partition("/")[0], "began": 0.0, "pace": defaults.get("pace", "own"), "of_scheme": {}}
+    scheme = schemes.scheme_in(ROOT / f"{path}.py")
+    window = next((int(flag.partition("=")[2]) for flag in SCHEMES[path] if "--window" in flag), 1)
+    steps = (LOCAL_STEPS if len(row.schemes) > 1 else LOCAL_STEPS // 3) // window
+    given = [*SCHEMES[path], "--batch_size=12", f"--steps={steps}", "--rounds_per_call=1"]
+    spec = f"--model={__file__}:{name}", f"--data={__file__}:data_of_{name}"
+    settings = flags.parse(scheme.flag_values(), [*given, *spec, f"--run_dir={folder}"], f"{Path(path).name}.py")
+    more = {"scheme": path.partition("/")[0], "began": 0.0, "pace": scheme.pace, "of_scheme": {}}
     settings = settings.but(**more, num_evaluators=0, steps_per_call=1, num_ps=0, num_workers=1)
     for part in ("checkpoints", "metrics", "logs"):
         Path(folder, part).mkdir(parents=True)
     if path == row.schemes[0]:
         loop.check(settings, datasets.load(settings.data, settings.seed))
-    assert loop.train(scheme, None, settings) == 0
+    assert loop.train(scheme.function, None, settings) == 0
     lines = [json.loads(line) for line in Path(folder, "metrics", "worker-0.jsonl").read_text().splitlines()]
     before = next(line["test_loss"] for line in lines if "test_loss" in line)
     result = json.loads(Path(folder, "result.json").read_text())

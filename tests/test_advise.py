@@ -17,7 +17,7 @@ PULL, TRAIN, PUSH = Action(reads=True, down=1000), Action(local_steps=5), Action
 
 
 def settings(**flags):
-    return advise.parse(advise.define(), [f"--{name}={value}" for name, value in {**EXAMPLE, **flags}.items()])
+    return advise.parse([f"--{name}={value}" for name, value in {**EXAMPLE, **flags}.items()])
 
 
 def with_computing(share, name="SAGN", window=5, ps_load=0.0):
@@ -161,7 +161,7 @@ def test_what_it_says():
 def test_a_scheme_that_its_flags_exclude():
     text = advise.advice([], {"SAGN": "--compress is not for it"}, settings(parameters=5000, latency_ms=1, step_ms=10))
     assert text[-1] == "It does not work with these flags: --compress is not for it."
-    tables = advise.advice([], {}, advise.parse(advise.define(), ["--tables", *(f"--{k}={v}" for k, v in EXAMPLE.items())]))
+    tables = advise.advice([], {}, advise.parse(["--tables", *(f"--{k}={v}" for k, v in EXAMPLE.items())]))
     assert tables[0].startswith("Begin with Embeddings (HogWild, or DOWNPOUR with a window): ")
     assert tables[1].startswith("Measured: benchmarks/README.md#tables-on-the-ps; ") and tables[-1].startswith("Also true")
 
@@ -232,4 +232,4 @@ def test_three_digits(value, text):
 )
 def test_what_is_refused(user_error, arguments, text):
     with user_error(text):
-        advise.parse(advise.define(), arguments)
+        advise.parse(arguments)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from absl.testing import flagsaver
 
 import common.cli.program  # noqa: F401, for `in_process`
 from common.core import flags, limits, signals
@@ -191,11 +190,10 @@ def in_process(folder, monkeypatch, capfd):
     def run(program):
         monkeypatch.setattr(sys, "argv", [program.path, *program.arguments])
         monkeypatch.setattr(sys, "path", [*sys.path, str(Path(program.path).parent)])
-        with flagsaver.flagsaver():  # absl's flags are global, and cannot be defined twice
-            try:
-                runpy.run_path(program.path, run_name="__main__")
-            except flags.UserError:
-                sys.excepthook(*sys.exc_info())  # as Python does
+        try:
+            runpy.run_path(program.path, run_name="__main__")
+        except flags.UserError:
+            sys.excepthook(*sys.exc_info())  # as Python does
 
     def in_process(program):
         for name in HIDDEN:

@@ -97,9 +97,9 @@ import numpy  # whose threads are older than tensorflow's
 sys.path.append({str(HOGWILD.parent)!r})
 from hogwild import hogwild
 
-from common.cli.program import main
+from common import Scheme, main
 
-main(hogwild, epochs=60, batch_size=32, learning_rate=0.1)
+main(Scheme(hogwild, epochs=60, batch_size=32, learning_rate=0.1))
 """,
     "own.py": "def show(step, metrics):\n    print('at', step, sorted(metrics))\n",
 }

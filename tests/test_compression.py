@@ -655,8 +655,7 @@ def test_a_scheme_of_ones_own_is_refused_before_any_task_starts(tmp_path):
 
 
 OWN_SCHEME = """
-from common import tf
-from common.cli.program import main
+from common import Scheme, main, tf
 
 
 def own(center, local, hp):
@@ -667,7 +666,7 @@ def own(center, local, hp):
 
 
 if __name__ == "__main__":
-    main(own, epochs=1, batch_size=32, learning_rate=0.1)
+    main(Scheme(own, epochs=1, batch_size=32, learning_rate=0.1))
 """
 
 LARGE_MODEL = """

@@ -181,8 +181,7 @@ def test_the_simulator_counts_the_same(problem, scheme, local_steps, gradients):
 
 
 OWN = """
-from common import tf
-from common.cli.program import main
+from common import Scheme, main, tf
 
 
 def own(center, local, hp):
@@ -193,8 +192,10 @@ def own(center, local, hp):
     yield center.push(sgd, local.gradient)
 
 
+SCHEME = Scheme(own, epochs=2, batch_size=32, learning_rate=0.02)
+
 if __name__ == "__main__":
-    main(own, epochs=2, batch_size=32, learning_rate=0.02)
+    main(SCHEME)
 """
 
 

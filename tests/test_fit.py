@@ -21,7 +21,7 @@ from runs import SECONDS, is_training, processes, read_until, wait_until_gone
 from traitlets.config import Config
 
 from common import train
-from common.cli import api
+from common.cli import api, schemes
 from common.core.flags import TrainingFailed, UserError
 
 X, Y = np.arange(24, dtype=np.float32).reshape(8, 3), np.arange(8) % 2
@@ -196,7 +196,8 @@ def test_what_the_launcher_says_becomes_what_train_says():
 
 
 def test_every_scheme_has_a_name():
-    names = {path.parent.name for path in api.ROOT.glob("*/run.sh") if re.search("^exec .* --launch", path.read_text(), re.M)}
+    scripts = schemes.ROOT.glob("*/run.sh")
+    names = {path.parent.name for path in scripts if re.search("^exec .* --launch", path.read_text(), re.M)}
     assert len(names) > 14
     for name in names:
         assert api._script_of(name, "own", {}, None).parent.name == name

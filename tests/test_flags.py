@@ -4,8 +4,6 @@ import subprocess
 import sys
 
 import pytest
-from absl import flags as absl_flags
-from absl.testing import flagsaver
 
 from common.core import flags
 
@@ -48,72 +46,66 @@ def test_only_our_flags_are_settings(parse):
 
 
 def test_flags_that_the_script_defines(parse, user_error):
-    def script_flags():
-        flags.define_integer("n_push", 5, "steps between pushes", least=1)
-        flags.define_number("alpha", 0.5, "elasticity", above=0)
+    own = [flags.integer("n_push", 5, "steps between pushes", least=1), flags.number("alpha", 0.5, "elasticity", above=0)]
 
-    settings = parse("--n_push=3", script_flags=script_flags)
+    settings = parse("--n_push=3", own=own)
     assert (settings.n_push, settings.alpha) == (3, 0.5)
     with user_error("--alpha must be greater than 0, not 0"):
-        parse("--alpha=0", script_flags=script_flags)
+        parse("--alpha=0", own=own)
 
 
 def test_bounds_of_a_number(parse, user_error):
-    def script_flags():
-        flags.define_number("momentum", 0.9, "of the past", least=0, below=1)
+    own = [flags.number("momentum", 0.9, "of the past", least=0, below=1)]
 
-    assert parse("--momentum=0.99", script_flags=script_flags).momentum == 0.99
+    assert parse("--momentum=0.99", own=own).momentum == 0.99
     with user_error("--momentum must be less than 1, not 1"):
-        parse("--momentum=1", script_flags=script_flags)
+        parse("--momentum=1", own=own)
     with user_error("--momentum must be at least 0, not -0.1"):
-        parse("--momentum=-0.1", script_flags=script_flags)
+        parse("--momentum=-0.1", own=own)
 
 
 def test_numbers_separated_by_commas(parse, user_error):
-    def script_flags():
-        flags.define_numbers("rates", "0.1,2", "step size of each worker", above=0)
+    own = [flags.numbers("rates", "0.1,2", "step size of each worker", above=0)]
 
-    assert parse(script_flags=script_flags).rates == [0.1, 2.0]
-    assert parse("--rates=3", script_flags=script_flags).rates == [3.0]
+    assert parse(own=own).rates == [0.1, 2.0]
+    assert parse("--rates=3", own=own).rates == [3.0]
     assert parse("--delays=0,0.5,20").delays == [0.0, 0.5, 20.0]
     for wrong, text in ("1,x", "must be a number, not 'x'"), ("1,", "must be a number"), ("1,0", "must be greater than 0"):
         with user_error(f"--rates {text}"):
-            parse(f"--rates={wrong}", script_flags=script_flags)
+            parse(f"--rates={wrong}", own=own)
     with user_error("--delays must be at least 0, not -1"):
         parse("--delays=0,-1")
 
 
 def test_a_number_that_may_be_infinite(parse, user_error):
-    def script_flags():
-        flags.define_number("staleness", 10, "steps ahead", least=0, finite=False)
+    own = [flags.number("staleness", 10, "steps ahead", least=0, finite=False)]
 
-    assert parse("--staleness=inf", script_flags=script_flags).staleness == float("inf")
+    assert parse("--staleness=inf", own=own).staleness == float("inf")
     for wrong in "-1", "nan", "-inf":
         with user_error(f"--staleness must be at least 0, not {wrong}"):
-            parse(f"--staleness={wrong}", script_flags=script_flags)
+            parse(f"--staleness={wrong}", own=own)
 
 
 def test_another_name_of_a_flag(parse, user_error):
     """Both names have the same value; the alias belongs to that script alone."""
 
-    def script_flags():
-        flags.define_alias("n_push", "window")
+    own = [flags.alias("n_push", "window")]
 
-    assert parse("--n_push=3", script_flags=script_flags).window == 3
-    assert parse("--window=4", script_flags=script_flags).n_push == 4
+    assert parse("--n_push=3", own=own).window == 3
+    assert parse("--window=4", own=own).n_push == 4
     with user_error("--n_push must be at least 1, not 0"):  # the flag that was given, not the one that it stands for
-        parse("--n_push=0", script_flags=script_flags)
+        parse("--n_push=0", own=own)
     with user_error("--window must be at least 1, not 0"):
-        parse("--n_push=2", "--window=0", script_flags=script_flags)
+        parse("--n_push=2", "--window=0", own=own)
     with user_error("--n_push must be a whole number, not 'x'"):
-        parse("--n_push=x", script_flags=script_flags)
+        parse("--n_push=x", own=own)
     with user_error("unknown flag --n_push"):
         parse("--n_push=3")
 
 
 def test_flag_that_is_not_there(parse, user_error):
     """A scheme that asks for a flag which its script does not define."""
-    with user_error("there is no flag --beta; a scheme's script defines its own"):
+    with user_error("there is no flag --beta; a scheme's own flags are in Scheme(..., flags=[...])"):
         print(parse().beta)
     assert getattr(parse(), "beta", 1) == 1
 
@@ -208,14 +200,6 @@ def test_absls_own_flags_are_unknown(parse, user_error, argument):
         parse("--window=2", argument)
 
 
-def test_flags_that_tensorflow_defines_are_not_ours():
-    """They are there once it has been imported: no setting, no flag of a scheme, and unknown on the command line."""
-    values = absl_flags.FlagValues()
-    absl_flags.DEFINE_bool("hbm_oom_exit", True, "theirs", values, module_name="tensorflow.python.tpu.client.client")
-    flags.define_integer("window", 1, "ours", flag_values=values)
-    assert flags.own_names(values) == {"window"}
-
-
 def test_a_flagfile_is_not_read(parse, user_error, tmp_path):
     (tmp_path / "flags").write_text("--window=3\n--flagfile=missing\n")
     with user_error("unknown flag --flagfile"):
@@ -267,10 +251,9 @@ def test_help_lists_every_flag_with_its_default(parse, capsys):
 
 
 def test_present_knows_what_was_given():
-    with flagsaver.flagsaver():
-        values = flags.define({})
-        flags.parse(values, ["--num_ps=1"], "scheme.py")
-        assert flags.present(values, "num_ps", "num_workers") == ["num_ps"]
+    values = flags.table(*flags.of_every_scheme({}))
+    flags.parse(values, ["--num_ps=1"], "scheme.py")
+    assert flags.present(values, "num_ps", "num_workers") == ["num_ps"]
 
 
 @pytest.mark.slow

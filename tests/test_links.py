@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-from absl.testing import flagsaver
 from runs import ROOT
 
 from common.core import flags
@@ -65,8 +64,7 @@ def test_links(page):
 def test_the_flags_of_the_guide_are_those_of_the_programs():
     """`python book/flags.py` writes them. Each is in one group."""
     script = module_of_book("flags")
-    with flagsaver.flagsaver():
-        assert script.written(script.PAGE.read_text()) == script.PAGE.read_text()
+    assert script.written(script.PAGE.read_text()) == script.PAGE.read_text()
     assert "## This program" not in script.PAGE.read_text()
     grouped = [name for group in flags.GROUPS.values() for name in group]
     assert len(grouped) == len(set(grouped))

@@ -273,7 +273,7 @@ def test_ctrl_c_saves_and_resume_goes_on_with_more_towers(run_dir):
 
 def test_bad_input_is_one_line(multiple_gpus, user_error, parse):
     def settings(*arguments):
-        return parse(*arguments, script_flags=multiple_gpus.define_flags, epochs=1, batch_size=32, learning_rate=0.1)
+        return parse(*arguments, own=multiple_gpus.OWN_FLAGS, epochs=1, batch_size=32, learning_rate=0.1)
 
     with user_error("--num_towers must be at least 1, not 0"):
         settings("--num_towers=0")

@@ -22,7 +22,7 @@ def test_the_answer(asked):
         assert f"[{rule['scheme']}]({prefix}{rule['folder']}/)" in row and (rule["flags"] or rule["note"]) in row
     facts = {name: value for name, value in (DEFAULTS | asked["facts"]).items() if value}
     given = [f"--{name}" if name in advise.YES else f"--{name}={value}" for name, value in facts.items()]
-    first = advise.advice([], {}, advise.parse(advise.define(), given))[0]
+    first = advise.advice([], {}, advise.parse(given))[0]
     assert first == f"Begin with {rule['scheme']} ({rule['flags'] or rule['note']}): {rule['says']}."
 
 

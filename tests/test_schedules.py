@@ -131,7 +131,7 @@ def test_weight_decay_where_there_is_nothing_to_decay(model, graph, load_scheme,
     scheme = SCHEMES["AEASGD"]._replace(hp={"beta": 0.9, "decay": 0.1})
     hp = hyperparameters(scheme.hyperparameters(1), center, local)
     build_rounds(load_scheme("AEASGD", "aeasgd"), center, local, hp)
-    with user_error('its script must say main(..., optimizer_on="worker")'):
+    with user_error('its script must say Scheme(..., optimizer_on="worker")'):
         check_rates(center, 100)
 
 

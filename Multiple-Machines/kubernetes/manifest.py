@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 import yaml
-from absl import flags as absl_flags
 
 from common.core import UserError, flags
 
@@ -45,20 +44,19 @@ def main(arguments):
     Raises:
       UserError: if anything is wrong with it.
     """
-    values = absl_flags.FlagValues()
-    flags.define_integer("num_ps", 1, "ps tasks", least=1, most=MOST_TASKS, flag_values=values)
-    flags.define_integer("num_workers", 2, "workers, the chief among them", least=1, most=MOST_TASKS, flag_values=values)
-    text = "places for workers; --num_workers of them are taken at the start, see README.md"
-    flags.define_integer("max_workers", None, text, least=2, most=flags.MOST_PLACES, flag_values=values)
-    flags.define_integer("gpus_per_worker", 0, "1 for a GPU each", least=0, most=1, flag_values=values)
-    absl_flags.DEFINE_string("image", None, "name of the image, as in `docker push REGISTRY/IMAGE`", flag_values=values)
-    absl_flags.DEFINE_enum("kind", "plain", ["plain", "statefulset", "tfjob"], "see README.md", flag_values=values)
-    absl_flags.DEFINE_string("name", None, "name of the training (default: the scheme's, in lowercase)", flag_values=values)
-    absl_flags.DEFINE_string("storage", "10Gi", "size of the volume for checkpoints and result", flag_values=values)
-    text = "check the scheme's flags here; off if its data or model is only in the image"
-    absl_flags.DEFINE_bool("check_flags", True, text, flag_values=values)
-    absl_flags.DEFINE_bool("help", False, "show this help", flag_values=values)
-
+    places = "places for workers; --num_workers of them are taken at the start, see README.md"
+    check_flags = "check the scheme's flags here; off if its data or model is only in the image"
+    values = flags.table(
+        flags.integer("num_ps", 1, "ps tasks", least=1, most=MOST_TASKS),
+        flags.integer("num_workers", 2, "workers, the chief among them", least=1, most=MOST_TASKS),
+        flags.integer("max_workers", None, places, least=2, most=flags.MOST_PLACES),
+        flags.integer("gpus_per_worker", 0, "1 for a GPU each", least=0, most=1),
+        flags.string("image", None, "name of the image, as in `docker push REGISTRY/IMAGE`"),
+        flags.choice("kind", "plain", ["plain", "statefulset", "tfjob"], "see README.md"),
+        flags.string("name", None, "name of the training (default: the scheme's, in lowercase)"),
+        flags.string("storage", "10Gi", "size of the volume for checkpoints and result"),
+        flags.boolean("check_flags", True, check_flags),
+    )
     own, scheme_flags = arguments, []
     if "--" in arguments:
         own, scheme_flags = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]

@@ -11,6 +11,6 @@ if TYPE_CHECKING:  # the public names
     from common.cli import api, notebook
     from common.cli.program import main
     from common.cli.recommend import steps_per_message
-    from common.cli.schemes import flags_of_one_run, folder_of
+    from common.cli.schemes import scheme_in, script_of
 
 __getattr__, __dir__ = front_door(__name__)

@@ -7,17 +7,15 @@ round come from the scheme's own graph (`common.simulation`), their times from `
 trained.
 """
 
-import functools
 import math
 import re
 from typing import NamedTuple
 
 import numpy as np
-from absl import flags as absl_flags
 
 from common.cli import notebook
 from common.cli.recommend import recommend, rules
-from common.cli.schemes import flags_of_one_run, folder_of
+from common.cli.schemes import scheme_in, script_of
 from common.core import UserError, flags
 from common.simulation import Costs, VirtualTime
 
@@ -129,7 +127,6 @@ def costs_of(settings):
     )
 
 
-@flags_of_one_run()
 def of_scheme(settings, script, name, window=None):
     """Returns the `Estimate` of a scheme, with the flags of its script at their defaults.
 
@@ -145,26 +142,24 @@ def of_scheme(settings, script, name, window=None):
     from common.scheme import compression_of
     from common.simulation import facts_of_size
 
-    folder = folder_of(script)
+    scheme = scheme_in(script_of(script))
     given = [f"--num_workers={settings.workers}", f"--num_ps={settings.num_ps}", f"--batch_size={settings.batch_size}"]
     given += [f"--compress={settings.compress}", f"--compress_pull={settings.compress_pull}"]
     given += [f"--topk={settings.topk}"] if settings.topk else []
-    if folder.defaults.get("window", 1) > 1 and (window or settings.window):
+    if scheme.defaults.get("window", 1) > 1 and (window or settings.window):
         given.append(f"--window={window or settings.window}")
-    if "learning_rates" in absl_flags.FLAGS:
+    if "learning_rates" in scheme.own_flags:
         given.append("--learning_rates=" + ",".join(["0.1"] * settings.workers))
-    hp = flags.parse(flags.define(folder.defaults), given, name)
-    if folder.check:
-        folder.check(hp)
+    hp = flags.parse(scheme.flag_values(), given, name)
+    if scheme.check:
+        scheme.check(hp)
     compression = compression_of(hp)
-    facts = facts_of_size(folder.scheme, hp, settings.parameters, settings.workers, settings.num_ps, compression)
+    facts = facts_of_size(scheme.function, hp, settings.parameters, settings.workers, settings.num_ps, compression)
     return estimate(name, hp.window, facts.actions, facts.waiting, settings.workers, costs_of(settings))
 
 
 def all_schemes(settings):
     """Returns the list of `Estimate`s, and the reason for each scheme without one: {name: text}."""
-    from common.cli.api import script_of
-
     found, without = [], {}
     folder = script_of("Synchronous-SGD").parent
     for name, script in {**{name: name for name in SCHEMES}, **{k: str(folder / v) for k, v in SCRIPTS.items()}}.items():
@@ -192,7 +187,7 @@ def with_window(found, at_window):
 
 def main(arguments):
     """Runs the command; returns its exit status."""
-    settings = parse(define(), arguments)
+    settings = parse(arguments)
     notebook.quiet()  # after the flags are checked, as importing tensorflow takes seconds
     estimates, without = all_schemes(settings)
     print("\n".join([assumed(settings), "", *table(estimates, settings)]))
@@ -202,42 +197,37 @@ def main(arguments):
     return 0
 
 
-def define():
-    """Defines the flags of this program; returns the `absl.flags.FlagValues` that hold them."""
-    values = absl_flags.FlagValues()
-    number = functools.partial(flags.define_number, flag_values=values)
-    integer = functools.partial(flags.define_integer, flag_values=values)
-    number("parameters", None, "number of parameters of the model, such as 25e6", least=1)
-    integer("workers", None, "number of workers, equal except for --slow and --step_cv", least=2, most=MOST_WORKERS)
-    number("step_ms", None, "milliseconds of a local step of a worker", above=0)
-    number("mbit", None, "Mbit/s of a worker's link each way (default: no limit)", above=0)
-    number("ps_mbit", None, "the same of each ps (default: --mbit)", above=0)
-    number("latency_ms", 0, "one-way latency of an empty message in milliseconds", least=0)
-    integer("num_ps", 1, "number of ps, which share the bytes of a message", least=1, most=10_000)
+def own_flags():
+    """Yields the flags of this program."""
+    yield flags.number("parameters", None, "number of parameters of the model, such as 25e6", least=1)
+    yield flags.integer("workers", None, "number of workers, equal except for --slow and --step_cv", least=2, most=MOST_WORKERS)
+    yield flags.number("step_ms", None, "milliseconds of a local step of a worker", above=0)
+    yield flags.number("mbit", None, "Mbit/s of a worker's link each way (default: no limit)", above=0)
+    yield flags.number("ps_mbit", None, "the same of each ps (default: --mbit)", above=0)
+    yield flags.number("latency_ms", 0, "one-way latency of an empty message in milliseconds", least=0)
+    yield flags.integer("num_ps", 1, "number of ps, which share the bytes of a message", least=1, most=10_000)
     text = "local steps of a round in schemes with several (default: the scheme's own)"
-    integer("window", None, text, least=1, most=MOST_WINDOW)
-    integer("batch_size", 32, "samples of a local step", least=1)
-    number("slow", 1, "step time of the straggler, relative to the other workers", least=1)
-    number("step_cv", 0, "coefficient of variation of step times (standard deviation / mean)", least=0, most=10.0)
+    yield flags.integer("window", None, text, least=1, most=MOST_WINDOW)
+    yield flags.integer("batch_size", 32, "samples of a local step", least=1)
+    yield flags.number("slow", 1, "step time of the straggler, relative to the other workers", least=1)
+    yield flags.number("step_cv", 0, "coefficient of variation of step times (standard deviation / mean)", least=0, most=10.0)
     text = "compression of the vectors that a worker sends to the ps"
-    absl_flags.DEFINE_enum("compress", "none", flags.COMPRESSIONS, text, flag_values=values)
+    yield flags.choice("compress", "none", flags.COMPRESSIONS, text)
     text = "share of the values that --compress=topk sends (default: 0.01)"
-    number("topk", None, text, above=0, most=1.0)
+    yield flags.number("topk", None, text, above=0, most=1.0)
     text = "compression of the parameters that the ps send to a worker"
-    absl_flags.DEFINE_enum("compress_pull", "none", flags.PULL_COMPRESSIONS, text, flag_values=values)
+    yield flags.choice("compress_pull", "none", flags.PULL_COMPRESSIONS, text)
     for name, text in YES.items():
-        absl_flags.DEFINE_bool(name, False, text, flag_values=values)
-    absl_flags.DEFINE_bool("help", False, "show this help", flag_values=values)
-    return values
+        yield flags.boolean(name, False, text)
 
 
-def parse(values, arguments):
+def parse(arguments):
     """Returns the settings of a command line.
 
     Raises:
       UserError: if the command line is invalid.
     """
-    settings = flags.parse(values, arguments, PROGRAM)
+    settings = flags.parse(flags.table(*own_flags()), arguments, PROGRAM)
     for name, example in ("parameters", "25e6"), ("workers", "8"), ("step_ms", "80"):
         if getattr(settings, name) is None:
             raise UserError(f"--{name} is missing: give it, as --{name}={example} (--help lists all)")

@@ -12,7 +12,6 @@ which a scheme's script reads like any FILE.py:FUNCTION (`receive`).
 
 import contextlib
 import datetime
-import difflib
 import functools
 import inspect
 import io
@@ -32,11 +31,11 @@ from typing import Any
 
 import numpy as np
 
+from common.cli.schemes import ROOT, script_of
 from common.core import Settings, TrainingFailed, UserError, plots, progress, sizes
 from common.data import Rows, datasets, streams
 from common.launch import warm
 
-ROOT = Path(__file__).resolve().parents[2]  # parent of the schemes' folders
 FUNCTIONS = {"callback", "learning_rate_schedule"}  # flags that may be functions, called with arguments
 DEFAULTS: dict[str, Any] = {"epochs": 1, "batch_size": 32, "learning_rate": 0.01}  # of a scheme given as a function
 
@@ -51,12 +50,14 @@ def __getattr__(name):
 '''
 _SCHEME = '''"""A scheme of a notebook, or a program; see common/cli/api.py."""
 
+from common import Scheme, main
 from common.cli.api import receive
-from common.cli.program import main
 
-scheme, settings = receive(__file__, "scheme")
+function, arguments = receive(__file__, "scheme")
+SCHEME = Scheme(function, **arguments)
+
 if __name__ == "__main__":
-    main(scheme, **settings)
+    main(SCHEME)
 '''
 
 
@@ -75,7 +76,7 @@ def train(scheme, model, data, *, run_dir=None, pace="own", verbose=True, **flag
         function that returns that, or a pair of `tf.data.Dataset`s; files, as "DIR/*.csv"; or "digits", "linear", "mnist",
         "mnist1d", "quadratic", "text". See book/guide/data-and-models.md.
       run_dir: output folder of the run; runs/SCHEME/TIME by default.
-      pace: of a scheme given as a function, see `common.cli.main`.
+      pace: of a scheme given as a function, see `common.Scheme`.
       verbose: whether to show progress.
       **flags: the flags of the folder's run.sh, as num_workers=4; `bash DOWNPOUR/run.sh --help` lists them. `callback` and
         `learning_rate_schedule` may be functions. A callback runs in another process than this one: its output
@@ -195,24 +196,6 @@ def _script_of(scheme, pace, flags, sent):
     own = {name: flags[name] for name in ("local_optimizer",) if name in flags}
     _dump((scheme, {"pace": pace, **DEFAULTS, **own}), path.parent / "scheme.pickle", "the scheme")
     return path
-
-
-def script_of(name):
-    """Returns the path of the script of a scheme's folder.
-
-    Raises:
-      UserError: if there is no such folder.
-    """
-    scripts = {}
-    for path in ROOT.glob("*/run.sh"):
-        if script := re.search(r'/([$\w]+)\.py" --launch', path.read_text()):
-            first = path.parent.name.lower().replace("-", "_")  # used if a flag of run.sh chooses between two
-            scripts[path.parent.name] = path.with_name(f"{first if script[1][0] == '$' else script[1]}.py")
-    if name not in scripts:
-        near = difflib.get_close_matches(name, scripts, 1, 0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(scripts))}"
-        raise UserError(f"there is no scheme {name!r}; {hint}")
-    return scripts[name]
 
 
 def as_arguments(flag, value):

@@ -1,9 +1,11 @@
 """Runs `python SCHEME.py`: reads the flags, then starts a cluster on this machine or runs one task of a cluster.
 
-A script is its update rule and one call:
+A script is its update rule, its `Scheme`, and one call:
+
+    SCHEME = Scheme(hogwild, epochs=60, batch_size=32, learning_rate=0.1)
 
     if __name__ == "__main__":
-        main(hogwild, epochs=60, batch_size=32, learning_rate=0.1)
+        main(SCHEME)
 """
 
 import contextlib
@@ -16,7 +18,7 @@ import threading
 import time
 from pathlib import Path
 
-from absl import flags as absl_flags
+from absl import flags as absl
 
 from common.cluster import membership, slurm, task_spec
 from common.core import (
@@ -32,25 +34,17 @@ from common.core import (
     why_unwritable,
 )
 from common.launch import control, launcher, sandbox, supervisor
+from common.scheme import Scheme
 
 
-def main(scheme=None, train=None, pace="own", without=(), check=None, evaluate=None, optimizer_on="ps", **defaults):
+def main(scheme):
     """Runs a scheme's script and exits: 0 trained, 1 failed, 2 bad flags or input, 130 stopped by Ctrl-C.
 
     Args:
-      scheme: generator function, see `common.scheme.steps`.
-      train: instead of `scheme`, for a script with its own main loop: a function `train(task, settings)` as in
-        `common.training`. The loop calls `task_status.doing(...)` at each call, or the launcher treats it as hung.
-      pace: "own" for workers without a barrier; "together" for workers that wait for each other at the ps, as with
-        `center.together` and `center.pace`; "ring" for workers that wait among themselves, with `center.ring`: all are
-        restarted when one has died.
-      check: function of the flags, a namespace, that raises a `UserError` for an invalid combination.
-      evaluate: function `evaluate(task, settings)` that the last worker of a cluster runs instead of training.
-      optimizer_on: "ps" or "worker", the place of the optimizer in the scheme's paper: its learning rates follow a schedule,
-        and weight decay shrinks the parameters there, see `common.scheme.hyperparameters`.
-      without: names of flags without meaning for this script, as the cluster flags for one that always trains alone.
-      **defaults: the scheme's own defaults, by the name of the flag.
+      scheme: the `common.Scheme`.
     """
+    if not isinstance(scheme, Scheme):
+        raise UserError("main(...) takes a Scheme: SCHEME = Scheme(function, epochs=60, ...), and then main(SCHEME)")
     if not os.environ.get("LAUNCHER_PID"):
         signals.prepare_for_a_closed_terminal()
     script = Path(sys.argv[0]).resolve()
@@ -60,7 +54,7 @@ def main(scheme=None, train=None, pace="own", without=(), check=None, evaluate=N
         sys.exit(2)
     failed = supervisor.FAILED_FOR_GOOD if os.environ.get("LAUNCHER_KEY") else 1
     try:
-        status = _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, sys.argv[1:], defaults)
+        status = _run(scheme, script, sys.argv[1:])
         task_status.work_is_done()  # marks a regular exit: a user's function may call sys.exit, too
         sys.exit(status)
     except UserError as error:
@@ -144,12 +138,99 @@ def _say(status, line):
     return status
 
 
-def _check_places(settings, pace, evaluate, has_launcher, task, num_workers_given):
+def _run(scheme, script, arguments):
+    parent = os.environ.get("LAUNCHER_PID")
+    if parent:
+        sandbox.die_with_parent(int(parent))
+    absl.FLAGS.mark_as_parsed()  # a user's model may read flags of its own: they have their defaults
+    settings, task = _settings_of(scheme, script, arguments)
+    launches = task is None and settings.launch
+    if settings.check:
+        return _check_input(scheme, settings, launches)
+    if launches:
+        return launcher.launch(script, arguments, settings)
+    if not parent:
+        if task:
+            _have_environment(task)
+        settings = _hold_run_folder(settings, task, script, arguments)
+    if task and task.is_ps():
+        print(f"ps {task.index} serves at {task.ps_hosts[task.index]} until all workers are done", flush=True)
+        if not parent:
+            return _serve(task)
+        task_status.doing("serving", waits=True)
+        task.create_server()
+        return 0
+    if task and task.is_evaluator():
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # unlike the other workers, an evaluator cannot leave
+        return scheme.evaluate(task, settings)
+    return _train(scheme, settings, task)
+
+
+def _settings_of(scheme, script, arguments):
+    """Returns the `Settings` of a command line, with values derived from them, and the `TaskSpec` of this process or None.
+
+    Raises:
+      UserError: for flags that are wrong, alone or together.
+    """
+    values = scheme.flag_values()
+    settings = flags.parse(values, arguments, script.name, scheme.without)
+    has_own_decay = "weight_decay" in scheme.own_flags
+    settings = settings.but(
+        scheme=script.parent.name,
+        began=time.monotonic(),
+        pace=scheme.pace,
+        steps_per_call=1,
+        optimizer_on=scheme.optimizer_on,
+        decay=0 if has_own_decay else settings.weight_decay,
+        of_scheme={name: getattr(settings, name) for name in scheme.own_flags},
+        begin_workers=settings.num_workers,
+        code=None,
+    )
+    task = _task_of(scheme, settings, script)
+    flags.check_keras()
+    if settings.run_dir == "":
+        raise UserError("--run_dir is empty: name a folder, or leave the flag out")
+    launches = task is None and settings.launch
+    if settings.max_workers:
+        has_launcher = launches or os.environ.get("LAUNCHER_KEY")
+        _check_places(scheme, settings, has_launcher, task, flags.present(values, "num_workers"))
+    settings = settings.but(num_evaluators=1 if scheme.evaluate and (task or launches) else 0)
+    if scheme.evaluate and not settings.num_evaluators:  # a process that trains alone uses all samples
+        settings = settings.but(validation=None, patience=None)
+    _check_present(settings, values, task, launches)
+    if not launches:  # the task counts that a scheme may read
+        num_ps, num_workers = (task.num_ps, task.num_workers) if task else (0, 1)
+        settings = settings.but(num_ps=num_ps, num_workers=num_workers)
+    elif settings.gpus is not None and not settings.check:
+        settings = devices.with_gpus(settings, flags.present(values, "num_workers"))
+    _check_counts(settings, launches)
+    if scheme.check:
+        scheme.check(settings)
+    if launches and settings.validation and settings.data in flags.FITTING:  # the check process reads other data
+        from common.data import datasets
+
+        datasets.hold_out(datasets.load(settings.data, settings.seed), settings.validation, settings.seed)
+    return settings, task
+
+
+def _task_of(scheme, settings, script):
+    """Returns the `TaskSpec` of this process, or None without one."""
+    task = task_spec.task_from(settings) if "job_name" not in scheme.without else None
+    if task and scheme.evaluate:
+        # In TF_CONFIG an evaluator has its own task type, outside the cluster, so no worker has to take its place.
+        is_by_tf_config = settings.job_name is None and os.environ.get("TF_CONFIG", "").strip()
+        return task if is_by_tf_config else task.use_last_worker_as_evaluator()
+    if task and task.is_evaluator():
+        raise UserError(f"this task is an evaluator, but {script.name} has none; use Continuous-Evaluation")
+    return task
+
+
+def _check_places(scheme, settings, has_launcher, task, num_workers_given):
     """Raises a `UserError` if workers cannot join and leave this run."""
     flag = f"--max_workers={settings.max_workers}"
-    if pace == "ring":
+    if scheme.pace == "ring":
         raise UserError(f"{flag}: the workers of {settings.scheme} average among themselves, so none can join: leave it out")
-    if evaluate:
+    if scheme.evaluate:
         raise UserError(f"{flag}: {settings.scheme} has an evaluator in the last place: leave it out")
     if not has_launcher and not task:
         raise UserError(f"{flag} needs --launch, which `bash {settings.scheme}/run.sh` adds: workers join through the launcher")
@@ -162,47 +243,8 @@ def _check_places(settings, pace, evaluate, has_launcher, task, num_workers_give
         raise UserError(f"{flag} is less than --num_workers={settings.begin_workers}, the number at the start")
 
 
-def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, arguments, defaults):
-    parent = os.environ.get("LAUNCHER_PID")
-    if parent:
-        sandbox.die_with_parent(int(parent))
-    of_scheme = sorted(flags.own_names(absl_flags.FLAGS))  # at this point only the script has defined flags
-    values = flags.define(defaults)
-    if train or pace != "own":  # workers that wait for each other start together
-        without = (*without, "warm_start_steps")
-    if train or pace == "ring":  # compression is only for messages between a scheme and the ps
-        without = (*without, "compress", "compress_pull", "topk")
-    if train:
-        without = (*without, "start_secs", "clip_norm", "learning_rate_schedule", "warmup_steps", "weight_decay")
-        without = (*without, "validation", "patience", "callback")
-        without = (*without, "test_data", "label", "parse")
-        without = (*without, "table_optimizer", "table_learning_rate", "save_tables", "max_rows")  # its tables are in the model
-    if "launch" in without:
-        without = (*without, "gpus")
-    if train or "launch" in without:
-        without = (*without, "max_workers")
-    settings = flags.parse(values, arguments, script.name, without)
-    settings = settings.but(scheme=script.parent.name, began=time.monotonic(), pace=pace, steps_per_call=1)
-    settings = settings.but(optimizer_on=optimizer_on, decay=0 if "weight_decay" in of_scheme else settings.weight_decay)
-    settings = settings.but(of_scheme={name: getattr(settings, name) for name in of_scheme})
-    task = task_spec.task_from(settings) if "job_name" not in without else None
-    if task and evaluate:
-        # In TF_CONFIG an evaluator has its own task type, outside the cluster, so no worker has to take its place.
-        is_by_tf_config = settings.job_name is None and os.environ.get("TF_CONFIG", "").strip()
-        task = task if is_by_tf_config else task.use_last_worker_as_evaluator()
-    elif task and task.is_evaluator():
-        raise UserError(f"this task is an evaluator, but {script.name} has none; use Continuous-Evaluation")
-    flags.check_keras()
-    if settings.run_dir == "":
-        raise UserError("--run_dir is empty: name a folder, or leave the flag out")
-    launches = task is None and settings.launch
-    settings = settings.but(begin_workers=settings.num_workers)
-    if settings.max_workers:
-        has_launcher = launches or os.environ.get("LAUNCHER_KEY")
-        _check_places(settings, pace, evaluate, has_launcher, task, flags.present(values, "num_workers"))
-    settings = settings.but(num_evaluators=1 if evaluate and (task or launches) else 0)
-    if evaluate and not settings.num_evaluators:  # a process that trains alone uses all samples
-        settings = settings.but(validation=None, patience=None)
+def _check_present(settings, values, task, launches):
+    """Raises a `UserError` for a flag without meaning in this process."""
     if settings.patience and not settings.validation:
         raise UserError("--patience needs held-out samples: give their share, too, with --validation")
     if task is None and flags.present(values, "give_up_secs"):
@@ -212,11 +254,10 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
             raise UserError(
                 f"--{name} needs --launch, which `bash {settings.scheme}/run.sh` adds; without it, one process trains"
             )
-    if not launches:  # the task counts that a scheme may read
-        num_ps, num_workers = (task.num_ps, task.num_workers) if task else (0, 1)
-        settings = settings.but(num_ps=num_ps, num_workers=num_workers)
-    elif settings.gpus is not None and not settings.check:
-        settings = devices.with_gpus(settings, flags.present(values, "num_workers"))
+
+
+def _check_counts(settings, launches):
+    """Raises a `UserError` for too many delays, samples or tasks."""
     if len(settings.delays or []) > (count := settings.max_workers or settings.num_workers):
         raise UserError(f"--delays names {len(settings.delays)} workers, but there are {count}")
     if (settings.steps or 0) * settings.window * settings.batch_size > flags.INT64:
@@ -226,66 +267,54 @@ def _run(scheme, train, pace, without, check, evaluate, optimizer_on, script, ar
         )
     if launches:
         limits.check_tasks(settings.num_ps, (settings.max_workers or settings.num_workers) + settings.num_evaluators)
-    if check:
-        check(settings)
-    if launches and settings.validation and settings.data in flags.FITTING:  # the check process reads other data
-        from common.data import datasets
 
-        datasets.hold_out(datasets.load(settings.data, settings.seed), settings.validation, settings.seed)
-    if settings.check:
-        from common.data import datasets, streams
 
-        if parent:
-            task_status.tell_warnings()
-        task_status.doing(task_status.LOADING)
-        dataset = datasets.load(settings.data, settings.seed) if train else streams.load(settings)
-        workers = settings.num_workers if launches else 1
-        some = dataset.first if isinstance(dataset, streams.Stream) else dataset
-        datasets.check_batch(some.x_train, some.y_train, settings.batch_size, settings.window, workers)
-        from common.training import loop
+def _check_input(scheme, settings, launches):
+    """Checks the data and the model, as a launcher asks for with --check; returns the exit status."""
+    from common.data import datasets, streams
 
-        task_status.doing(task_status.BUILDING)
-        loop.check(settings, dataset, scheme)
-        if isinstance(dataset, datasets.Data) and (shared := os.environ.get("LAUNCHER_DATA")):
-            datasets.share(dataset, int(shared))
-        if found := os.environ.get("LAUNCHER_FOUND"):
-            Path(found).write_text(json.dumps(streams.to_keep(settings, dataset)))
-        task_status.doing(task_status.CHECKED)
-        return 0
-    if launches:
-        return launcher.launch(script, arguments, settings)
-    if task and not parent:
-        _have_environment(task)
-    settings = settings.but(code=control.code_of(script.parent)[1] if settings.max_workers and not parent else None)
-    index = task.shard_index if task else 0
-    if not parent:
-        path, _ = run_folder.prepare_run_dir(settings, task)  # locked until this process ends
-        settings = settings.but(run_dir=path)
-        run_folder.watch_locks(path)
-        if os.environ.get("PLACES") and task and task.is_master():
-            about = {"scheme": settings.scheme, "ps": task.ps_hosts, "worker": task.worker_hosts, "arguments": arguments}
-            run_folder.write_json(Path(settings.run_dir, slurm.CLUSTER), about)
-        _log_to(Path(settings.run_dir, "logs", f"{run_folder.task_name(task)}.log"))
-    if task and task.is_ps():
-        print(f"ps {task.index} serves at {task.ps_hosts[task.index]} until all workers are done", flush=True)
-        if parent:
-            task_status.doing("serving", waits=True)
-            task.create_server()
-            return 0
-        return _serve(task)
+    if os.environ.get("LAUNCHER_PID"):
+        task_status.tell_warnings()
+    task_status.doing(task_status.LOADING)
+    dataset = datasets.load(settings.data, settings.seed) if scheme.train else streams.load(settings)
+    workers = settings.num_workers if launches else 1
+    some = dataset.first if isinstance(dataset, streams.Stream) else dataset
+    datasets.check_batch(some.x_train, some.y_train, settings.batch_size, settings.window, workers)
+    from common.training import loop
 
-    if task and task.is_evaluator():
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # unlike the other workers, an evaluator cannot leave
-        return evaluate(task, settings)
+    task_status.doing(task_status.BUILDING)
+    loop.check(settings, dataset, scheme.function)
+    if isinstance(dataset, datasets.Data) and (shared := os.environ.get("LAUNCHER_DATA")):
+        datasets.share(dataset, int(shared))
+    if found := os.environ.get("LAUNCHER_FOUND"):
+        Path(found).write_text(json.dumps(streams.to_keep(settings, dataset)))
+    task_status.doing(task_status.CHECKED)
+    return 0
 
+
+def _hold_run_folder(settings, task, script, arguments):
+    """Prepares and locks the run's folder for a process without a launcher, until it ends; returns the settings with it."""
+    code = control.code_of(script.parent)[1] if settings.max_workers else None
+    path, _ = run_folder.prepare_run_dir(settings, task)
+    run_folder.watch_locks(path)
+    if os.environ.get("PLACES") and task and task.is_master():
+        about = {"scheme": settings.scheme, "ps": task.ps_hosts, "worker": task.worker_hosts, "arguments": arguments}
+        run_folder.write_json(Path(path, slurm.CLUSTER), about)
+    _log_to(Path(path, "logs", f"{run_folder.task_name(task)}.log"))
+    return settings.but(run_dir=path, code=code)
+
+
+def _train(scheme, settings, task):
+    """Trains as a worker, or alone; returns the exit status."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.heeded())  # see training.Interruption
     from common.core import checkpoints  # imports tensorflow
     from common.training import loop  # imports tensorflow
 
-    if train and index == 0:
+    index = task.shard_index if task else 0
+    if scheme.train and index == 0:
         checkpoints.list_anew(Path(settings.run_dir, "checkpoints"))
-    train = train or functools.partial(loop.train, scheme)
-    if parent:
+    train = scheme.train or functools.partial(loop.train, scheme.function)
+    if os.environ.get("LAUNCHER_PID"):
         return train(task, settings)
     with progress.Display(settings, [index] if task else range(getattr(settings, "num_threads", 1))) as display:
         display.doing = lambda worker: task_status.present() or "starting"

@@ -11,8 +11,6 @@ import os
 import sys
 from pathlib import Path
 
-from absl import flags as absl_flags
-
 from common.core import TrainingFailed, UserError, devices, flags, limits, progress, run_folder, signals
 from common.launch import launcher, supervisor
 
@@ -33,14 +31,14 @@ def main(arguments):
 
 
 def _run(arguments):
-    values = absl_flags.FlagValues()
-    flags.define_integer("num_ps", 1, "ps tasks to start", least=1, flag_values=values)
-    flags.define_integer("num_workers", 2, "workers to start, the master among them", least=1, flag_values=values)
-    flags.define_integer("max_restarts", 0, "maximum number of restarts of each task", least=0, flag_values=values)
-    flags.define_gpus(values)
-    flags.define_isolation(values)
-    absl_flags.DEFINE_string("log_dir", None, "folder for the tasks' logs (default: runs/SCRIPT/TIME)", flag_values=values)
-    absl_flags.DEFINE_bool("help", False, "show this help", flag_values=values)
+    values = flags.table(
+        flags.integer("num_ps", 1, "ps tasks to start", least=1),
+        flags.integer("num_workers", 2, "workers to start, the master among them", least=1),
+        flags.integer("max_restarts", 0, "maximum number of restarts of each task", least=0),
+        flags.gpus(),
+        *flags.isolation(),
+        flags.string("log_dir", None, "folder for the tasks' logs (default: runs/SCRIPT/TIME)"),
+    )
     own = next((i for i, argument in enumerate(arguments) if not argument.startswith("-")), len(arguments))
     settings = flags.parse(values, arguments[:own], PROGRAM)
     if own == len(arguments):

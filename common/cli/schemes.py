@@ -1,55 +1,58 @@
-"""The definition of a scheme in its folder: its function, and the defaults and checks of its script's flags."""
+"""The schemes of this project's folders: the script of each folder, and the `Scheme` in it."""
 
 import contextlib
+import difflib
 import runpy
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from absl import flags as absl_flags
+from common.core import UserError
+from common.scheme import Scheme
 
-from common.cli import api, program
-from common.core import UserError, flags
-
-
-class Folder(NamedTuple):
-    """The arguments of a scheme's script to `common.cli.main`."""
-
-    name: str
-    scheme: Any
-    check: Any
-    without: tuple
-    optimizer_on: str
-    defaults: dict
+ROOT = Path(__file__).resolve().parents[2]  # parent of the schemes' folders
 
 
-def folder_of(name):
-    """Returns the `Folder` of a scheme, named by folder or by script path, and defines the scheme's own flags.
+def script_of(name):
+    """Returns the path of a scheme's script: the one named as its folder, in lower case with underscores, or else the only one.
+
+    Args:
+      name: a folder of this project, as "DC-ASGD"; or the path of a script.
 
     Raises:
-      UserError: if there is no such folder or script, or it is no scheme's.
+      UserError: if there is no such folder or script.
     """
-    script = Path(name) if name.endswith(".py") else api.script_of(name)
-    if not script.is_file():
-        raise UserError(f"there is no script {name}")
-    found: list[Folder] = []
+    if name.endswith(".py"):
+        if not Path(name).is_file():
+            raise UserError(f"there is no script {name}")
+        return Path(name)
+    scripts = {path.parent.name: _script_in(path.parent) for path in ROOT.glob("*/run.sh")}
+    known = sorted(folder for folder, script in scripts.items() if script)
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 1, 0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+        raise UserError(f"there is no scheme {name!r}; {hint}")
+    return scripts[name]
 
-    def capture(scheme=None, train=None, pace="own", without=(), check=None, evaluate=None, optimizer_on="ps", **defaults):
-        if scheme is None:
-            raise UserError(f"{script.name} has a main loop of its own, so virtual workers cannot run it")
-        if pace != "own":  # as in `common.cli.program`: workers that wait for each other start together
-            without = (*without, "warm_start_steps")
-        found.append(Folder(script.resolve().parent.name, scheme, check, without, optimizer_on, defaults))
 
-    original, program.main = program.main, capture
-    try:
-        with _importable_from(script.parent):
-            runpy.run_path(str(script), run_name="__main__")
-    finally:
-        program.main = original
-    if not found:
-        raise UserError(f"{script} does not call common.cli.main(scheme, ...), as a scheme's script does")
-    return found[0]
+def _script_in(folder):
+    scripts = {path.stem: path for path in folder.glob("*.py") if "\nSCHEME = " in path.read_text()}
+    named = scripts.get(folder.name.lower().replace("-", "_"))
+    return named or (next(iter(scripts.values())) if len(scripts) == 1 else None)
+
+
+def scheme_in(script):
+    """Returns the `Scheme` of a script, which calls it SCHEME.
+
+    Raises:
+      UserError: if there is none, or it has a main loop of its own.
+    """
+    with _importable_from(script.parent):
+        scheme = runpy.run_path(str(script)).get("SCHEME")
+    if not isinstance(scheme, Scheme):
+        raise UserError(f"{script} has no SCHEME = Scheme(...), as a scheme's script has")
+    if scheme.train:
+        raise UserError(f"{script.name} has a main loop of its own, so virtual workers cannot run it")
+    return scheme
 
 
 @contextlib.contextmanager
@@ -59,14 +62,3 @@ def _importable_from(folder):
         yield
     finally:
         sys.path.remove(str(folder.resolve()))
-
-
-@contextlib.contextmanager
-def flags_of_one_run():
-    """Removes the flags defined in its block at the end: flags are global, and the next run in this process defines its own."""
-    before = set(absl_flags.FLAGS)
-    try:
-        yield
-    finally:
-        for name in flags.own_names(absl_flags.FLAGS) - before:
-            delattr(absl_flags.FLAGS, name)

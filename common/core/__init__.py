@@ -37,11 +37,6 @@ if TYPE_CHECKING:  # the front door: what others may import
         TrainingFailed,
         UserError,
         check_backend,
-        define_alias,
-        define_integer,
-        define_number,
-        define_numbers,
-        define_overlap,
         sizes,
         why_unwritable,
     )

@@ -1,5 +1,6 @@
 """The flags of every scheme, and user errors as one clear line. Imports no tensorflow."""
 
+import copy
 import difflib
 import errno
 import json
@@ -8,8 +9,9 @@ import re
 import sys
 import threading
 from pathlib import Path
+from typing import NamedTuple
 
-from absl import flags
+from absl import flags as absl
 
 INT32, INT64 = 2**31 - 1, 2**63 - 1  # maxima of the graph's counters
 FLOAT32, LEAST_FLOAT32 = (2 - 2**-23) * 2.0**127, 2.0**-149  # the largest and the smallest positive float32
@@ -84,7 +86,7 @@ class Settings:
         self.__dict__.update(values)
 
     def __getattr__(self, name):
-        raise _NoFlag(f"there is no flag --{name}; a scheme's script defines its own, as common.core.define_number does")
+        raise _NoFlag(f"there is no flag --{name}; a scheme's own flags are in Scheme(..., flags=[...])")
 
     def __setattr__(self, name, value):
         raise AttributeError(f"settings are immutable: make a changed copy with but({name}=...)")
@@ -149,7 +151,7 @@ def _print_one_line(kind, error, traceback, otherwise=sys.excepthook):
 sys.excepthook = _print_one_line
 
 
-class _Number(flags.ArgumentParser):
+class _Number(absl.ArgumentParser):
     """A number within bounds, or a `UserError` that names the flag."""
 
     def __init__(self, name, convert, least=None, above=None, most=None, below=None, finite=True):
@@ -179,7 +181,7 @@ class _Number(flags.ArgumentParser):
         return value
 
 
-class _Numbers(flags.ArgumentParser):
+class _Numbers(absl.ArgumentParser):
     """Numbers within bounds, separated by commas."""
 
     syntactic_help = "numbers, separated by commas"
@@ -192,46 +194,82 @@ class _Numbers(flags.ArgumentParser):
         return [self._number.parse(part) for part in argument.split(",")] if isinstance(argument, str) else argument
 
 
-def define_integer(name, default, help, least=None, most=INT64, flag_values=flags.FLAGS):
-    """Defines a flag for a whole number of at least `least` and at most `most`."""
-    flags.DEFINE(_Number(name, int, least, most=most), name, default, help, flag_values)
+def integer(name, default, help, least=None, most=INT64):
+    """Returns a flag for a whole number of at least `least` and at most `most`."""
+    return absl.Flag(_Number(name, int, least, most=most), None, name, default, help)
 
 
-def define_number(name, default, help, least=None, above=None, below=None, finite=True, most=FLOAT32, flag_values=flags.FLAGS):
-    """Defines a flag for a real number of at least `least` and at most `most`, greater than `above` and less than `below`."""
-    flags.DEFINE(_Number(name, float, least, above, most, below, finite), name, default, help, flag_values)
+def number(name, default, help, least=None, above=None, below=None, finite=True, most=FLOAT32):
+    """Returns a flag for a real number of at least `least` and at most `most`, greater than `above` and less than `below`."""
+    return absl.Flag(_Number(name, float, least, above, most, below, finite), None, name, default, help)
 
 
-def define_numbers(name, default, help, least=None, above=None, most=FLOAT32, flag_values=flags.FLAGS):
-    """Defines a flag for real numbers within the same bounds, one or more, separated by commas."""
+def numbers(name, default, help, least=None, above=None, most=FLOAT32):
+    """Returns a flag for real numbers within the same bounds, one or more, separated by commas."""
     parser = _Numbers(_Number(name, float, least, above, most))
-    flags.DEFINE(parser, name, default, help, flag_values, flags.ListSerializer(","))
+    return absl.Flag(parser, absl.ListSerializer(","), name, default, help)
 
 
-def define_gpus(flag_values=flags.FLAGS):
-    """Defines the flag that `common.core.with_gpus` reads."""
-    text = "all, or numbers such as 0,2: one GPU per worker (default of --num_workers: one worker per GPU)"
-    flags.DEFINE_string("gpus", None, text, flag_values)
+def boolean(name, default, help):
+    """Returns a flag that is on or off: `--name` or `--noname`."""
+    return absl.BooleanFlag(name, default, help)
 
 
-def define_isolation(flag_values=flags.FLAGS):
-    """Defines the flags that `common.launch.fork_server` reads."""
-    text = "run the tasks in a network of their own where the system allows it, see SECURITY.md (off: --noisolation)"
-    flags.DEFINE_bool("isolation", True, text, flag_values)
-    flags.DEFINE_bool("require_isolation", False, "fail if the tasks cannot have a network of their own", flag_values)
+def string(name, default, help):
+    """Returns a flag for any string."""
+    return absl.Flag(absl.ArgumentParser(), absl.ArgumentSerializer(), name, default, help)
 
 
-def define_overlap(flag_values=flags.FLAGS):
-    """Defines the flag --overlap of schemes that can pull ahead, see `common.scheme.LocalParameters.pull_ahead`."""
+def strings(name, default, help):
+    """Returns a flag for strings, separated by commas."""
+    return absl.Flag(absl.ListParser(), absl.CsvListSerializer(","), name, default, help)
+
+
+def choice(name, default, options, help):
+    """Returns a flag for one of the strings `options`."""
+    return absl.EnumFlag(name, default, help, options)
+
+
+class alias(NamedTuple):  # noqa: N801  (used as the functions beside it)
+    """Another name for `original`, a flag in the same table."""
+
+    name: str
+    original: str
+
+
+def overlap():
+    """Returns the flag --overlap of schemes that can pull ahead, see `common.scheme.LocalParameters.pull_ahead`."""
     text = "pull the parameters of the next round during this one: less waiting on slow links, but one round staler"
-    flags.DEFINE_bool("overlap", False, text, flag_values)
+    return boolean("overlap", False, text)
 
 
-_aliases: dict[str, str] = {}
+def gpus():
+    """Returns the flag that `common.core.with_gpus` reads."""
+    text = "all, or numbers such as 0,2: one GPU per worker (default of --num_workers: one worker per GPU)"
+    return string("gpus", None, text)
 
 
-def _define_alias(values, name, original):
-    flags.DEFINE_alias(name, original)
+def isolation():
+    """Returns the flags that `common.launch.fork_server` reads."""
+    text = "run the tasks in a network of their own where the system allows it, see SECURITY.md (off: --noisolation)"
+    need = "fail if the tasks cannot have a network of their own"
+    return boolean("isolation", True, text), boolean("require_isolation", False, need)
+
+
+def table(*flags):
+    """Returns the `absl.flags.FlagValues` that hold copies of these flags, and --help; it reads one command line."""
+    values = absl.FlagValues()
+    for flag in (*flags, boolean("help", False, "show this help")):
+        if not isinstance(flag, alias):
+            values[flag.name] = copy.deepcopy(flag)
+    for flag in flags:
+        if isinstance(flag, alias):
+            _add_alias(values, *flag)
+    return values
+
+
+def _add_alias(values, name, original):
+    absl.DEFINE_alias(name, original, values)
     alias, parser = values[name], values[original].parser
     parse_as_original = alias.parse
 
@@ -245,123 +283,110 @@ def _define_alias(values, name, original):
     alias.parse = parse
 
 
-def define_alias(name, original):
-    """Defines another name for `original`, a flag of every scheme."""
-    _aliases[name] = original  # `define` adds the original later
+def of_every_scheme(defaults):
+    """Yields the flags of every scheme. `defaults` are a scheme's own, by flag name.
 
-
-def define(defaults):
-    """Defines the flags of every scheme. `defaults` are a scheme's own, by flag name.
-
-    Flags of the local optimizer are defined only if a scheme gives a default for `local_optimizer`.
-
-    Returns the `flags.FlagValues` with these flags and those that the scheme's script defined before.
+    Flags of the local optimizer are among them only if a scheme gives a default for `local_optimizer`.
     """
-    values = flags.FLAGS
 
     def own(name, default=None):
         return defaults.get(name, default)
 
-    define_integer("num_ps", own("num_ps", 1), "parameter servers to start", least=1)
-    define_integer("num_workers", own("num_workers", 2), "workers to start", least=1)
+    yield integer("num_ps", own("num_ps", 1), "parameter servers to start", least=1)
+    yield integer("num_workers", own("num_workers", 2), "workers to start", least=1)
     text = "places for workers, which may join (common/join.sh) and leave (common/leave.sh) during training"
-    define_integer("max_workers", None, text, least=1, most=MOST_PLACES)
-    define_gpus()
+    yield integer("max_workers", None, text, least=1, most=MOST_PLACES)
+    yield gpus()
     # At most 2**32, so that the samples of all epochs over a set of 2³¹ still fit in 64 bits.
-    define_number("epochs", own("epochs"), "passes over the training set, all workers together", above=0, most=2**32)
+    yield number("epochs", own("epochs"), "passes over the training set, all workers together", above=0, most=2**32)
     text = "stop at this many global updates; an asynchronous worker finishes the call that it is in (default: from --epochs)"
-    define_integer("steps", None, text, least=1)
+    yield integer("steps", None, text, least=1)
     text = "stop after this many seconds of training, without outages of a ps and preparation of graphs"
-    define_number("seconds", None, text, above=0, most=SECONDS)
+    yield number("seconds", None, text, above=0, most=SECONDS)
     names = "digits, linear, mnist, mnist1d, quadratic, text"
     text = f"{names}; files, as 'DIR/*.csv', '*.parquet', '*.tfrecord'; or FILE.py:FUNCTION, which runs with your rights"
-    flags.DEFINE_string("data", own("data", "digits"), text)
-    flags.DEFINE_string("test_data", None, "files of the test set, for --data=FILES (default: every tenth record of these)")
+    yield string("data", own("data", "digits"), text)
+    yield string("test_data", None, "files of the test set, for --data=FILES (default: every tenth record of these)")
     text = "label column of CSV and Parquet files (default: the last one called label, target or y, or else the last)"
-    flags.DEFINE_string("label", None, text)
-    flags.DEFINE_string("parse", None, "FILE.py:FUNCTION that parses a TFRecord, a scalar string tensor, into (x, y)")
+    yield string("label", None, text)
+    yield string("parse", None, "FILE.py:FUNCTION that parses a TFRecord, a scalar string tensor, into (x, y)")
     names = "linear, dense (no bias), mlp, cnn (images), cnn1d (series), transformer (sequences of whole numbers)"
     text = f"{names}; or FILE.py:FUNCTION"
-    flags.DEFINE_string("model", own("model", "mlp"), text)
+    yield string("model", own("model", "mlp"), text)
     for name, most, text in (
         ("layers", 1000, "blocks of --model=transformer"),  # each adds some 400 operations to the graph
         ("width", INT32, "embedding width of --model=transformer, a multiple of --heads"),
         ("heads", INT32, "attention heads of --model=transformer"),
     ):
-        define_integer(name, own(name), f"{text} (default: {TRANSFORMER[name]})", least=1, most=most)
+        yield integer(name, own(name), f"{text} (default: {TRANSFORMER[name]})", least=1, most=most)
     text = "loss of a model that has none, by its name in Keras, such as huber (default: by the labels)"
-    flags.DEFINE_string("loss", None, text)
-    define_integer("batch_size", own("batch_size"), "samples per step and worker", least=1)
-    define_number("learning_rate", own("learning_rate"), "step size", above=0)
+    yield string("loss", None, text)
+    yield integer("batch_size", own("batch_size"), "samples per step and worker", least=1)
+    yield number("learning_rate", own("learning_rate"), "step size", above=0)
     text = "learning rate as a function of the global step: cosine, linear, or FILE.py:FUNCTION (default: constant)"
-    flags.DEFINE_string("learning_rate_schedule", None, text)
-    define_integer("warmup_steps", 0, "global updates during which the learning rate grows to its full size", least=0)
-    if "weight_decay" not in values:  # else the scheme defined its own, as its optimizer always has weight decay
-        text = "λ of decoupled weight decay, as in AdamW, applied by the scheme's optimizer"
-        define_number("weight_decay", 0, text, least=0)
+    yield string("learning_rate_schedule", None, text)
+    yield integer("warmup_steps", 0, "global updates during which the learning rate grows to its full size", least=0)
+    text = "λ of decoupled weight decay, as in AdamW, applied by the scheme's optimizer"
+    yield number("weight_decay", 0, text, least=0)
     text = "maximum norm of a local gradient (Keras's global_clipnorm); longer ones are scaled"
-    define_number("clip_norm", None, text, above=0)
+    yield number("clip_norm", None, text, above=0)
     # At most INT32, as a loop in the graph counts the steps in 32 bits.
-    define_integer("window", own("window", 1), "local steps between two exchanges with the ps", least=1, most=INT32)
+    yield integer("window", own("window", 1), "local steps between two exchanges with the ps", least=1, most=INT32)
     text = "compression of the vectors that a worker sends to the ps"
-    flags.DEFINE_enum("compress", own("compress", "none"), COMPRESSIONS, text)
-    define_number("topk", own("topk"), "share of the values that --compress=topk sends (default: 0.01)", above=0, most=1.0)
+    yield choice("compress", own("compress", "none"), COMPRESSIONS, text)
+    yield number("topk", own("topk"), "share of the values that --compress=topk sends (default: 0.01)", above=0, most=1.0)
     text = "compression of the parameters that the ps send to a worker for its training"
-    flags.DEFINE_enum("compress_pull", own("compress_pull", "none"), PULL_COMPRESSIONS, text)
+    yield choice("compress_pull", own("compress_pull", "none"), PULL_COMPRESSIONS, text)
     if "local_optimizer" in defaults:
         text = "optimizer of a worker's local steps; its slots stay on the worker"
-        flags.DEFINE_enum("local_optimizer", own("local_optimizer"), LOCAL_OPTIMIZERS, text)
+        yield choice("local_optimizer", own("local_optimizer"), LOCAL_OPTIMIZERS, text)
         otherwise = "" if own("local_learning_rate") else " (default: --learning_rate)"
-        define_number("local_learning_rate", own("local_learning_rate"), f"step size of --local_optimizer{otherwise}", above=0)
-        define_number("local_momentum", 0.9, "momentum of --local_optimizer=momentum", least=0, below=1)
+        yield number("local_learning_rate", own("local_learning_rate"), f"step size of --local_optimizer{otherwise}", above=0)
+        yield number("local_momentum", 0.9, "momentum of --local_optimizer=momentum", least=0, below=1)
     text = "share of the training set that is held out; its loss and metrics are reported as validation_..."
-    define_number("validation", own("validation"), text, above=0, below=1)
+    yield number("validation", own("validation"), text, above=0, below=1)
     text = "evaluations without a smaller validation loss after which training ends"
-    define_integer("patience", own("patience"), text, least=1)
+    yield integer("patience", own("patience"), text, least=1)
     text = "FILE.py:FUNCTION, called by the chief with the global step and the numbers of each line of metrics or evaluation"
-    flags.DEFINE_string("callback", None, text)
+    yield string("callback", None, text)
     text = "seconds for which workers that are ready wait for the others before the first update"
-    define_number("start_secs", own("start_secs", 60), text, least=0, most=SECONDS)
+    yield number("start_secs", own("start_secs", 60), text, least=0, most=SECONDS)
     text = "global updates that worker 0 makes before the others begin (asynchronous schemes)"
-    define_integer("warm_start_steps", 0, text, least=0)
+    yield integer("warm_start_steps", 0, text, least=0)
     text = "extra milliseconds of each worker's local training, as 0,0,50, to see the effect of a straggler"
-    define_numbers("delays", None, text, least=0, most=1000 * SECONDS)
+    yield numbers("delays", None, text, least=0, most=1000 * SECONDS)
     text = "maximum number of rounds in one session call (default: by model and length of the run)"
     # A round takes at least 18 kB of the graph (HogWild), whose limit is 2 GB.
-    define_integer("rounds_per_call", own("rounds_per_call"), text, least=1, most=100_000)
+    yield integer("rounds_per_call", own("rounds_per_call"), text, least=1, most=100_000)
     # At most 2**31, as Keras takes 32 bits and each worker adds its index.
-    define_integer("seed", own("seed", 0), "seed of initial values and of the order of samples", least=0, most=2**31)
-    flags.DEFINE_string("run_dir", None, "folder of all files of the run (default: runs/SCHEME/TIME)")
+    yield integer("seed", own("seed", 0), "seed of initial values and of the order of samples", least=0, most=2**31)
+    yield string("run_dir", None, "folder of all files of the run (default: runs/SCHEME/TIME)")
     text = "write model.keras for a model with tables on the ps (common.Embedding), with the whole tables"
-    flags.DEFINE_enum("save_tables", "yes", ["yes", "no"], text)
+    yield choice("save_tables", "yes", ["yes", "no"], text)
     text = "optimizer of the rows of tables on the ps (common.Embedding); scheme: the scheme's own"
-    flags.DEFINE_enum("table_optimizer", "scheme", TABLE_OPTIMIZERS, text)
-    define_number("table_learning_rate", None, "step size of --table_optimizer (default: --learning_rate)", above=0)
+    yield choice("table_optimizer", "scheme", TABLE_OPTIMIZERS, text)
+    yield number("table_learning_rate", None, "step size of --table_optimizer (default: --learning_rate)", above=0)
     text = "capacity in rows, over all ps, of each table without a fixed size (common.Embedding(None, width))"
-    define_integer("max_rows", ROOM, text, least=1, most=2**31 - 1)
+    yield integer("max_rows", ROOM, text, least=1, most=2**31 - 1)
     text = "continue from the newest checkpoint in --run_dir, on any number of ps and workers"
-    flags.DEFINE_bool("resume", False, text)
+    yield boolean("resume", False, text)
     text = "seconds between checkpoints: the death of a ps costs at most this much training, and one call"
-    define_number("checkpoint_secs", own("checkpoint_secs", 5), text, above=0, most=SECONDS)
+    yield number("checkpoint_secs", own("checkpoint_secs", 5), text, above=0, most=SECONDS)
     text = "seconds between evaluations on the test set during training; more if an evaluation takes long"
-    define_number("evaluation_secs", 1, text, above=0, most=SECONDS)
+    yield number("evaluation_secs", 1, text, above=0, most=SECONDS)
     text = "maximum number of restarts of a task within an hour: the first at once, later ones after a pause that grows to 30 s"
-    define_integer("max_restarts", 3, text, least=0)
+    yield integer("max_restarts", 3, text, least=0)
     text = "seconds without progress after which a task is killed and restarted; also the limit for checking --data and --model"
-    define_number("hang_secs", 60, text, least=2, most=SECONDS)
+    yield number("hang_secs", 60, text, least=2, most=SECONDS)
     text = "seconds to wait for a task that cannot be reached; then the chief finishes without it, or training fails"
-    define_number("give_up_secs", 600, text, least=1, most=SECONDS)
-    define_isolation()
-    flags.DEFINE_bool("launch", False, "start --num_ps and --num_workers processes on this machine, as run.sh does")
-    flags.DEFINE_bool("check", False, "check the flags, the data and the model, without training")
-    flags.DEFINE_enum("job_name", None, ["ps", "worker"], "the job of this task, when started by hand")
-    define_integer("task_index", None, "the index of this task in its job", least=0)
-    flags.DEFINE_list("ps_hosts", None, "host:port of each ps, separated by commas")
-    flags.DEFINE_list("worker_hosts", None, "host:port of each worker, separated by commas")
-    flags.DEFINE_bool("help", False, "show this help")
-    while _aliases:
-        _define_alias(values, *_aliases.popitem())
-    return values
+    yield number("give_up_secs", 600, text, least=1, most=SECONDS)
+    yield from isolation()
+    yield boolean("launch", False, "start --num_ps and --num_workers processes on this machine, as run.sh does")
+    yield boolean("check", False, "check the flags, the data and the model, without training")
+    yield choice("job_name", None, ["ps", "worker"], "the job of this task, when started by hand")
+    yield integer("task_index", None, "the index of this task in its job", least=0)
+    yield strings("ps_hosts", None, "host:port of each ps, separated by commas")
+    yield strings("worker_hosts", None, "host:port of each worker, separated by commas")
 
 
 def parse(values, arguments, program, without=()):
@@ -374,9 +399,9 @@ def parse(values, arguments, program, without=()):
     _refuse_absls_own(values, arguments)
     try:
         rest = values([program, *arguments])[1:]
-    except flags.UnrecognizedFlagError as error:
+    except absl.UnrecognizedFlagError as error:
         raise _unknown(values, error.flagname) from None
-    except (flags.Error, ValueError) as error:
+    except (absl.Error, ValueError) as error:
         text = re.sub(r"\('(.*)', '(.*)'\)", r"\1, \2", " ".join(str(error).split()))
         raise UserError(f"{text} (--help lists all)") from None
     if values.help:
@@ -389,7 +414,7 @@ def parse(values, arguments, program, without=()):
     # Only a scheme's program has these two flags.
     if "topk" in values and values.topk is not None and values.compress != "topk":
         raise UserError(f"--topk={values.topk:g} needs --compress=topk: add that, or leave --topk out")
-    settings = Settings(**{name: values[name].value for name in values if name in own_names(values)})
+    settings = Settings(**{name: values[name].value for name in values})
     _check_sizes(settings)
     return settings
 
@@ -412,22 +437,21 @@ def _check_sizes(settings):
 
 
 def _unknown(values, name):
-    close = difflib.get_close_matches(name, own_names(values), 1)
+    close = difflib.get_close_matches(name, values, 1)
     near = f"; did you mean --{close[0]}?" if close else ""
     return UserError(f"unknown flag --{name}{near} (--help lists all)")
 
 
 def _refuse_absls_own(values, arguments):
-    """Raises a `UserError` for one of absl's own flags, whose set depends on the imported modules.
+    """Raises a `UserError` for the flags that absl reads itself.
 
     `--flagfile` would add unchecked flags, and `--undefok` hide the misspelling of a flag.
     """
-    theirs = ABSL_READS | set(values) - own_names(values)
     for argument in arguments:
         if argument == "--":
             return
         named = re.match(r"--?([^=]+)", argument)
-        if named and (named[1] in theirs or named[1].removeprefix("no") in theirs):
+        if named and named[1] in ABSL_READS:
             raise _unknown(values, named[1])
 
 
@@ -436,16 +460,9 @@ def present(values, *names):
     return [name for name in names if values[name].present]
 
 
-def own_names(values):
-    """Names of this project's flags, without those that modules of absl or TensorFlow define on import."""
-    modules = values.flags_by_module_dict()
-    theirs = {flag.name for name in modules if name.partition(".")[0] in ("absl", "tensorflow") for flag in modules[name]}
-    return {name for name in values if values[name].name not in theirs}  # a flag may also have a short name, such as -v
-
-
 def in_groups(values, without=()):
     """Yields (title, names) of the groups of flags that a user may give, the script's own first."""
-    names = own_names(values) - {"check", "help", *without}
+    names = set(values) - {"check", "help", *without}
     common = {name for group in GROUPS.values() for name in group}
     yield "This program", sorted(names - common)
     for title, group in GROUPS.items():

@@ -240,5 +240,5 @@ def check_rates(center, last):
     if center.decay is not None and not center.has_decayed:
         raise UserError(
             "--weight_decay: no optimizer changes the global parameters in this scheme: its script must say "
-            'main(..., optimizer_on="worker")'
+            'Scheme(..., optimizer_on="worker")'
         )

@@ -334,7 +334,7 @@ def _check_pace(scheme, waits, pace):
     is_so = {"own": waits is None, "together": isinstance(waits, (Pace, Together)), "ring": isinstance(waits, Ring)}[pace]
     if not is_so:
         right = "own" if waits is None else "ring" if isinstance(waits, Ring) else "together"
-        raise UserError(f'{scheme.__name__}: its script has to say main(..., pace="{right}"), not "{pace}"')
+        raise UserError(f'{scheme.__name__}: its script must say Scheme(..., pace="{right}"), not "{pace}"')
 
 
 def rounds_of_call(settings, model, windows, local_steps, updates, at_once, last, in_ring=False):
