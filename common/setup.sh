@@ -65,24 +65,26 @@ up_to_date && use "$venv"
 trap 'say "stopped; the next run sets up again"; exit 130' INT
 old=$(cat "$stamp" 2>/dev/null) why=$(shortcoming "$venv") uv=$(type -P uv)
 
-watch() { # shows elapsed seconds, and the progress of pip or uv with the remaining time, or their last line
+watch() { # shows elapsed seconds, and the progress of pip or uv with the remaining time, or their last line, or the command
     while sleep 1 && kill -0 $$; do
         said=("$venv"/lib/*/site-packages/*.dist-info)
         read -r have all what < <(awk -v installed="${#said[@]}" -f common/setup_progress.awk "$log")
         [[ $last == "$all $what" ]] || last="$all $what" began=$SECONDS
-        said=$(tail -n 1 "$log")
-        [[ -z $all ]] || said="$have of $all $what"
+        said=$(tail -n 1 "$log") said=${said:-$*} && [[ -z $all ]] || said="$have of $all $what"
         ((have < 1)) || said+=", about $(((SECONDS - began + 1) * (all - have) / have)) s left"
         printf '\r\e[K%d s: %.70s' "$SECONDS" "$said"
     done 2>/dev/null >/dev/tty
 }
 
-step() { # runs a command, with a progress line on a terminal; a failure prints one line
-    local watcher='' status=0
-    [[ ! -t 2 ]] || { watch 9>&- & watcher=$!; }
+run() { # runs a command, with a progress line on a terminal
+    local watcher='' status=0; [[ ! -t 2 ]] || { watch "$@" 9>&- & watcher=$!; }
     "$@" >>"$log" 2>&1 </dev/null || status=$?
     [[ -z $watcher ]] || { kill "$watcher" && wait "$watcher"; printf '\r\e[K' >/dev/tty; } 2>/dev/null
-    [[ $status != 0 ]] || return 0
+    return $status
+}
+
+step() { # runs a command that is needed: a failure prints one line
+    ! run "$@" || return 0
     # A failed update that changed no file, as without a network, leaves .venv as usable as before
     [[ -z $old || -n $(find "$venv/lib/" -newer "$stamp" -print -quit) ]] || printf '%s\n' "$old" >"$stamp"
     said=$(grep -io 'error: .* .*' "$log" || cat "$log") # in words: not pip's "error: subprocess-exited-with-error"
@@ -112,7 +114,7 @@ else
     [[ -z $uv ]] || step uv venv --seed --allow-existing --python '>=3.10,<3.14' "$(realpath "$venv")"
 fi
 # pip 25 and later can report download progress.
-[[ -n $uv ]] || ! "$venv/bin/python" -I -m pip install -q --retries 0 'pip>=25' >>"$log" 2>&1 </dev/null || export PIP_PROGRESS_BAR=raw
+[[ -n $uv ]] || ! run "$venv/bin/python" -I -m pip install -q --retries 0 'pip>=25' || export PIP_PROGRESS_BAR=raw
 [[ -n $uv ]] || step "$venv/bin/python" -I -m pip install --disable-pip-version-check -r requirements.txt
 [[ -z $uv ]] || step uv pip install --python "$venv/bin/python" -r requirements.txt
 why=$(shortcoming "$venv")
