@@ -245,9 +245,9 @@ class Trial:
         return VirtualTime(self.engine.actions, self._num_workers, costs, self.engine.waiting, seed, spans_until)
 
     def _shards(self, condition, seed):
-        from common.simulation import engine
+        from common.simulation import shards_of
 
-        return engine.shards_of(self._dataset, self._num_workers, BATCH, seed, condition.non_iid)
+        return shards_of(self._dataset, self._num_workers, BATCH, seed, condition.non_iid)
 
     def _beginning(self, seed):
         from common.models import keras_model

@@ -213,13 +213,13 @@ class Run:
     def _engine(self, settings):
         """Returns the `common.simulation.Engine` of so many workers."""
         from common.scheme import compression_of, schedule_of
-        from common.simulation import engine
+        from common.simulation import Engine, facts_of, shards_of
 
         n, scheme, compression = settings.num_workers, self._scheme, compression_of(settings)
-        shards = engine.shards_of(self._shown, n, settings.batch_size, settings.seed, settings.non_iid)
-        facts = engine.facts_of(scheme, settings, self.model, shards, settings.num_ps, compression)
+        shards = shards_of(self._shown, n, settings.batch_size, settings.seed, settings.non_iid)
+        facts = facts_of(scheme, settings, self.model, shards, settings.num_ps, compression)
         self._check_overlap(facts.actions)
-        return engine.Engine(
+        return Engine(
             *(scheme, settings, self.model, shards, settings.num_ps),
             schedule=schedule_of(settings),
             last_of=self._last_of,
@@ -232,15 +232,15 @@ class Run:
         """Returns the `common.simulation.Facts` of so many workers: all that the clock has to know of an engine."""
         from common import tf
         from common.scheme import compression_of, schedule_of
-        from common.simulation import engine
+        from common.simulation import Shards, facts_of, facts_of_size
 
         n, dataset, scheme, compression = settings.num_workers, self._shown, self._scheme, compression_of(settings)
         if settings.parameters:
-            facts = engine.facts_of_size(scheme, settings, settings.parameters, n, settings.num_ps, compression)
+            facts = facts_of_size(scheme, settings, settings.parameters, n, settings.num_ps, compression)
         else:  # there may be more workers than samples
             numbers = [np.arange(dataset.num_samples)] * n
-            shards = engine.Shards(dataset.train, numbers, settings.batch_size, range(n))
-            facts = engine.facts_of(scheme, settings, self.model, shards, settings.num_ps, compression)
+            shards = Shards(dataset.train, numbers, settings.batch_size, range(n))
+            facts = facts_of(scheme, settings, self.model, shards, settings.num_ps, compression)
         self._check_overlap(facts.actions)
         if schedule := schedule_of(settings):  # is refused as in a run
             schedule.ask = lambda: self._last_of(facts.samples_per_update)

@@ -82,7 +82,7 @@ def engines(name, workers):
     """Yields of each window and learning rate their numbers, the window, and the `common.simulation.Engine`."""
     from common.data import datasets
     from common.models import keras_model
-    from common.simulation import engine
+    from common.simulation import Engine, shards_of
 
     windows, rates, rate_flag, flags = SCHEMES[name]
     dataset, model = datasets.checked(points(), "points"), None
@@ -92,8 +92,8 @@ def engines(name, workers):
             given += [f"--window={window}"] if len(windows) > 1 else []
             folder, settings = simulate.parse([name, *given])
             model = model or keras_model.build(f"{__file__}:two_parameters", dataset, 0, None)
-            shards = engine.shards_of(dataset, workers, settings.batch_size, 0)
-            virtual = engine.Engine(folder.scheme, settings, model, shards, optimize=False)
+            shards = shards_of(dataset, workers, settings.batch_size, 0)
+            virtual = Engine(folder.scheme, settings, model, shards, optimize=False)
             yield i, k, window, virtual
             virtual.close()
 

@@ -24,8 +24,9 @@ from common.scheme.compression import BIASED, Compression, _uniform, pack, pack_
 from common.scheme.learning_rates import hyperparameters
 from common.scheme.local import LocalParameters
 from common.scheme.steps import build_rounds, repeat_rounds
-from common.simulation.engine import messages_of, shards_of
+from common.simulation.facts import messages_of
 from common.simulation.replay import Replay
+from common.simulation.shards import shards_of
 
 KINDS = COMPRESSIONS[1:]
 NOT_FINITE = np.nan, np.inf, -np.inf

@@ -16,7 +16,8 @@ from common.models import keras_model
 from common.scheme.center import GlobalParameters
 from common.scheme.learning_rates import Schedule
 from common.scheme.local import LocalParameters
-from common.simulation.engine import Engine, shards_of
+from common.simulation.engine import Engine
+from common.simulation.shards import shards_of
 from common.training import loop
 from common.training.metrics import MetricsHook
 

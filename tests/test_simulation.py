@@ -26,8 +26,10 @@ from common.data.batches import Batches
 from common.models import keras_model
 from common.scheme.compression import Compression
 from common.scheme.learning_rates import Schedule
-from common.simulation.engine import MOST_PARAMETERS, Engine, Shards, facts_of, facts_of_size, messages_of, shards_of
+from common.simulation.engine import Engine
+from common.simulation.facts import MOST_PARAMETERS, facts_of, facts_of_size, messages_of
 from common.simulation.replay import Replay
+from common.simulation.shards import Shards, shards_of
 from common.simulation.virtual_time import RESTART, Activity, Costs, VirtualTime
 
 pytestmark = pytest.mark.slow

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 from common.core import front_door
 
 if TYPE_CHECKING:  # the public names
-    from common.simulation import engine, timeline
-    from common.simulation.engine import facts_of, facts_of_size, messages_of, shards_of
+    from common.simulation import timeline
+    from common.simulation.engine import Engine
+    from common.simulation.facts import facts_of, facts_of_size, messages_of
     from common.simulation.replay import Replay
+    from common.simulation.shards import Shards, shards_of
     from common.simulation.timeline import COLORS
     from common.simulation.virtual_time import Action, Costs, VirtualTime, Waiting
 
