@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 from common import Scheme, UserError, main, tf
-from common.core import BUILDING, LOADING, doing, meanwhile, sizes
+from common.core import BUILDING, LOADING, checkpoints_in, doing, meanwhile, sizes
 from common.models import keras_model
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "HogWild"))
@@ -33,8 +33,6 @@ def new_checkpoints(checkpoint_dir, has_ended):
       checkpoint_dir: where the chief saves them.
       has_ended: function that says whether it has saved the last.
     """
-    from common.core import checkpoints_in  # here, as it imports tensorflow
-
     seen = None
 
     def nothing_follows():

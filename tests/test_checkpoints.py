@@ -15,9 +15,10 @@ from runs import SECONDS
 
 from common import tf
 from common.cluster import session
-from common.core import checkpoints, training_clock
-from common.core.checkpoints import Keeper, checkpoints_in
+from common.core import checkpoints, keeper, training_clock
+from common.core.checkpoints import checkpoints_in
 from common.core.flags import TrainingFailed
+from common.core.keeper import Keeper
 from common.scheme.center import GlobalParameters
 
 SIZE = 7
@@ -349,7 +350,7 @@ def test_one_worker_at_a_time_saves(chief):
 def now(monkeypatch):
     """The monotonic clock of a worker, which stands still; `monotonic` are its seconds."""
     now = types.SimpleNamespace(monotonic=1000.0)
-    for module in checkpoints, training_clock:
+    for module in keeper, training_clock:
         monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: now.monotonic))
     return now
 
@@ -549,10 +550,10 @@ def test_a_worker_that_may_not_save_looks_how_old_the_newest_is(chief, tmp_path,
     """It is on another machine, and the chief is away: what it does there, its thread does."""
     chief.begin()
     other = Worker(chief.place, tmp_path / "elsewhere", 1, every_secs=0.1)
-    monkeypatch.setattr(checkpoints, "LATE_SECS", 0.2)
+    monkeypatch.setattr(keeper, "LATE_SECS", 0.2)
     chief.begin()
     said: queue.Queue = queue.Queue()
-    monkeypatch.setattr(checkpoints, "say", said.put)
+    monkeypatch.setattr(keeper, "say", said.put)
     joined = other.join()
     other.keeper.after_create_session(joined, None)
     line = said.get(timeout=SECONDS)

@@ -19,7 +19,7 @@ from common import tf
 from common.cluster import task_spec
 from common.cluster.hooks import EarlyStoppingHook
 from common.core import task_status
-from common.core.checkpoints import Keeper
+from common.core.keeper import Keeper
 from common.data import datasets
 from common.data.batches import Batches
 from common.models import keras_model

@@ -24,6 +24,7 @@ from common.cluster import membership, slurm, task_spec
 from common.core import (
     TrainingFailed,
     UserError,
+    checkpoints,
     devices,
     flags,
     limits,
@@ -307,7 +308,6 @@ def _hold_run_folder(settings, task, script, arguments):
 def _train(scheme, settings, task):
     """Trains as a worker, or alone; returns the exit status."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.heeded())  # see training.Interruption
-    from common.core import checkpoints  # imports tensorflow
     from common.training import loop  # imports tensorflow
 
     index = task.shard_index if task else 0

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # the front door: what others may import
         task_status,
     )
     from common.core.checkpoint_parts import TABLES, TablePart, check_shape, pieces_of, rows_in, spec_of
-    from common.core.checkpoints import Keeper, Trained, checkpoints_in, newest_good_checkpoint, times, writing_into
+    from common.core.checkpoints import checkpoints_in, newest_good_checkpoint, writing_into
     from common.core.doors import front_door
     from common.core.exit_reasons import NOTHING, RAN_OUT, count_oom_kills, killed_by, last_error, of_memory
     from common.core.finite import loss_of_failed, must_be_finite
@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # the front door: what others may import
         sizes,
         why_unwritable,
     )
+    from common.core.keeper import Keeper, Trained, times
     from common.core.locks import AWAY, FINISHED, Clocks, Lock
     from common.core.plots import median_and_range, read_metrics
     from common.core.progress import counted
