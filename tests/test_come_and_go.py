@@ -31,6 +31,7 @@ from common.core.checkpoints import checkpoints_in
 from common.core.flags import TrainingFailed
 from common.launch import control, launcher, supervisor
 from common.launch.fork_server import EARLY, LEFT
+from common.launch.task import Task
 from common.training import loop
 
 DYNAMIC = ROOT / "Asynchronous-DiLoCo" / "asynchronous_diloco.py"
@@ -116,7 +117,7 @@ def test_status_of_leaving_is_0_for_those_who_are_told_no_more(monkeypatch):
 
 @pytest.mark.parametrize("status, ended", [(LEFT, (True, 0)), (0, (False, 0)), (EARLY, (False, EARLY)), (130, (False, 130))])
 def test_launcher_knows_who_has_left(status, ended):
-    task = supervisor.Task("worker", 1, [], "")
+    task = Task("worker", 1, [], "")
     task.end(status)
     assert (task.has_left, task.status) == ended
 
@@ -126,7 +127,7 @@ def two_workers(tmp_path):
     """A function that makes the `Supervisor` of two workers of a scheme with this pace, what it has said, and its workers."""
 
     def two_workers(pace):
-        tasks = [supervisor.Task(job, i, [], str(tmp_path)) for job, i in (("ps", 0), ("worker", 0), ("worker", 1))]
+        tasks = [Task(job, i, [], str(tmp_path)) for job, i in (("ps", 0), ("worker", 0), ("worker", 1))]
         settings = types.SimpleNamespace(pace=pace, ends_with_chief=True, num_evaluators=0, scheme="Synchronous-SGD")
         said: list = []
         return supervisor.Supervisor(tasks, None, settings, said.append), said, tasks[1:]

@@ -19,6 +19,7 @@ from common.core import exit_reasons, task_status
 from common.core.flags import TrainingFailed, UserError
 from common.launch import supervisor
 from common.launch.fork_server import ForkServer
+from common.launch.task import Task
 
 pytestmark = pytest.mark.cluster
 
@@ -372,7 +373,7 @@ def run(server, folder, command, monkeypatch):
         tasks = {}
         for name, code in programs.items():
             job, index = name.split()
-            tasks[name] = supervisor.Task(job, int(index), command(code), str(folder))
+            tasks[name] = Task(job, int(index), command(code), str(folder))
         known: dict = {"max_restarts": 3, "hang_secs": None, "check_secs": {}, "num_evaluators": 0}
         known |= {"pace": "own", "ends_with_chief": False} | changes
         settings = types.SimpleNamespace(**known)

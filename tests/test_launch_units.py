@@ -18,6 +18,7 @@ from common.core.flags import Settings, TrainingFailed
 from common.core.task_status import PROGRESS
 from common.launch import launcher, supervisor
 from common.launch.fork_server import EARLY, ForkServer
+from common.launch.task import Task
 
 SERVING = PROGRESS + '[1, "serving", true, null]'
 
@@ -59,7 +60,7 @@ def start(tmp_path):
         def start(code, environ=None):
             script = tmp_path / "scheme.py"
             script.write_text(code)
-            task = supervisor.Task("ps", 3, [sys.executable, str(script)], str(tmp_path), environ or {})
+            task = Task("ps", 3, [sys.executable, str(script)], str(tmp_path), environ or {})
             task.start(server)
             assert task.is_running
             name, task.status = ends.get(timeout=SECONDS)
@@ -88,7 +89,7 @@ def test_log_of_a_restarted_task_goes_on(start):
 
 
 def test_start_forgets_how_the_task_has_ended_before(tmp_path):
-    task = supervisor.Task("ps", 3, ["python", "scheme.py"], str(tmp_path), status=-9, why_killed="was silent", heard=-1e9)
+    task = Task("ps", 3, ["python", "scheme.py"], str(tmp_path), status=-9, why_killed="was silent", heard=-1e9)
     task.hear(SERVING)
     asked: list = []
     task.start(types.SimpleNamespace(start=lambda *arguments: asked.append(arguments)))
@@ -116,10 +117,7 @@ def test_last_words(start, code, words):
 
 
 def test_last_words_of_a_task_that_writes_to_the_terminal(tmp_path):
-    assert (
-        supervisor.Task("worker", 0, ["python", "scheme.py"], str(tmp_path), is_shown=True).last_words()
-        == "its output is above"
-    )
+    assert Task("worker", 0, ["python", "scheme.py"], str(tmp_path), is_shown=True).last_words() == "its output is above"
 
 
 def test_last_words_of_a_task_that_was_killed_within_a_character(start):
@@ -141,7 +139,7 @@ def test_last_words_of_a_task_that_was_killed_within_a_character(start):
     ],
 )
 def test_how_a_task_ended(state, words):
-    assert supervisor.Task("ps", 3, [], "", **state).how() == words
+    assert Task("ps", 3, [], "", **state).how() == words
 
 
 @pytest.mark.cluster

@@ -12,7 +12,7 @@ from runs import ENDLESS, ROOT, delete, finish, is_training, metrics_of, read_un
 
 from common import tf
 from common.core.checkpoints import checkpoints_in
-from common.launch import launcher, supervisor
+from common.launch import launcher, task
 
 pytestmark = pytest.mark.cluster
 
@@ -149,7 +149,7 @@ def test_runs_that_go_on_with_another_count_together(run_dir, tmp_path, parse, m
     """
     told = {}
 
-    class Task(supervisor.Task):
+    class Task(task.Task):
         def hear(self, text):
             more = super().hear(text)
             if self.job == "worker" and self.progress:

@@ -32,6 +32,8 @@ from runs import run as run_to_the_end
 
 from common import tf
 from common.launch import control, launcher, supervisor
+from common.launch.fork_server import LEFT
+from common.launch.task import Task
 
 # --- Who asks, and who answers ----------------------------------------------------------------------------------------------
 
@@ -126,7 +128,7 @@ class Server:
 @pytest.fixture
 def run(tmp_path):
     """A `Supervisor` of four places, of which workers 0 and 1 have taken theirs; its `server`, and what it `said`."""
-    tasks = [supervisor.Task("ps", 0, [], str(tmp_path)), *(supervisor.Task("worker", i, [], str(tmp_path)) for i in range(4))]
+    tasks = [Task("ps", 0, [], str(tmp_path)), *(Task("worker", i, [], str(tmp_path)) for i in range(4))]
     for task in tasks[3:]:
         task.status, task.has_left = 0, True
     settings = types.SimpleNamespace(pace="own", ends_with_chief=True, num_evaluators=0, scheme="HogWild")
@@ -155,7 +157,7 @@ def test_workers_take_places_and_leave_them(run):
     assert run.server.asked == started + [("signal", f"worker {i}", signal.SIGTERM) for i in (2, 3, 1)]
     assert run.said[:2] == ["worker 2 joins", "worker 3 joins"]
     assert run.said[2:] == ["worker 2, worker 3 are asked to leave", "worker 1 is asked to leave"]
-    run._workers[1].end(supervisor.LEFT)
+    run._workers[1].end(LEFT)
     assert answered(run, "join", 1) == ("worker 1 joins", False)
 
 

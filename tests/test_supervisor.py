@@ -14,6 +14,7 @@ import pytest
 from common.core import task_status
 from common.core.flags import TrainingFailed
 from common.launch import supervisor
+from common.launch.task import Task
 
 
 @pytest.fixture
@@ -68,12 +69,14 @@ class Looking:
         self.server: Any = types.SimpleNamespace(signal=lambda *arguments: self.killed.append(arguments))
         self.server.kill = lambda: self.killed.append(("the server", signal.SIGKILL))
         self.server.heard, self.server_lives = 0.0, True
-        self.tasks = [supervisor.Task("worker", i, [], "") for i in range(workers)]
-        self.tasks += [supervisor.Task("ps", i, [], "") for i in range(ps)]
+        self.tasks = [Task("worker", i, [], "") for i in range(workers)]
+        self.tasks += [Task("ps", i, [], "") for i in range(ps)]
         known = {"pace": "own", "hang_secs": 60, "num_evaluators": 0, "check_secs": {}}
         self.settings = types.SimpleNamespace(**known | settings)
         self.run = supervisor.Supervisor(self.tasks, self.server, self.settings, lambda line: None)
-        monkeypatch.setattr(supervisor, "time", types.SimpleNamespace(monotonic=lambda: self.now, time=time.time))
+        for module in "supervisor", "task":
+            clock = types.SimpleNamespace(monotonic=lambda: self.now, time=time.time)
+            monkeypatch.setattr(f"common.launch.{module}.time", clock)
         monkeypatch.setattr(supervisor.os, "cpu_count", lambda: 2)
         for task in self.tasks:
             self.hear(task.name, 0.0)

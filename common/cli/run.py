@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from common.core import TrainingFailed, UserError, devices, flags, limits, progress, run_folder, signals
-from common.launch import launcher, supervisor
+from common.launch import Task, launcher, supervisor
 
 PROGRAM = "common.run"
 
@@ -63,9 +63,7 @@ def _run(arguments):
             environ = {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "3"), "TF_CONFIG": json.dumps(config)}
             is_shown = (job, index) == ("worker", 0)
             command = [sys.executable, str(script), *arguments[own + 1 :]]
-            return supervisor.Task(
-                job, index, command, str(log_dir), environ | devices.devices_of(job, index, settings.gpus), is_shown
-            )
+            return Task(job, index, command, str(log_dir), environ | devices.devices_of(job, index, settings.gpus), is_shown)
 
         progress.say(f"{script}: --num_ps={settings.num_ps} --num_workers={settings.num_workers}, logs in {log_dir / 'logs'}")
         if settings.gpus is not None:

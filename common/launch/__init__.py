@@ -12,5 +12,6 @@ if TYPE_CHECKING:  # the front door: what others may import
     from common.launch.control import join, leave
     from common.launch.sandbox import die_with_parent
     from common.launch.supervisor import PS_SECONDS, STOP_SECONDS
+    from common.launch.task import Task
 
 __getattr__, __dir__ = front_door(__name__)

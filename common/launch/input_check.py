@@ -9,7 +9,8 @@ from pathlib import Path
 
 from common.core import FITTING, KNOWN, NOTHING, UserError, last_error, of_memory, progress, task_status
 from common.launch.fork_server import EARLY, ForkServer
-from common.launch.supervisor import Supervisor, Task
+from common.launch.supervisor import Supervisor
+from common.launch.task import Task
 
 CHECK_SECONDS = 5  # delay before the user is told about the check
 

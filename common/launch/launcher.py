@@ -16,7 +16,8 @@ from common.launch import control, sandbox, warm
 from common.launch.fork_server import ForkServer
 from common.launch.fork_server import reserved_port as reserved_port  # for callers that start tasks themselves
 from common.launch.input_check import check_input
-from common.launch.supervisor import STARTER, StarterEnded, Supervisor, Task
+from common.launch.supervisor import STARTER, StarterEnded, Supervisor
+from common.launch.task import Task
 
 
 def launch(script, arguments, settings):
