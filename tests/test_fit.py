@@ -1,4 +1,4 @@
-"""common/cli/api.py: `train` from Python sends model, data and scheme to the tasks, shows what they say, and ends them."""
+"""common/cli/api.py, serialization.py: `train` sends model, data and scheme to the tasks, shows what they say, ends them."""
 
 import contextlib
 import errno
@@ -21,7 +21,7 @@ from runs import SECONDS, is_training, processes, read_until, wait_until_gone
 from traitlets.config import Config
 
 from common import train
-from common.cli import api, schemes
+from common.cli import api, schemes, serialization
 from common.core.flags import TrainingFailed, UserError
 
 X, Y = np.arange(24, dtype=np.float32).reshape(8, 3), np.arange(8) % 2
@@ -58,10 +58,10 @@ def test_loss_that_keras_does_not_save(user_error):
     model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
     model.compile("sgd", keras.losses.Huber(0.5))
     with user_error("the model cannot be sent to the workers: ", "not save the settings {'delta': 0.5} of its loss Huber"):
-        api._SentModel(model)
+        serialization.SentModel(model)
     for loss in keras.losses.Huber(), keras.losses.CategoricalCrossentropy(label_smoothing=0.1), "mse":
         model.compile("sgd", loss)
-        assert api._SentModel(model)().loss is not None
+        assert serialization.SentModel(model)().loss is not None
 
 
 class First(keras.Model):
@@ -142,14 +142,14 @@ def test_subclasses_are_sent(of_a_cell, is_built):
     for model in models:
         if is_built:
             model(X)
-        received = api._SentModel(model)()
+        received = serialization.SentModel(model)()
         assert received(X).shape == (8, 2)
         if is_built:
             np.testing.assert_allclose(received(X), model(X), rtol=1e-6)
         before, after = (next(layer for layer in each._flatten_layers() if type(layer) is Times) for each in (model, received))
         assert (before.trainable, before.factor) == (after.trainable, after.factor) and "from_config" not in vars(Times)
-    assert api._SentModel(dense_with(PowersWithConfig(3)))().loss.power == 3
-    api._SentModel(dense_with(lambda y, p: keras.ops.mean(y - p)))()
+    assert serialization.SentModel(dense_with(PowersWithConfig(3)))().loss.power == 3
+    serialization.SentModel(dense_with(lambda y, p: keras.ops.mean(y - p)))()
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_subclasses_are_sent(of_a_cell, is_built):
 def test_models_that_would_come_as_others(of_a_cell, user_error, make, text):
     """In Keras 3.15 the first of them would come with four units."""
     with user_error(f"the model cannot be sent to the workers: {text}", "; give a function that returns the model"):
-        api._SentModel(make())
+        serialization.SentModel(make())
 
 
 def test_pace_is_for_a_function(user_error):
@@ -205,7 +205,7 @@ def test_every_scheme_has_a_name():
 
 def test_arrays_are_mapped_not_copied(tmp_path):
     x = {"a": X, "b": np.arange(8, dtype=np.uint8)}
-    arrays = api._Arrays(api._loaded(((x, Y, np.ones(8)), (x, Y, np.ones(8)))), tmp_path)
+    arrays = serialization.SentArrays(serialization.loaded(((x, Y, np.ones(8)), (x, Y, np.ones(8)))), tmp_path)
     (x_train, y_train, weights), _ = arrays()
     assert all(isinstance(array, np.memmap) for array in (*x_train.values(), y_train, weights))
     np.testing.assert_array_equal(x_train["a"], X)
@@ -235,7 +235,7 @@ def test_model_with_a_layer_and_a_loss_of_a_cell(monkeypatch):
     model = keras.Sequential([keras.Input([3]), Scale(), keras.layers.Dense(2)])
     model.compile("adam", own_loss)
     model.layers[0].factor.assign([1, 2, 3])
-    sent = api._SentModel(model)
+    sent = serialization.SentModel(model)
     for own in Scale, own_loss:
         monkeypatch.delattr(main, own.__name__)
     received = sent()
@@ -342,7 +342,7 @@ def test_settings_of_keras_that_the_tasks_would_not_have_are_refused(user_error,
         change(value)
         with user_error(f"keras.config.{name}() is '{value}' in this program", f"call keras.config.set_{name} in the function"):
             train("HogWild", model, "digits")
-        api._check_keras(keras.Sequential([keras.layers.Dense(1)]))  # is sent with its own
+        serialization.check_keras(keras.Sequential([keras.layers.Dense(1)]))  # is sent with its own
 
 
 @pytest.mark.cluster
@@ -410,7 +410,7 @@ def test_model_that_is_not_built_is_sent_without_a_warning():
     """It is built where its samples are known."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        sent = api._SentModel(keras.Sequential([keras.layers.Dense(2)]))
+        sent = serialization.SentModel(keras.Sequential([keras.layers.Dense(2)]))
     assert not sent().built
 
 

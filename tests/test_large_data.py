@@ -11,7 +11,7 @@ import pytest
 from runs import ENDLESS, finish, is_training, processes, read_until, start
 
 from common import tf
-from common.cli import api
+from common.cli import serialization
 from common.core import task_status
 from common.data import datasets
 from common.data.batches import Batches, Position, fed
@@ -220,7 +220,7 @@ def test_a_mapped_array_is_sent_as_the_name_of_its_file(small_is_large, tmp_path
     """By `train` of a notebook; an array in memory is sent as a file."""
     (tmp_path / "sent").mkdir()
     x, y = saved(tmp_path, np.random.default_rng(0).random([40, 3])), np.arange(40)
-    sent = api._Arrays(datasets.checked(((x, y), (x[:5], y[:5])), ""), tmp_path / "sent")
+    sent = serialization.SentArrays(datasets.checked(((x, y), (x[:5], y[:5])), ""), tmp_path / "sent")
     assert len(list((tmp_path / "sent").iterdir())) == 2  # of the labels
     found = datasets.checked(pickle.loads(pickle.dumps(sent))(), "")
     np.testing.assert_array_equal(found.x_test[:], x[:5].astype(np.float32))

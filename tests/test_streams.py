@@ -14,7 +14,7 @@ import tensorflow
 from runs import HOGWILD, ROOT, finish, is_training, processes, read_until, result_of, run, start
 
 from common import tf, train
-from common.cli import api
+from common.cli import serialization
 from common.core import plots
 from common.core.flags import Settings, TrainingFailed
 from common.data import files as in_files
@@ -382,7 +382,7 @@ def test_datasets_of_a_program_have_to_be_sent_as_a_function(user_error):
         train("HogWild", "mlp", (dataset(), dataset()))
     with user_error("parse must be 'FILE.py:FUNCTION', not a function of this program"):
         train("HogWild", "mlp", "*.tfrecord", parse=len)
-    assert api._loaded(lambda: (dataset(), dataset(4))).x_test.shape == (4, 2)
+    assert serialization.loaded(lambda: (dataset(), dataset(4))).x_test.shape == (4, 2)
 
 
 def test_a_csv_file_that_is_not_in_utf_8(user_error, tmp_path):
