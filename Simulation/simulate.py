@@ -184,9 +184,8 @@ class Run:
         from common.data import datasets, streams
         from common.models import keras_model
         from common.scheme import tables
-        from common.training import loop
 
-        self.settings, self.lines, self.final, self._scheme, self._training = settings, [], None, scheme.function, loop
+        self.settings, self.lines, self.final, self._scheme = settings, [], None, scheme.function
         # Samples that a real run reads while it trains are read at once here, and dealt out as arrays are.
         self._dataset = dataset = streams.in_memory(streams.load(settings.but(num_workers=1, run_dir=None)))
         small = settings.clock_only and settings.parameters  # only the steps count here, so any model will do
@@ -256,16 +255,20 @@ class Run:
             )
 
     def _last_of(self, samples_per_update):
-        return self._training.last_step(self.settings, self._dataset.num_samples, samples_per_update)
+        from common.training import last_step
+
+        return last_step(self.settings, self._dataset.num_samples, samples_per_update)
 
     def _calibrate(self, runs):
         """Finds the costs of steps and messages in what real runs have `Measured`, and how well they fit."""
+        from common.training import rounds_of_call
+
         clocks = [self._clock_of(run) for run in runs]
         found = calibrate.fit(clocks, self.settings.latency_given)
         windows = sum(action.local_steps > 0 for action in self.actions)
         updates, n = sum(action.writes for action in self.actions), self.settings.num_workers
         at_once, steps = n if self.waiting.quorum is None else 1, sum(action.local_steps for action in self.actions)
-        rounds = self._training.rounds_of_call(self.settings, self.model, windows, steps, updates, at_once, self.last)
+        rounds = rounds_of_call(self.settings, self.model, windows, steps, updates, at_once, self.last)
         self.costs = found.costs(dataclasses.replace(self.costs, rounds_per_call=rounds))
         fits = [calibrate.report(clock, found) for clock in clocks]
         known = {name: None if value == math.inf else value for name, value in found._asdict().items()}

@@ -45,16 +45,16 @@ def train(task, settings):
     if (settings.rounds_per_call or 1) > 1:
         raise UserError("--rounds_per_call must be 1 here: it needs a feed_dict for every step")
     settings = settings.but(scheme="SyncReplicasOptimizer")
-    from common.training import loop
+    from common.training import Interruption, Plan, delay_of, last_step, run_worker, write_result
 
-    interruption = loop.Interruption()
+    interruption = Interruption()
     server = task.create_server() if task else None
     index, num_workers = (task.shard_index, task.num_workers) if task else (0, 1)
     dataset = datasets.load(settings.data)
     x_train, y_train = datasets.shard(dataset, index, num_workers)
     batches = feeds(x_train, y_train, settings.batch_size, np.random.default_rng(settings.seed + index))
-    last = loop.last_step(settings, len(dataset.x_train), num_workers * settings.batch_size)
-    delay = loop.delay_of(settings.delays, index)
+    last = last_step(settings, len(dataset.x_train), num_workers * settings.batch_size)
+    delay = delay_of(settings.delays, index)
 
     place = tf.train.replica_device_setter(task.num_ps, worker_device=task.device) if task else None
     with tf.Graph().as_default(), tf.device(place):
@@ -99,7 +99,7 @@ def train(task, settings):
         evaluation = global_step, {"loss": mean_loss(logits, dataset.y_test), "accuracy": accuracy}
         final = tf.trainable_variables()
         about: dict[str, Any] = {"waits": waits, "gradients_per_update": num_workers}
-        plan = loop.Plan(last, global_step, next_call, evaluation, final, tf.train.Scaffold(), **about)
+        plan = Plan(last, global_step, next_call, evaluation, final, tf.train.Scaffold(), **about)
 
         def open_session(task, target, scaffold, checkpoint_dir, checkpoint_secs, hooks):
             hooks = [*hooks, optimizer.make_session_run_hook(index == 0, settings.num_tokens)]
@@ -115,7 +115,7 @@ def train(task, settings):
 
         # That thread ends by an error when its session is closed, which is no news.
         threading.excepthook = lambda e: isinstance(e.exc_value, tf.errors.CancelledError) or threading.__excepthook__(e)
-        outcome = loop.run_worker(plan, task, settings, server, interruption, open_session)
+        outcome = run_worker(plan, task, settings, server, interruption, open_session)
     path = Path(settings.run_dir, "contributions", f"worker-{index}.json")
     path.parent.mkdir(exist_ok=True)
     write_json(path, [int(step) for step in steps[:-1]])
@@ -123,7 +123,7 @@ def train(task, settings):
         model = keras_model.build(settings.model, dataset)
         model.save(np.concatenate([w.ravel() for w in outcome.final]), [], Path(settings.run_dir, "model.keras"))
         more = {"parameters": model.size, "optimizer": sgd.get_name(), "gradients_per_update": num_workers}
-        loop.write_result(settings, task, outcome.reports, *outcome.evaluated, **more)
+        write_result(settings, task, outcome.reports, *outcome.evaluated, **more)
     return outcome.status
 
 

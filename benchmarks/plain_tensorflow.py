@@ -61,9 +61,9 @@ def train(task, settings):
         raise UserError("--rounds_per_call must be 1 here: plain TensorFlow needs a feed_dict for every step")
     settings = settings.but(scheme="plain TensorFlow")
     # Imported only now: the launcher reads this file too, and does not need tensorflow.
-    from common.training import loop
+    from common.training import Interruption, Plan, last_step, run_worker, write_result
 
-    interruption = loop.Interruption()
+    interruption = Interruption()
     server = task.create_server() if task else None
     index, num_workers = (task.shard_index, task.num_workers) if task else (0, 1)
     dataset = datasets.load(settings.data)
@@ -98,16 +98,16 @@ def train(task, settings):
         hits = tf.equal(tf.argmax(logits, axis=1, output_type=tf.int32), dataset.y_test)
         accuracy = tf.reduce_mean(tf.cast(hits, tf.float32))
         evaluation = global_step, {"loss": mean_loss(logits, dataset.y_test), "accuracy": accuracy}
-        last = loop.last_step(settings, len(dataset.x_train))
-        plan = loop.Plan(last, global_step, next_call, evaluation, tf.trainable_variables(), tf.train.Scaffold())
+        last = last_step(settings, len(dataset.x_train))
+        plan = Plan(last, global_step, next_call, evaluation, tf.trainable_variables(), tf.train.Scaffold())
         # The main loop and the measurement are those of the schemes; the session is the textbooks'.
-        outcome = loop.run_worker(plan, task, settings, server, interruption, textbook_session)
+        outcome = run_worker(plan, task, settings, server, interruption, textbook_session)
     if outcome.evaluated:
         model = keras_model.build(settings.model, dataset)
         assert [w.shape for w in outcome.final] == model.shapes, "this is not the mlp that the schemes train"
         model.save(np.concatenate([w.ravel() for w in outcome.final]), [], Path(settings.run_dir, "model.keras"))
         more = {"parameters": model.size, "optimizer": optimizer.get_name()}
-        loop.write_result(settings, task, outcome.reports, *outcome.evaluated, **more)
+        write_result(settings, task, outcome.reports, *outcome.evaluated, **more)
     return outcome.status
 
 

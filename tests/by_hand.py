@@ -150,11 +150,13 @@ if __name__ == "__main__":
     import setproctitle
 
     setproctitle.setproctitle(f"tasks by hand of {os.getppid()}")  # it finds its place before variables change
+    import numpy as np
+
     from common.cli import program  # noqa: F401
     from common.launch import sandbox  # noqa: F401
     from common.training import loop  # noqa: F401
 
-    os.register_at_fork(after_in_child=loop.np.random.seed)  # or all tasks would draw the same
+    os.register_at_fork(after_in_child=np.random.seed)  # or all tasks would draw the same
     gc.collect()
     gc.freeze()
     try:

@@ -21,9 +21,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import numpy as np
 
 from common.cli import schemes
-from common.core import flags
+from common.core import flags, plots
 from common.data import datasets
-from common.training import loop
+from common.training import loop, run_check
 
 ROOT = Path(__file__).resolve().parents[1]
 README = Path(__file__).with_name("README.md")
@@ -808,7 +808,7 @@ def train(name, path, folder):
     for part in ("checkpoints", "metrics", "logs"):
         Path(folder, part).mkdir(parents=True)
     if path == row.schemes[0]:
-        loop.check(settings, datasets.load(settings.data, settings.seed))
+        run_check.check(settings, datasets.load(settings.data, settings.seed))
     assert loop.train(scheme.function, None, settings) == 0
     lines = [json.loads(line) for line in Path(folder, "metrics", "worker-0.jsonl").read_text().splitlines()]
     before = next(line["test_loss"] for line in lines if "test_loss" in line)
@@ -896,7 +896,7 @@ def write_table():
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--json"]:
-        loop.plots.draw_curve = lambda run_dir: None  # pictures take longer than training here
+        plots.draw_curve = lambda run_dir: None  # pictures take longer than training here
         sys.modules["keras_models"] = sys.modules["__main__"]  # which `--model=FILE.py:FUNCTION` would else run again
         print(json.dumps({name: outcome(name, int(sys.argv[2])) for name in sys.argv[3:]}))
     else:

@@ -32,7 +32,8 @@ from common.core.flags import TrainingFailed
 from common.launch import control, launcher, supervisor
 from common.launch.fork_server import EARLY, LEFT
 from common.launch.task import Task
-from common.training import loop
+from common.training import interruption as interrupting
+from common.training.interruption import Interruption
 
 DYNAMIC = ROOT / "Asynchronous-DiLoCo" / "asynchronous_diloco.py"
 
@@ -51,13 +52,13 @@ def heard(monkeypatch):
     done: list = []
     monkeypatch.setattr(signals, "hear_signals", lambda *_: None)
     monkeypatch.setattr(signals, "exit_at_once", done.append)
-    monkeypatch.setattr(loop, "say_asked", lambda: done.append("asked"))
+    monkeypatch.setattr(interrupting, "say_asked", lambda: done.append("asked"))
     monkeypatch.setattr(threading, "Thread", lambda target, daemon: types.SimpleNamespace(start=target))
     return done
 
 
 def test_sigterm_asks_a_worker_that_trains_to_leave_after_its_call(heard):
-    interruption = loop.Interruption(heard.append)
+    interruption = Interruption(heard.append)
     interruption.training_begins()
     interruption._hear(signal.SIGTERM)
     assert (interruption.requested, interruption.leaves, heard) == (True, True, [])
@@ -67,7 +68,7 @@ def test_sigterm_asks_a_worker_that_trains_to_leave_after_its_call(heard):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_other_signals_ask_no_worker_to_leave(heard, number):
-    interruption = loop.Interruption(heard.append)
+    interruption = Interruption(heard.append)
     interruption.training_begins()
     interruption._hear(number)
     assert (interruption.requested, interruption.leaves, heard) == (True, False, [])
@@ -75,7 +76,7 @@ def test_other_signals_ask_no_worker_to_leave(heard, number):
 
 @pytest.mark.parametrize("report", [None, [1.0, 2.0]])
 def test_sigterm_before_or_after_training_leaves_at_once(heard, report):
-    interruption = loop.Interruption(heard.append)
+    interruption = Interruption(heard.append)
     if report:
         interruption.training_begins()
         interruption.report = report
@@ -87,14 +88,14 @@ def test_sigterm_before_or_after_training_leaves_at_once(heard, report):
 @pytest.mark.parametrize("trains", [False, True])
 def test_who_waits_for_others_leaves_by_its_session(heard, trains):
     """They would wait for it for ever; and until it has left it waits for them. After the training it leaves at once."""
-    interruption = loop.Interruption(heard.append, waits_for_others=True)
+    interruption = Interruption(heard.append, waits_for_others=True)
     interruption.release = lambda: heard.append("released")
     if trains:
         interruption.training_begins()
     interruption._hear(signal.SIGTERM)
     assert (interruption.requested, interruption.leaves, heard) == (True, True, [])
     interruption.after_create_session(None, None)  # does not wait for its end
-    after = loop.Interruption(heard.append, waits_for_others=True)
+    after = Interruption(heard.append, waits_for_others=True)
     after.training_begins()
     after.report = "report"
     after.training_ends()
@@ -103,7 +104,7 @@ def test_who_waits_for_others_leaves_by_its_session(heard, trains):
 
 
 def test_who_cannot_leave_says_that_it_was_asked(heard):
-    interruption = loop.Interruption()
+    interruption = Interruption()
     interruption.training_begins()
     interruption._hear(signal.SIGTERM)
     assert (interruption.requested, interruption.leaves, heard) == (True, False, ["asked"])
@@ -192,10 +193,10 @@ def test_worker_that_dies_while_it_leaves_does_not_come_back(two_workers, monkey
 
 
 def test_worker_that_is_asked_to_leave_tells_the_launcher(heard, monkeypatch):
-    monkeypatch.setattr(loop, "say_leaving", lambda: heard.append("leaving"))
+    monkeypatch.setattr(interrupting, "say_leaving", lambda: heard.append("leaving"))
     for leaver, said in (heard.append, ["leaving"]), (None, ["asked"]):
         heard.clear()
-        interruption = loop.Interruption(leaver)
+        interruption = Interruption(leaver)
         interruption.training_begins()
         interruption._hear(signal.SIGTERM)
         assert heard == said

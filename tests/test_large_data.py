@@ -19,7 +19,7 @@ from common.data.mapped_rows import Rows
 from common.models import keras_model
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters
-from common.training.loop import fed_test_set
+from common.training.model_and_data import fed_test_set
 
 # --- Mapped files -------------------------------------------------------------------------------------------------------
 

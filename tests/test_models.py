@@ -15,7 +15,7 @@ from common.models import keras_model
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters
 from common.scheme.steps import build_rounds
-from common.training import loop
+from common.training import model_and_data, run_check
 
 
 def layers_of_all_kinds():
@@ -316,7 +316,7 @@ def test_model_that_cannot_be_trained(user_model, user_error, model, texts):
         dataset = classes(9, [3], 4)
         built = user_model(model(), dataset)
         with keras_model.named("m.py:f"):
-            loop._trace(built, dataset)
+            run_check._trace(built, dataset)
 
 
 @pytest.mark.parametrize(
@@ -533,7 +533,7 @@ def test_workers_draw_apart_where_the_model_has_seeds_of_its_own(tmp_path, image
     )
     flags = {"seed": 7, "loss": None, "resume": False, "run_dir": str(tmp_path), **flag_defaults.TRANSFORMER}
     settings = flag_defaults.Settings(model=f"{tmp_path}/m.py:build", **flags)
-    workers = [loop.build_model(settings, images, i) for i in range(3)]
+    workers = [model_and_data.build_model(settings, images, i) for i in range(3)]
     seeds = [[own.tolist() for own in model.seeds(model.initial_state)] for model in workers]
     first = [v.numpy().tolist() for v in workers[0].keras_model.non_trainable_variables]
     assert len(first) == 2 and seeds == [[[own[0] + i, own[1]] for own in first] for i in range(3)]
@@ -828,7 +828,7 @@ def test_loss_and_metrics_of_the_model_are_honoured(user_model, problem):
     make, samples = PROBLEMS[problem]
     dataset = datasets.checked((samples(12), samples(7)), "mine")
     model = user_model(make(), dataset)
-    loop._trace(model, dataset)
+    run_check._trace(model, dataset)
     x, y, *weights = dataset.train
     ours, state = in_graph(
         lambda p, state, x, y, *w: model.loss(model.split(p), state, x, y, *w),
@@ -934,7 +934,7 @@ def test_model_that_a_function_gives_again(monkeypatch):
 def test_losses_of_layers_of_a_model_that_is_not_compiled(user_model):
     dataset = classes(9, [3], 4)
     model = user_model(dense(4, activity_regularizer="l2"), dataset)
-    loop._trace(model, dataset)
+    run_check._trace(model, dataset)
     assert model.minimizes == "sparse categorical crossentropy of logits + the losses of its layers"
 
 
@@ -973,7 +973,7 @@ def test_a_metric_that_cannot_be(user_model, user_error):
     dataset = classes(9, [3], 4)
     model = compiled(dense(4), loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=[NeedsPython()])
     with user_error("the metrics of the model cannot be"):
-        loop._trace(user_model(model, dataset), dataset)
+        run_check._trace(user_model(model, dataset), dataset)
 
 
 def test_metrics_of_several_numbers(user_model):
@@ -997,9 +997,9 @@ def test_what_is_trained(user_model):
         "minimizes sparse categorical crossentropy of kind, mae of size + the losses of its layers, by SGD on the ps "
         "(the model's own RMSprop is not used); 13 samples, 6 or 7 for each of 2 workers"
     )
-    assert loop.what_is_trained(model, dataset, 2, "SGD on the ps") == text
+    assert model_and_data.what_is_trained(model, dataset, 2, "SGD on the ps") == text
     size = sum(array.nbytes for part in dataset.train for array in datasets.arrays_in(part))
-    said = loop.what_is_trained(model, dataset, 2, "SGD on the ps", is_own=True)
+    said = model_and_data.what_is_trained(model, dataset, 2, "SGD on the ps", is_own=True)
     assert said == f"{text}, from arrays of {size / 1000:.1f} kB in memory"
 
 

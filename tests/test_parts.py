@@ -15,7 +15,8 @@ from common.core import progress
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters
 from common.scheme.steps import PARTS, Rounds, Step, build_rounds, timed_rounds
-from common.training import loop, metrics
+from common.training import metrics
+from common.training.calls import _Turn
 from common.training.metrics import MetricsHook, MetricsLog, shares_of_parts
 
 SLEEP = 0.05
@@ -216,7 +217,7 @@ def test_normal_calls_are_untouched(graph, model, known_batches, batches):
 
 
 def turns(in_ring, seconds, calls):
-    turn = loop._Turn(in_ring)
+    turn = _Turn(in_ring)
     return [i for i in range(1, calls + 1) if turn.is_it(i, i * seconds, seconds)]
 
 

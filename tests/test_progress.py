@@ -17,7 +17,9 @@ from rich.console import Console
 
 from common.core import plots, progress, task_status
 from common.core.progress import Progress
-from common.training import loop
+from common.scheme.steps import PARTS
+from common.training.result import REPORT, summarize, write_result
+from common.training.sample_counts import last_step
 
 
 @pytest.fixture
@@ -174,7 +176,7 @@ def test_picture_that_cannot_be_drawn_is_a_warning(write, tmp_path, capsys, monk
         raise RuntimeError("two\nlines")
 
     monkeypatch.setattr("matplotlib.backends.backend_agg.FigureCanvasAgg.print_png", fail)
-    loop.write_result(settings(run_dir=tmp_path), types.SimpleNamespace(num_ps=1), [report(**FIRST)], 350, {})
+    write_result(settings(run_dir=tmp_path), types.SimpleNamespace(num_ps=1), [report(**FIRST)], 350, {})
     line = f"no picture: {tmp_path / 'curve.png'} could not be drawn: RuntimeError: two lines"
     assert said == [line] and capsys.readouterr().out == line + "\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics", "result.json"]
@@ -500,21 +502,21 @@ def settings(**changes):
 
 
 def test_last_step():
-    assert loop.last_step(settings(), 1438) == math.ceil(60 * 1438 / 32)
-    assert loop.last_step(settings(), 1438, 320) == math.ceil(60 * 1438 / 320)
-    assert loop.last_step(settings(), 1438, Fraction(32 * 3, 2)) == math.ceil(60 * 1438 / 48)
-    assert loop.last_step(settings(epochs=1e-6), 1438) == 1
-    assert loop.last_step(settings(steps=7), 1438) == 7
+    assert last_step(settings(), 1438) == math.ceil(60 * 1438 / 32)
+    assert last_step(settings(), 1438, 320) == math.ceil(60 * 1438 / 320)
+    assert last_step(settings(), 1438, Fraction(32 * 3, 2)) == math.ceil(60 * 1438 / 48)
+    assert last_step(settings(epochs=1e-6), 1438) == 1
+    assert last_step(settings(steps=7), 1438) == 7
 
 
 def report(**figures):
     """The report of a worker at its end."""
-    return [{"dropped": 0, **figures}[name] for name in loop.REPORT]
+    return [{"dropped": 0, **figures}[name] for name in REPORT]
 
 
 def whole_report(seconds, left=0.0, **figures):
     """The report of a scheme's worker, which also says how long it was there."""
-    return [*report(**figures), *[math.nan] * len(loop.PARTS), seconds, left]
+    return [*report(**figures), *[math.nan] * len(PARTS), seconds, left]
 
 
 FIRST = dict(
@@ -528,7 +530,7 @@ SECOND = dict(
 def test_result_of_two_workers():
     """Speed is measured from the second call of the last worker to start, until the last one stops."""
     task = types.SimpleNamespace(num_ps=3)
-    result = loop.summarize(settings(), task, [report(**FIRST), report(**SECOND)], 350)
+    result = summarize(settings(), task, [report(**FIRST), report(**SECOND)], 350)
     assert result["train_seconds"] == pytest.approx(9)
     assert result["samples_per_second"] == pytest.approx((350 - 50) * 32 / 9)
     assert result["samples"] == 11200
@@ -541,11 +543,11 @@ def test_result_of_two_workers():
 
 def test_result_says_who_has_left_and_how_long_all_were_there():
     reports = [whole_report(12.5, **FIRST), whole_report(7.0, left=105.5, **SECOND | {"index": 3, "stop_time": 105.0})]
-    result = loop.summarize(settings(), types.SimpleNamespace(num_ps=1), reports, 350)
+    result = summarize(settings(), types.SimpleNamespace(num_ps=1), reports, 350)
     assert result["left"] == [{"worker": 3, "time": 105.5, "updates": 150, "samples": 4800}]
     assert result["worker_seconds"] == 19.5 and result["num_workers"] == 2
     json.dumps(result, allow_nan=False)
-    others = loop.summarize(settings(), None, [report(**FIRST)], 200)  # a script with a main loop of its own
+    others = summarize(settings(), None, [report(**FIRST)], 200)  # a script with a main loop of its own
     assert (others["left"], others["worker_seconds"]) == ([], None)
 
 
@@ -553,12 +555,12 @@ def test_result_says_who_has_left_and_how_long_all_were_there():
 def test_an_outage_leaves_no_rate_that_is_negative(step, stop):
     """What the last worker to start had seen was rolled back, and not trained again."""
     reports = [report(**FIRST | {"stop_time": stop}), report(**SECOND | {"stop_time": stop})]
-    result = loop.summarize(settings(), types.SimpleNamespace(num_ps=1), reports, step)
+    result = summarize(settings(), types.SimpleNamespace(num_ps=1), reports, step)
     assert (result["train_seconds"], result["samples_per_second"]) == (None, None)
 
 
 def test_local_steps_count_in_the_speed():
-    result = loop.summarize(settings(), None, [report(**FIRST)], 200, samples_per_gradient=Fraction(320))
+    result = summarize(settings(), None, [report(**FIRST)], 200, samples_per_gradient=Fraction(320))
     assert result["samples_per_second"] == pytest.approx(200 * 320 / 10)
     assert result["num_ps"] == 0
 
@@ -566,7 +568,7 @@ def test_local_steps_count_in_the_speed():
 def test_an_update_of_several_gradients_counts_all_of_them_in_the_speed():
     """Not those that were dropped, though these are among the samples that were processed."""
     reports = [report(**FIRST), report(**SECOND, dropped=7)]
-    result = loop.summarize(settings(), types.SimpleNamespace(num_ps=1), reports, 200, gradients_per_update=2)
+    result = summarize(settings(), types.SimpleNamespace(num_ps=1), reports, 200, gradients_per_update=2)
     assert result["samples_per_second"] == pytest.approx((200 - 50) * 64 / 9)
     assert (result["samples"], result["gradients_dropped"]) == (11200, 7)
 
@@ -575,13 +577,13 @@ def test_worker_that_came_too_late_to_train_does_not_count_in_the_speed():
     late = report(
         index=1, first_time=109.0, first_step=200, stop_time=109.5, samples=0, updates=0, staleness_sum=0, staleness_max=0
     )
-    result = loop.summarize(settings(), None, [report(**FIRST), late], 200)
+    result = summarize(settings(), None, [report(**FIRST), late], 200)
     assert result["train_seconds"] == pytest.approx(10)
     assert result["samples_per_second"] == pytest.approx(640)
 
 
 def test_result_of_a_run_that_had_nothing_left_to_do():
     idle = FIRST | dict(first_step=200, samples=0, updates=0, staleness_sum=0, staleness_max=0)
-    result = loop.summarize(settings(), None, [report(**idle)], 200)
+    result = summarize(settings(), None, [report(**idle)], 200)
     assert (result["train_seconds"], result["samples_per_second"], result["staleness_mean"]) == (None, None, None)
     assert (result["samples"], result["staleness_max"]) == (0, 0)

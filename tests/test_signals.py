@@ -16,7 +16,7 @@ from runs import HOGWILD, ROOT, SECONDS, on_a_terminal, processes, wait_until_go
 from common import tf
 from common.core import signals
 from common.launch import launcher
-from common.training import loop
+from common.training.interruption import Interruption
 
 IGNORABLE = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
@@ -114,7 +114,7 @@ def interruption(monkeypatch):
     ends: list[int] = []
     monkeypatch.setattr(signals, "hear_signals", lambda *_: None)
     monkeypatch.setattr(signals, "exit_at_once", ends.append)
-    return loop.Interruption(), ends
+    return Interruption(), ends
 
 
 def test_hang_up_is_never_impatience(interruption):

@@ -23,7 +23,8 @@ from common.data.files import FilePart
 from common.models import keras_model
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters
-from common.training import loop
+from common.training.model_and_data import what_is_trained
+from common.training.sample_counts import last_step
 
 FLAGS = {name: None for name in ("test_data", "label", "parse", "steps", "seconds", "run_dir")}
 PARSE = """
@@ -206,7 +207,7 @@ def test_held_out_samples_are_nobodys(files, lengths, num_workers):
 
 def line_of(stream):
     model = keras_model.build("mlp", stream.first)
-    return loop.what_is_trained(model, stream, len(stream.shares), "SGD on the ps")
+    return what_is_trained(model, stream, len(stream.shares), "SGD on the ps")
 
 
 def test_first_line_of_a_run(tmp_path, monkeypatch):
@@ -303,7 +304,7 @@ def test_a_dataset_without_end():
     assert stream.num_samples is None and "an unknown or endless number of samples, from" in line_of(stream)
     numbers = epoch_of(stream, 1, batches=40)
     assert len(numbers) == 40 and set(numbers) == set(range(1, 20, 2))
-    assert loop.last_step(settings("", steps=5), None) == 5 and loop.last_step(settings(""), None) == streams.ENDLESS
+    assert last_step(settings("", steps=5), None) == 5 and last_step(settings(""), None) == streams.ENDLESS
 
 
 def test_inputs_of_several_arrays_and_weights():

@@ -15,7 +15,7 @@ from common.data.batches import Batches
 from common.models import keras_model
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters
-from common.training import loop
+from common.training import calls
 
 ALL_REDUCE = "Synchronous-SGD", "all_reduce"
 
@@ -34,11 +34,11 @@ def worker(index):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The clock of the main loop; it stands still. And a long run is what has made two calls, none of them timed."""
+    """The clock of the calls; it stands still. And a long run is what has made two calls, none of them timed."""
     standing: Any = types.SimpleNamespace(now=0.0, monotonic=lambda: standing.now)
-    monkeypatch.setattr(loop, "LONG_RUN", 2)
-    monkeypatch.setattr(loop, "LEAST_TIMED", math.inf)
-    monkeypatch.setattr(loop, "time", standing)
+    monkeypatch.setattr(calls, "LONG_RUN", 2)
+    monkeypatch.setattr(calls, "LEAST_TIMED", math.inf)
+    monkeypatch.setattr(calls, "time", standing)
     return standing
 
 
@@ -56,7 +56,7 @@ def built(problem, graph, load_scheme):
             pace = "ring" if scheme == ALL_REDUCE else "own"
             given = {"pace": pace, "seconds": None, "rounds_per_call": None, "delays": None, "window": 1, **flags}
             settings = Settings(steps_per_call=1, learning_rate=0.1, batch_size=32, steps=last, **given)
-            found, next_call, *more = loop.build_calls(load_scheme(*scheme), center, local, settings, len(dataset.x_train))
+            found, next_call, *more = calls.build_calls(load_scheme(*scheme), center, local, settings, len(dataset.x_train))
         assert found == last
         return center, local, next_call, more
 
@@ -137,7 +137,7 @@ def test_what_is_no_long_run(rounds_of, flags):
 @pytest.fixture
 def times_rounds(clock, monkeypatch):
     """Calls may be timed."""
-    monkeypatch.setattr(loop, "LEAST_TIMED", 50)
+    monkeypatch.setattr(calls, "LEAST_TIMED", 50)
 
 
 @pytest.mark.slow

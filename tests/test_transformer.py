@@ -15,7 +15,8 @@ from common.cli.api import Run
 from common.core import flags
 from common.data import datasets
 from common.models import keras_model
-from common.training import loop
+from common.training.calls import rounds_worth_a_call
+from common.training.model_and_data import unit_of
 
 SIZES = {"layers": 2, "width": 8, "heads": 2}
 
@@ -205,14 +206,14 @@ def test_what_is_not_checked_before_a_run_fits(name, spec):
     ],
 )
 def test_unit_of_the_loss(name, loss, unit):
-    assert loop.unit_of(flags.Settings(data=name), flags.Settings(minimizes=loss)) == unit
+    assert unit_of(flags.Settings(data=name), flags.Settings(minimizes=loss)) == unit
 
 
 def test_a_sequence_makes_a_round_long():
     """So a call need not have many rounds, and its graph is soon prepared."""
     text, digits = load("text"), load("digits")
     names = ("transformer", text), ("linear", text), ("mlp", digits)
-    rounds = [loop.rounds_worth_a_call(keras_model.build(name, of_name), 1, 1) for name, of_name in names]
+    rounds = [rounds_worth_a_call(keras_model.build(name, of_name), 1, 1) for name, of_name in names]
     assert rounds == [1, 10, 10]
 
 

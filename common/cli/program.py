@@ -281,10 +281,10 @@ def _check_input(scheme, settings, launches):
     workers = settings.num_workers if launches else 1
     some = dataset.first if isinstance(dataset, streams.Stream) else dataset
     datasets.check_batch(some.x_train, some.y_train, settings.batch_size, settings.window, workers)
-    from common.training import loop
+    from common.training import run_check
 
     task_status.doing(task_status.BUILDING)
-    loop.check(settings, dataset, scheme.function)
+    run_check.check(settings, dataset, scheme.function)
     if isinstance(dataset, datasets.Data) and (shared := os.environ.get("LAUNCHER_DATA")):
         datasets.share(dataset, int(shared))
     if found := os.environ.get("LAUNCHER_FOUND"):

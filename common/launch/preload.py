@@ -60,9 +60,11 @@ def _load():
     import setproctitle
 
     setproctitle.setproctitle(f"warm process of {os.getppid()}")
-    from common.training import loop  # and with it tensorflow and keras
+    import numpy as np
 
-    os.register_at_fork(after_in_child=loop.np.random.seed)  # otherwise all tasks would draw the same numbers
+    from common.training import loop  # noqa: F401 - and with it tensorflow and keras
+
+    os.register_at_fork(after_in_child=np.random.seed)  # otherwise all tasks would draw the same numbers
     _freeze()
 
 

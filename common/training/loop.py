@@ -2,17 +2,12 @@
 
 import contextlib
 import functools
-import itertools
 import json
 import math
 import os
-import signal
-import threading
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from common import tf
 from common.cluster import (
@@ -28,62 +23,38 @@ from common.cluster import (
 )
 from common.core import (
     BUILDING,
-    FITTING,
     LOADING,
     STANDS_IN,
     Keeper,
     UserError,
-    checkpoints_in,
     doing,
-    limits,
     nobody,
-    plots,
     run_folder,
-    say_asked,
-    say_leaving,
-    signals,
-    sizes,
     status_of_leaving,
     tell,
     times,
 )
-from common.data import (
-    Batches,
-    LeasedBatches,
-    LeaseHook,
-    Ledger,
-    Position,
-    Rows,
-    Stream,
-    StreamedBatches,
-    TestSet,
-    datasets,
-    fed,
-    streams,
-)
-from common.models import keras_model
-from common.scheme import (
-    BIASED,
-    PARTS,
-    GlobalParameters,
-    LocalParameters,
-    Pace,
-    Ring,
-    Rounds,
-    Together,
-    build_rounds,
-    build_steps,
-    check_rates,
-    compression_of,
-    fragments_of,
-    hyperparameters,
-    repeat_rounds,
-    schedule_of,
-    tables,
-    timed_rounds,
-)
+from common.data import LeasedBatches, LeaseHook, Ledger, datasets, streams
+from common.scheme import PARTS, GlobalParameters, LocalParameters, Rounds, compression_of, fragments_of, schedule_of, tables
 from common.training.callbacks import Callback, Patience
-from common.training.metrics import EvaluationHook, MetricsHook, MetricsLog, measured, shares_of_parts
+from common.training.calls import build_calls, delay_of, is_small
+from common.training.interruption import Interruption, Leaver, say_left
+from common.training.metrics import EvaluationHook, MetricsHook, MetricsLog
+from common.training.model_and_data import (
+    batches_of,
+    build_model,
+    evaluation_of,
+    optimizers_of,
+    position_of,
+    samples_of,
+    samples_of_each,
+    split,
+    unit_of,
+    what_is_trained,
+)
+from common.training.result import REPORT, STAY, save_model, write_result
+from common.training.run_check import check_leases
+from common.training.sample_counts import samples_per_gradient, unit_of_samples, updates_before
 
 
 def train(scheme, task, settings):
@@ -116,7 +87,7 @@ def train(scheme, task, settings):
             )
     doing(LOADING)
     dataset, held_out = split(streams.load(settings), settings)
-    _check_leases(settings, dataset)
+    check_leases(settings, dataset)
     doing(BUILDING)
     model = build_model(settings, samples_of(dataset, settings), index, tables_on_ps=True)
     tables.check_flags(settings, model.tables)
@@ -230,147 +201,8 @@ def train(scheme, task, settings):
     return outcome.status
 
 
-# After LONG_RUN calls, each call takes about LONG_CALL_SECS: see `repeat_rounds`.
-LONG_RUN = 2000
-LONG_CALL_SECS = 0.25
-
-
-def build_calls(scheme, center, local, settings, num_samples):
-    """Builds the rounds of a normal call, and one round; for a long run also a loop whose length adapts to 0.25 s per call.
-
-    Returns:
-      The global step to stop at, the function that chooses the rounds, see `Plan.next_call`, the number of rounds in a normal
-      call, and the approximate number of local steps of this worker.
-    """
-    hp = hyperparameters(settings, center, local)
-    one = build_rounds(scheme, center, local, hp)
-    updates, windows = int(one.steps.shape[0]), local.windows  # of one round
-    waits = center.waits(local)
-    _check_pace(scheme, waits, settings.pace)
-    gradients = waits.gradients_per_update if waits else 1
-    last = last_step(settings, num_samples, samples_per_update(settings, center, local))
-    if center.schedule is not None:  # rebuilt, as the learning rates depend on the last step, known only from the round
-        center.schedule.ask = lambda: last
-        one = build_rounds(scheme, center, local, hp)
-    check_rates(center, last)
-    local_steps = updates * local.steps_per_update  # of one round
-    # Number of workers with updates of their own; 1 if an update takes all of them.
-    are_together = isinstance(waits, Together) and local.begin_workers is not None
-    at_once = 1 if gradients > 1 or are_together else local.num_workers
-    in_ring = isinstance(waits, Ring)
-
-    def build(rounds):
-        if in_ring:  # a round with `steps_per_call` is itself a loop of that many steps
-            built = build_rounds(scheme, center, local, hp.but(steps_per_call=rounds))
-            if int(built.steps.shape[0]) == rounds * updates:
-                return built
-        return build_rounds(scheme, center, local, hp, rounds)
-
-    most = rounds_of_call(settings, local.model, windows, local_steps, updates, at_once, last, in_ring)
-    is_long = last > 10 * LONG_RUN * at_once * most * updates and not (settings.seconds and settings.seconds <= 60)
-    if is_long and in_ring and local.model.size < 20_000 and not settings.rounds_per_call and not settings.delays:
-        most *= 10  # fixed, not adapted by a clock, as all workers must make the same calls
-    many, size = build(most) if most > 1 else one, at_once * most * updates
-    loop_call = None
-    if is_long and not in_ring and "/job:ps" in center.step.device:
-        times = tf.placeholder(tf.int32, [], "times")
-        loop_call = repeat_rounds(scheme, center, local, hp, most, times)
-    few = 2 if most > 1 else 1  # rounds of a timed call
-    timed_size, timed = at_once * few * updates, None
-    if last >= LEAST_TIMED * timed_size and isinstance(local, LocalParameters):  # not several workers in one
-        timed = timed_rounds(scheme, center, local, hp, few)
-    calls, factor, began, turn = 0, 1, time.monotonic(), _Turn(in_ring)
-
-    def next_call(present):
-        nonlocal calls, factor, began
-        now = time.monotonic()
-        calls, began, taken = calls + 1, now, now - began
-        if timed and turn.is_it(calls, now, taken) and present + timed_size <= last:
-            return (timed,)
-        if loop_call and calls > LONG_RUN:
-            if not settings.rounds_per_call:
-                factor = 2 * factor if taken < LONG_CALL_SECS / 2 else max(1, factor // 2) if taken > LONG_CALL_SECS else factor
-            if present + factor * size <= last:
-                return loop_call, {times: factor}
-        # Towards the end one round per call: the smallest overshoot of the last step without a lock.
-        return (many if present + size <= last else one,)
-
-    return last, next_call, most, float(last * local.steps_per_update / at_once)
-
-
-# A run of fewer calls has fewer rounds per call, as building one round takes as long as a hundred calls.
-SHORT_RUN = 20
 # Graph optimization makes calls of a small model up to 5 % faster, but takes a worker about a second.
 OPTIMIZED = 5000  # local steps from which on it pays off
-LEAST_TIMED = 50  # a run shorter than this many timed calls times none
-
-
-class _Turn:
-    """Schedule of timed calls: the second call, to prepare the graph, the third, then a few.
-
-    Timed calls train, too, but a call of two rounds takes longer than two rounds of a longer call: this schedule slows HogWild,
-    DOWNPOUR and all-reduce by about 1 % on the digits, measured on busy cores.
-
-    Args:
-      in_ring: whether all workers must time the same calls; the schedule then cannot depend on the clock.
-    """
-
-    def __init__(self, in_ring):
-        self._in_ring, self._is_now, self._first, self._next = in_ring, False, 0.0, 0.0
-
-    def is_it(self, calls, now, taken):
-        """Returns whether to time the call with this number, from 1; `taken` is the duration of the previous one in seconds."""
-        if self._in_ring or calls <= 3:
-            self._first = now
-            return calls in (2, 3, 10) or calls % 40 == 0  # a call has 50 rounds
-        if self._is_now or calls == 4:
-            self._next = now + max(1.0, 20 * taken, (now - self._first) / 100)
-        self._is_now = now >= self._next
-        return self._is_now
-
-
-def _check_pace(scheme, waits, pace):
-    """Raises a `UserError` if `pace` in the scheme's script contradicts the synchronization of the scheme."""
-    is_so = {"own": waits is None, "together": isinstance(waits, (Pace, Together)), "ring": isinstance(waits, Ring)}[pace]
-    if not is_so:
-        right = "own" if waits is None else "ring" if isinstance(waits, Ring) else "together"
-        raise UserError(f'{scheme.__name__}: its script must say Scheme(..., pace="{right}"), not "{pace}"')
-
-
-def rounds_of_call(settings, model, windows, local_steps, updates, at_once, last, in_ring=False):
-    """Returns the number of rounds in a worker's call.
-
-    Args:
-      settings: all flags.
-      model: a `common.models.Model`.
-      windows, local_steps, updates: numbers of local trainings, of their steps, and of updates in a round.
-      at_once: number of workers with updates of their own.
-      last: global step to end at.
-      in_ring: whether the workers average among themselves (all-reduce).
-    """
-    own = last // (updates * at_once)  # rounds of this worker in the whole run
-    most = settings.rounds_per_call or rounds_worth_a_call(model, windows, local_steps, in_ring)
-    if not settings.rounds_per_call and not in_ring:
-        own //= SHORT_RUN
-    return min(most, max(1, own))
-
-
-def rounds_worth_a_call(model, windows, local_steps, in_ring=False):
-    """Returns the default number of rounds per call, for rounds of this many windows and local steps in all.
-
-    The overhead of a call is about a round of a small model. It is small beside a larger model, a model applied at each place
-    of a sequence, or many local steps, while each further window enlarges the graph and its preparation time, most of all a
-    loop of several steps.
-    """
-    if in_ring:
-        return 50 if model.size < 1_000_000 else 10
-    most = 10 if local_steps == windows else 5
-    return max(1, min(most // windows, int(400 // local_steps))) if is_small(model) else 1
-
-
-def is_small(model):
-    """Returns whether a local step takes about as long as TensorFlow's overhead."""
-    return model.size * model.places < 1_000_000
 
 
 class Plan(NamedTuple):
@@ -415,6 +247,10 @@ class Outcome(NamedTuple):
     samples: Any = None  # number of samples behind the parameters, including resumed runs; None: see the reports
     dropped: Any = None  # numbers of dropped gradients and of their samples, including resumed runs; None: see the reports
     given_up: Any = ()  # numbers of the workers whose reports are missing, see `common.cluster.giving_up`
+
+
+# Files in the run's folder. STOP, written by an evaluator or the chief, ends training; the chief then writes ENDED.
+STOP, ENDED = "evaluator-says-stop", "training-has-ended"
 
 
 def run_worker(plan, task, settings, server, interruption, open_session):
@@ -637,214 +473,6 @@ def _leave_others(session, meeting, plan, log):
         _run_rounds(session, plan, log, plan.last)  # at the last step a call has one round
 
 
-def save_model(model, final, settings):
-    """Writes `model.keras`, with tables from the newest checkpoint; removes it if they don't fit into memory.
-
-    Args:
-      model: a `common.models.Model`.
-      final: parameters and state.
-    """
-    path, found = Path(settings.run_dir, "model.keras"), []
-    if model.tables and settings.save_tables == "no":
-        path.unlink(missing_ok=True)  # a resumed run's file is stale
-        return
-    if model.tables:
-        checkpoint = checkpoints_in(Path(settings.run_dir, "checkpoints"))[-1]
-        need, has = 8 * 4 * tables.numbers_in(checkpoint, model.tables), limits.memory()
-        if need > has:
-            tell(
-                f"no model.keras: with its tables it takes {limits.as_bytes(need)} of memory, but the machine has "
-                f"{limits.as_bytes(has)}; `common.rows_of` reads rows from the checkpoint"
-            )
-            path.unlink(missing_ok=True)
-            return
-        found = [tables.whole(checkpoint, table) for table in model.tables]
-    model.save(*final, path, found)
-
-
-def build_model(settings, dataset, index=0, tables_on_ps=False):
-    """Returns the `common.models.Model` of worker `index`.
-
-    The chief records the model's variables in the run's folder, or, with `--resume`, compares them with the record.
-
-    Raises:
-      UserError: if there is no such model, it does not fit the data, or its parameters are not those of the checkpoint.
-    """
-    # Only the chief's initial values count; the seeds of Dropout must differ between workers.
-    options = {"tables_on_ps": tables_on_ps, "tables_seed": settings.seed, **sizes(settings)}
-    model = keras_model.build(settings.model, dataset, settings.seed + index, settings.loss, **options)
-    model.draw_apart(index)
-    if index == 0:
-        _check_model(settings, model)
-    return model
-
-
-def _check_model(settings, model):
-    path = Path(settings.run_dir, "model.json")
-    if settings.resume and path.exists():
-        try:
-            before = json.loads(path.read_text())["variables"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise UserError(f"{path} is damaged: if the model is unchanged, remove that file") from None
-        if before != model.description:
-            pairs = itertools.zip_longest(before, model.description)
-            was, now = next((b, n) for b, n in pairs if b != n)
-            named = [f"{v[0]} {v[1]}" if v else "none" for v in (was, now)]
-            raise UserError(f"--resume: the model has changed: it had {named[0]}, and now has {named[1]}")
-    else:
-        run_folder.write_json(path, {"variables": model.description})
-
-
-def optimizers_of(center, local):
-    """Returns the optimizers of a scheme and their location, as text."""
-    sides = ("on the ps", center.optimizers.names), ("on the workers", local.optimizers.names)
-    said = ", ".join(f"{' and '.join(sorted(names))} {where}" for where, names in sides if names)
-    return said.replace("GradientDescent", "SGD") or "the scheme's own steps"
-
-
-def unit_of(settings, model):
-    """Returns the unit of a run's loss: "nats per character" for a cross-entropy on `--data=text`; otherwise None."""
-    is_entropy = model.minimizes in ("sparse categorical crossentropy of logits", "sparse categorical crossentropy")
-    return "nats per character" if settings.data == "text" and is_entropy else None
-
-
-def what_is_trained(model, dataset, num_workers, optimizers, is_own=False, unit=None, are_leased=False):
-    """Returns a line on a run's objective, optimizers and number of samples; for a user's own data also their size.
-
-    Args:
-      unit: unit of the loss, or None.
-    """
-    measure = f" in {unit}" if unit else ""
-    own = model.own_optimizer
-    ignored = f" (the model's own {own} is not used)" if own else ""
-    samples = _samples_text(dataset, num_workers, is_own, are_leased)
-    return f"minimizes {model.minimizes}{measure}, by {optimizers}{ignored}; {samples}"
-
-
-def _samples_text(dataset, num_workers, is_own, are_leased=False):
-    is_stream = isinstance(dataset, Stream)
-    if dataset.num_samples is None:
-        return f"an unknown or endless number of samples, {dataset.text()}"
-    share = " or ".join(f"{each:,}" for each in sorted(set(samples_of_each(dataset, num_workers))))
-    each = f", {share} for each of {num_workers} workers" if num_workers > 1 else ""
-    each = ", which workers lease piece by piece" if are_leased else each
-    if is_stream:
-        return f"{dataset.num_samples:,} samples{each}, {dataset.text()}"
-    arrays = [array for part in dataset.train for array in datasets.arrays_in(part)]
-    whole, mapped = (sum(a.nbytes for a in some) for some in (arrays, [a for a in arrays if isinstance(a, Rows)]))
-    kept = f"of which {limits.as_bytes(mapped)} are mapped, not copied" if mapped else "in memory"
-    where = f", from arrays of {limits.as_bytes(whole)}{',' * bool(mapped)} {kept}" if is_own else ""
-    return f"{dataset.num_samples:,} samples{each}{where}"
-
-
-def samples_of_each(dataset, num_workers):
-    """Returns the number of samples of each worker, a list; None in it for an endless stream."""
-    if isinstance(dataset, Stream):
-        return [share.count for share in dataset.shares]
-    return [len(range(i, dataset.num_samples, num_workers)) for i in range(num_workers)]
-
-
-def samples_of(dataset, settings):
-    """Returns a `common.data.Data` for shapes and types: for a stream, some of its samples."""
-    if not isinstance(dataset, Stream):
-        return dataset
-    if settings.model in keras_model.BUILT_IN and dataset.first.is_classification and not dataset.classes:
-        why = f"the number of classes in {dataset.name} is not known before it is read"
-        raise UserError(f"--model={settings.model}: {why}; bring a model of your own, --model=FILE.py:FUNCTION")
-    return dataset.first
-
-
-def batches_of(dataset, settings, index, num_workers, position):
-    """Returns the batches of worker `index`, from a `common.data.Position` on."""
-    if isinstance(dataset, Stream):
-        return StreamedBatches(dataset, index, settings.batch_size, settings.seed + index, position.value)
-    x, y, *weights = datasets.shard(dataset, index, num_workers)
-    weights = weights[0] if weights else None
-    return Batches(x, y, settings.batch_size, settings.seed + index, weights=weights, position=position)
-
-
-def evaluation_of(model, at, dataset, feeds, find=None):
-    """Returns loss and metrics `at` (parameters, state) on the test set, {name: tensor}; adds the feeds to `feeds`.
-
-    `find` looks up rows of tables, see `common.scheme.found_by`.
-    """
-    with tables.found_by(find):
-        if isinstance(dataset, Stream):
-            test = TestSet(dataset)
-            return model.evaluate_parts(*at, test.part, test.num_samples, test.batch_size)
-        return model.evaluate(*at, *fed_test_set(dataset, feeds))
-
-
-# Files in the run's folder. STOP, written by an evaluator or the chief, ends training; the chief then writes ENDED.
-STOP, ENDED = "evaluator-says-stop", "training-has-ended"
-
-
-def split(dataset, settings):
-    """Returns the training data, and the held-out validation data as a test set, or None.
-
-    For arrays see `data.hold_out`; a `Stream` has already held them out.
-    """
-    if not settings.validation:
-        return dataset, None
-    if isinstance(dataset, Stream):
-        return dataset, dataset.validation
-    return datasets.hold_out(dataset, settings.validation, settings.seed)
-
-
-def position_of(settings, index, num_workers, num_samples):
-    """Returns the `common.data.Position` of a worker in its samples, as left by its previous process."""
-    path = Path(settings.run_dir, "metrics", f"worker-{index}.position")
-    return Position(path, settings.seed, index, num_workers, -1 if num_samples is None else num_samples)
-
-
-def delay_of(delays, index):
-    """Returns this worker's delay in seconds, from `--delays`, milliseconds of some workers."""
-    return delays[index] / 1000 if delays and index < len(delays) else 0.0
-
-
-def samples_per_gradient(settings, local):
-    """Returns the number of samples that a worker draws per update, a `Fraction`.
-
-    It is taken from the rounds already built, and is the basis of all sample counts. With `center.dynamic` it is the maximum.
-    """
-    return settings.batch_size * local.steps_per_update
-
-
-def samples_per_update(settings, center, local):
-    """Returns the number of samples, of all workers, in an update of the global parameters, a `Fraction`."""
-    waits = center.waits(local)
-    return samples_per_gradient(settings, local) * (waits.gradients_per_update if waits else 1)
-
-
-def unit_of_samples(settings, center, local):
-    """Returns the number of samples in the unit that `Keeper` counts: an update, a local step or a gradient."""
-    if center.local_steps is None:
-        return samples_per_update(settings, center, local)
-    return settings.batch_size if local.dynamic else samples_per_gradient(settings, local)
-
-
-def last_step(settings, num_samples, of_update=None):
-    """Returns the global step to stop at, from `--steps` or else `--epochs`, for `of_update` samples (a batch) per update."""
-    if settings.steps or num_samples is None:
-        return settings.steps or streams.ENDLESS
-    return math.ceil(settings.epochs * num_samples / (of_update or settings.batch_size))
-
-
-def updates_before(samples, settings, of_update=None):
-    """Returns the reduction of updates in `--epochs` if more samples were trained than the global step implies.
-
-    This happens when the resumed run had another batch size or window. `of_update` as in `last_step`.
-    """
-    return 0 if settings.steps else int(samples) // (of_update or settings.batch_size)
-
-
-# Fields of a worker's final report to the chief, as float64. Times are in seconds of training, or by one process's clock.
-# A scheme's workers add `PARTS`, in seconds of a round; NaN if none was timed.
-REPORT = ("index", "first_time", "first_step", "stop_time", "samples", "updates", "staleness_sum", "staleness_max", "dropped")
-# Last fields: seconds since the start of the worker's process; time of its departure for good, by its own clock, or 0.
-STAY = ("seconds", "left")
-
-
 def _as_json(value):
     """Returns a flag's value, as text if JSON cannot represent it, such as infinity."""
     try:
@@ -852,273 +480,3 @@ def _as_json(value):
     except (TypeError, ValueError):
         return str(value)
     return value
-
-
-def write_result(
-    settings,
-    task,
-    reports,
-    global_step,
-    evaluated,
-    *,
-    samples=None,
-    dropped=None,
-    samples_per_gradient=None,
-    gradients_per_update=1,
-    is_dynamic=False,
-    **more,
-):
-    """Writes `result.json`, with the entries of `more`, and `curve.png`, from all workers' reports and the last evaluation.
-
-    `samples` and `dropped` are those of `Outcome`, `samples_per_gradient` that of `Plan`.
-    """
-    how = samples, dropped, samples_per_gradient, gradients_per_update, is_dynamic
-    result = summarize(settings, task, reports, global_step, *how)
-    numbers = {name: value if math.isfinite(value) else None for name, value in measured(evaluated).items()}
-    result.update(numbers, restarts=0, restarts_of_workers=[], **more)
-    result["of_last_start"] = [name for name in OF_LAST_START if name in result]
-    run_folder.write_json(Path(settings.run_dir, "result.json"), result)
-    plots.draw_curve(settings.run_dir)  # last, as it may fail
-
-
-# Values of `result.json` that cover only the time since the last start of a run, or of a worker.
-OF_LAST_START = (
-    *("samples_per_worker", "worker_seconds", "train_seconds", "wall_seconds", "samples_per_second", "parts", "round_seconds"),
-    *("staleness_mean", "staleness_max", "left", "restarts", "restarts_of_workers"),
-)
-
-
-def summarize(
-    settings,
-    task,
-    reports,
-    global_step,
-    samples=None,
-    dropped=None,
-    samples_per_gradient=None,
-    gradients_per_update=1,
-    is_dynamic=False,
-):
-    """Returns the part of `result.json` about speed and staleness; `is_dynamic` if `Keeper` counts no updates."""
-    of_gradient = samples_per_gradient or settings.batch_size
-    columns = dict(zip((*REPORT, *PARTS, *STAY), np.array(reports, float).T, strict=False))
-    if is_dynamic:
-        progress = samples / of_gradient  # in the same unit as the reports
-    else:
-        progress = global_step
-    trained = columns["updates"] > 0
-    train_seconds = samples_per_second = staleness = None
-    if trained.any():
-        # From the second call of the last worker to start: from there on all of them share the work.
-        latest = np.argmax(np.where(trained, columns["first_time"], -np.inf))
-        updates = progress - columns["first_step"][latest]
-        seconds_of_all = float(columns["stop_time"].max() - columns["first_time"][latest])
-        if seconds_of_all > 0 and updates > 0:  # otherwise its updates were rolled back and not repeated
-            train_seconds = seconds_of_all
-            samples_per_second = updates * float(of_gradient * gradients_per_update) / train_seconds
-        staleness = columns["staleness_sum"].sum() / columns["updates"].sum()
-    told = [part for part in PARTS if part in columns]
-    seconds = [{part: float(columns[part][i]) for part in told if columns[part][i] > 0} for i in range(len(reports))]
-    left: Any = np.flatnonzero(columns["left"]) if "left" in columns else []
-    if dropped is None:
-        number = int(columns["dropped"].sum())
-        dropped = number, number * of_gradient
-    samples = columns["samples"].sum() if samples is None else samples + dropped[1]
-    return {
-        "scheme": settings.scheme,
-        "num_ps": task.num_ps if task else 0,
-        "num_workers": len(reports),
-        "data": settings.data,
-        "batch_size": settings.batch_size,
-        "window": settings.window,
-        "global_steps": int(global_step),
-        "samples": int(samples),
-        "samples_per_worker": [int(n) for _, n in sorted(zip(columns["index"], columns["samples"], strict=True))],
-        "left": [
-            {"worker": int(columns["index"][i]), "time": columns["left"][i]}
-            | {name: int(columns[name][i]) for name in ("updates", "samples")}
-            for i in left
-        ],
-        "worker_seconds": float(columns["seconds"].sum()) if "seconds" in columns else None,
-        "train_seconds": train_seconds,
-        "wall_seconds": time.monotonic() - settings.began,
-        "samples_per_second": samples_per_second,
-        **(shares_of_parts(seconds) if told else {}),
-        "staleness_mean": staleness,
-        "staleness_max": int(columns["staleness_max"].max()),
-        "gradients_dropped": int(dropped[0]),
-    }
-
-
-def fed_test_set(dataset, feeds):
-    """Returns x, y and weights, if any, of the test set as local variables; adds their feeds to `feeds`."""
-    return tuple(fed(name, part, feeds) for name, part in zip(("x_test", "y_test", "w_test"), dataset.test, strict=False))
-
-
-class Interruption(tf.train.SessionRunHook):
-    """Handles Ctrl-C, SIGTERM and SIGHUP: a request to stop after the present call, or exit if there is nothing to save.
-
-    To be created in the main thread; `common.cli` blocks the signals before tensorflow starts threads: `signals.hear_signals`.
-
-    It is the first hook, to notice a new session early: another worker may train long before the chief has called all of its
-    hooks, including the one for the first checkpoint.
-
-    Args:
-      leaver: a `Leaver`, for a worker that SIGTERM asks to leave. None if SIGTERM is like any other signal.
-      waits_for_others: whether workers wait for each other. If true, SIGTERM waits for the session, even before there is one,
-        unless training has ended for this worker; until it has left, it waits for the others as before.
-
-    Attributes:
-      requested: whether the worker should stop.
-      leaves: whether it then leaves for good.
-      report: its final report to the chief, once submitted.
-    """
-
-    def __init__(self, leaver=None, waits_for_others=False):
-        self.requested = self.leaves = False
-        self.report: Any = None
-        self.release = lambda: None  # called on a request; may wait for a session
-        self._is_training = self._has_ended = False
-        self._leaver, self._is_left_to_it, self._waits_for_others = leaver, False, waits_for_others
-        signals.hear_signals(signals.INTERRUPTING_SIGNALS, self._hear)
-
-    def _hear(self, number):
-        if number == signal.SIGHUP and self.requested:
-            return  # the shell and the system may both send it: that is no second request
-        leaves = number == signal.SIGTERM and self._leaver is not None
-        if number == signal.SIGTERM and not leaves:
-            say_asked()
-        if self.requested or not (self._is_training or leaves):
-            signals.exit_at_once(130)
-        is_by_session = self._is_training or self._waits_for_others and not self._has_ended
-        self.leaves, self._is_left_to_it = leaves, leaves and not is_by_session
-        self.requested = True
-        if leaves:
-            say_leaving()
-        if not leaves or self._is_left_to_it:
-            react = functools.partial(self._leaver, self.report) if self._is_left_to_it else self.release
-            threading.Thread(target=react, daemon=True).start()  # a thread, so that a second signal is handled
-
-    def training_begins(self):
-        """Marks the start of training: from now on there is something to save."""
-        self._is_training = not self._has_ended
-
-    def after_create_session(self, session, coord):
-        """Marks the start of training, before all other hooks."""
-        if self._is_left_to_it:
-            threading.Event().wait()  # the leaver ends this process
-        self.training_begins()
-
-    def training_ends(self):
-        """Marks the end of training: all is saved, and a signal should end the wait for others at once."""
-        self._is_training, self._has_ended = False, True
-
-
-class Leaver:
-    """Function of a report that ends a worker for good; called in a thread, while the worker does not train.
-
-    Args:
-      task: a `common.cluster.TaskSpecDef` of a worker.
-      settings: all flags.
-
-    Attributes:
-      server: an event, set once the task's server runs.
-    """
-
-    def __init__(self, task, settings):
-        self._task, self._settings, self.server = task, settings, threading.Event()
-
-    def __call__(self, report=None):
-        task, settings = self._task, self._settings
-        if report is None:  # the worker has not trained yet
-            report = [task.shard_index, *[0.0] * (len(REPORT) - 1), *[math.nan] * len(PARTS), 0.0, 0.0]
-        report = [*report[: -len(STAY)], time.monotonic() - settings.began, time.time()]
-        run_folder.write_left(settings.run_dir, task.shard_index, report)
-        self.server.wait()
-        membership.say_gone(task, task.start_server(), report)
-        say_left(task.shard_index, settings, report)
-        signals.exit_at_once(status_of_leaving())
-
-
-def say_left(index, settings, report):
-    """Tells the user that this worker leaves for good."""
-    rest = ""
-    if settings.compress in BIASED:
-        rest = f"; its error feedback of --compress={settings.compress} is lost"
-    updates = int(report[REPORT.index("updates")])
-    how = f"has left after {updates:,} updates, as it was asked to (SIGTERM)"
-    how = "was lost" if os.environ.get(STANDS_IN) else how
-    samples = "the others train its samples" if settings.max_workers else "its share of the samples is no longer used"
-    tell(f"worker {index} {how}: it is neither restarted nor waited for, and {samples}{rest}")
-
-
-def check(settings, dataset, scheme=None):
-    """Raises a `UserError` if data and model cannot be trained by this many workers; trains nothing.
-
-    With `--compress` also if the scheme's messages cannot be compressed.
-    """
-    dataset, held_out = split(dataset, settings)
-    if settings.callback is not None:
-        datasets.user_function("--callback", settings.callback)
-    _check_leases(settings, dataset)
-    if not isinstance(dataset, Stream):
-        datasets.shard(dataset, 0, settings.num_workers if settings.launch else 1)
-    num_samples, is_stream, dataset = dataset.num_samples, isinstance(dataset, Stream), samples_of(dataset, settings)
-    options = {"tables_on_ps": scheme is not None, **sizes(settings)}
-    model = keras_model.build(settings.model, dataset, settings.seed, settings.loss, **options)
-    schedule, of_update = schedule_of(settings), None
-    if settings.model not in FITTING.get(settings.data, ()):
-        with keras_model.named(settings.model):
-            _trace(model, dataset)
-    compression = compression_of(settings)
-    if scheme:
-        tables.check_flags(settings, model.tables)
-    if model.tables and settings.num_evaluators:
-        raise UserError("--num_evaluators: an evaluator needs the whole model, but its tables (common.Embedding) are on the ps")
-    sets = [dataset.train, dataset.test, *([held_out.test] if held_out and not is_stream else [])]
-    tables.check_data(model, [x for x, *_ in sets], is_stream)
-    if scheme and (compression or model.tables or settings.max_workers or schedule):
-        with tf.Graph().as_default():
-            pieces = {"num_ps": settings.num_ps or 1, "fragments": fragments_of(settings), "tables": model.tables}
-            pieces["max_rows"] = settings.max_rows
-            center = GlobalParameters(model.initial_parameters, **pieces, compression=compression)
-            center.present = membership.Present("") if settings.max_workers else None
-            batches = batches_of(dataset, settings, 0, 1, None)
-            own = center, model, batches, "worker_0", 0, settings.max_workers or settings.num_workers
-            local = LocalParameters(*own, begin_workers=settings.begin_workers if settings.max_workers else None)
-            build_steps(scheme, center, local, hyperparameters(settings, center, local))
-            of_update = samples_per_update(settings, center, local)
-            if settings.max_workers and schedule and not settings.steps and isinstance(center.waits(local), Together):
-                raise UserError(
-                    "--max_workers: the number of updates in an epoch depends on the number of workers, so the end of the "
-                    "learning-rate schedule is not known: give --steps"
-                )
-    if schedule:
-        schedule.ask = lambda: last_step(settings, num_samples, of_update)
-        with tf.Graph().as_default():
-            schedule(tf.placeholder(tf.int64, []))
-
-
-def _check_leases(settings, dataset):
-    """Raises a `UserError` if an elastic run is impossible because the samples are sharded among the workers."""
-    if settings.max_workers and isinstance(dataset, Stream):
-        raise UserError(
-            f"--max_workers={settings.max_workers}: files and datasets are divided among the workers when a run begins: give "
-            "arrays, or leave it out"
-        )
-
-
-def _trace(model, dataset):
-    """Builds a model's training and evaluation in a graph, without training.
-
-    Raises:
-      UserError: if that is impossible.
-    """
-
-    def placeholders(samples):
-        return [datasets.mapped(lambda array: tf.placeholder(array.dtype, [2, *array.shape[1:]]), part) for part in samples]
-
-    with tf.Graph().as_default(), tables.found_by(tables.Asked(model.tables)):
-        values = tf.placeholder(tf.float32, [model.size]), [tf.placeholder(v.dtype, v.shape) for v in model.initial_state]
-        model.loss_and_gradient(*values, *placeholders(dataset.train))
-        model.evaluate(*values, *placeholders(dataset.test))

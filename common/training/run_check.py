@@ -1,0 +1,92 @@
+"""Check of a run's data, model and flags before it begins, by building its graph without training."""
+
+from common import tf
+from common.cluster import membership
+from common.core import FITTING, UserError, sizes
+from common.data import Stream, datasets
+from common.models import keras_model
+from common.scheme import (
+    GlobalParameters,
+    LocalParameters,
+    Together,
+    build_steps,
+    compression_of,
+    fragments_of,
+    hyperparameters,
+    schedule_of,
+    tables,
+)
+from common.training.model_and_data import batches_of, samples_of, split
+from common.training.sample_counts import last_step, samples_per_update
+
+
+def check(settings, dataset, scheme=None):
+    """Raises a `UserError` if data and model cannot be trained by this many workers; trains nothing.
+
+    With `--compress` also if the scheme's messages cannot be compressed.
+    """
+    dataset, held_out = split(dataset, settings)
+    if settings.callback is not None:
+        datasets.user_function("--callback", settings.callback)
+    check_leases(settings, dataset)
+    if not isinstance(dataset, Stream):
+        datasets.shard(dataset, 0, settings.num_workers if settings.launch else 1)
+    num_samples, is_stream, dataset = dataset.num_samples, isinstance(dataset, Stream), samples_of(dataset, settings)
+    options = {"tables_on_ps": scheme is not None, **sizes(settings)}
+    model = keras_model.build(settings.model, dataset, settings.seed, settings.loss, **options)
+    schedule, of_update = schedule_of(settings), None
+    if settings.model not in FITTING.get(settings.data, ()):
+        with keras_model.named(settings.model):
+            _trace(model, dataset)
+    compression = compression_of(settings)
+    if scheme:
+        tables.check_flags(settings, model.tables)
+    if model.tables and settings.num_evaluators:
+        raise UserError("--num_evaluators: an evaluator needs the whole model, but its tables (common.Embedding) are on the ps")
+    sets = [dataset.train, dataset.test, *([held_out.test] if held_out and not is_stream else [])]
+    tables.check_data(model, [x for x, *_ in sets], is_stream)
+    if scheme and (compression or model.tables or settings.max_workers or schedule):
+        with tf.Graph().as_default():
+            pieces = {"num_ps": settings.num_ps or 1, "fragments": fragments_of(settings), "tables": model.tables}
+            pieces["max_rows"] = settings.max_rows
+            center = GlobalParameters(model.initial_parameters, **pieces, compression=compression)
+            center.present = membership.Present("") if settings.max_workers else None
+            batches = batches_of(dataset, settings, 0, 1, None)
+            own = center, model, batches, "worker_0", 0, settings.max_workers or settings.num_workers
+            local = LocalParameters(*own, begin_workers=settings.begin_workers if settings.max_workers else None)
+            build_steps(scheme, center, local, hyperparameters(settings, center, local))
+            of_update = samples_per_update(settings, center, local)
+            if settings.max_workers and schedule and not settings.steps and isinstance(center.waits(local), Together):
+                raise UserError(
+                    "--max_workers: the number of updates in an epoch depends on the number of workers, so the end of the "
+                    "learning-rate schedule is not known: give --steps"
+                )
+    if schedule:
+        schedule.ask = lambda: last_step(settings, num_samples, of_update)
+        with tf.Graph().as_default():
+            schedule(tf.placeholder(tf.int64, []))
+
+
+def check_leases(settings, dataset):
+    """Raises a `UserError` if an elastic run is impossible because the samples are sharded among the workers."""
+    if settings.max_workers and isinstance(dataset, Stream):
+        raise UserError(
+            f"--max_workers={settings.max_workers}: files and datasets are divided among the workers when a run begins: give "
+            "arrays, or leave it out"
+        )
+
+
+def _trace(model, dataset):
+    """Builds a model's training and evaluation in a graph, without training.
+
+    Raises:
+      UserError: if that is impossible.
+    """
+
+    def placeholders(samples):
+        return [datasets.mapped(lambda array: tf.placeholder(array.dtype, [2, *array.shape[1:]]), part) for part in samples]
+
+    with tf.Graph().as_default(), tables.found_by(tables.Asked(model.tables)):
+        values = tf.placeholder(tf.float32, [model.size]), [tf.placeholder(v.dtype, v.shape) for v in model.initial_state]
+        model.loss_and_gradient(*values, *placeholders(dataset.train))
+        model.evaluate(*values, *placeholders(dataset.test))
