@@ -179,7 +179,7 @@ def train(task, settings):
     log.close()
     membership.say_done(task, server)  # the ps may exit
     model.save(values, state, Path(settings.run_dir, "model.keras"))
-    report = [0, first_time, first_step, stop_time, *metrics.totals()]  # as `common.training.REPORT` has it
+    report = [0, first_time, first_step, stop_time, *metrics.totals()]  # as `common.training.result.REPORT` has it
     write_result(settings, task, [report], *evaluated, samples=trained.samples(evaluated[0]))
     return 0
 

@@ -102,7 +102,7 @@ def train(task, settings):
     membership.say_done(task, server)  # the ps may exit
     model.save(values, state, Path(settings.run_dir, "model.keras"))
     updates = int(present - first_step)
-    # As `common.training.REPORT` has it; an update is never stale, or dropped, as there is no other worker.
+    # As `common.training.result.REPORT` has it; an update is never stale, or dropped, as there is no other worker.
     report = [0, first_time, first_step, stop_time, updates * settings.batch_size, updates, 0, 0, 0]
     write_result(settings, task, [report], *evaluated, samples=trained.samples(evaluated[0]))
     return 0

@@ -156,7 +156,7 @@ class Worker:
         self._metrics = MetricsHook(self.log, samples_per_gradient(settings, self.local))
 
     def train(self, session, last, done, stop):
-        """Runs rounds up to global step `last` - `done`, or until `stop()`; returns its report, as `common.training.REPORT`."""
+        """Runs rounds up to step `last` - `done`, or until `stop()`; returns its report, as `common.training.result.REPORT`."""
         first_time, first_step = time.monotonic(), session.run(self._center.step)
         present = first_step
         while present + done < last and not stop():

@@ -155,7 +155,7 @@ def fit(model, recorder, checkpoints, dataset, settings, interruption):
     evaluated = recorder.evaluate()
     recorder.log.close()
     model.save(Path(settings.run_dir, "model.keras"))
-    # As `common.training.REPORT` has it; an update is never stale, or dropped, as there is no other worker.
+    # As `common.training.result.REPORT` has it; an update is never stale, or dropped, as there is no other worker.
     report = [0, began, first_step, ended, recorder.updates * settings.batch_size, recorder.updates, 0, 0, 0]
     write_result(settings, None, [report], recorder.step, evaluated, samples=recorder.samples)
     return 0
