@@ -18,7 +18,8 @@ from common.cluster import membership
 from common.cluster.session import monitored_session
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters
-from common.scheme.steps import Step, build_rounds
+from common.scheme.rounds import build_rounds
+from common.scheme.steps import Step
 
 SIZE, CALLS, ROUNDS = 5, 40, 5
 

@@ -23,7 +23,7 @@ from common.scheme.center import GlobalParameters
 from common.scheme.compression import BIASED, Compression, _uniform, pack, pack_sparse
 from common.scheme.learning_rates import hyperparameters
 from common.scheme.local import LocalParameters
-from common.scheme.steps import build_rounds, repeat_rounds
+from common.scheme.rounds import build_rounds, repeat_rounds
 from common.simulation.facts import messages_of
 from common.simulation.replay import Replay
 from common.simulation.shards import shards_of

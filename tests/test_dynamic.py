@@ -11,7 +11,7 @@ from runs import ROOT, result_of, run, updates_of
 from common import tf
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters
-from common.scheme.steps import build_rounds, build_steps, repeat_rounds, timed_rounds
+from common.scheme.rounds import build_rounds, build_steps, repeat_rounds, timed_rounds
 from common.simulation.replay import Replay
 
 SCRIPT = ROOT / "Asynchronous-DiLoCo" / "asynchronous_diloco.py"

@@ -14,7 +14,7 @@ from common.data import datasets
 from common.models import keras_model
 from common.scheme.center import GlobalParameters
 from common.scheme.compression import Compression
-from common.scheme.steps import build_rounds, build_steps
+from common.scheme.rounds import build_rounds, build_steps
 from common.simulation.facts import messages_of
 from common.simulation.shards import shards_of
 from common.simulation.virtual_time import Action, Costs, VirtualTime, Waiting

@@ -13,7 +13,7 @@ from runs import SECONDS
 from common import tf
 from common.cluster.hooks import Gate, SemiSyncRunHook, StartHook
 from common.core.flags import TrainingFailed
-from common.scheme.steps import Rounds
+from common.scheme.rounds import Rounds
 from common.training import metrics
 from common.training.metrics import EvaluationHook, MetricsHook, MetricsLog, seconds_between
 

@@ -14,7 +14,7 @@ from common.data.batches import Batches
 from common.models import keras_model
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters
-from common.scheme.steps import build_rounds
+from common.scheme.rounds import build_rounds
 from common.training import model_and_data, run_check
 
 

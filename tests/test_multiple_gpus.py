@@ -17,7 +17,7 @@ from common.core import devices
 from common.data import datasets
 from common.models import keras_model
 from common.scheme.center import GlobalParameters
-from common.scheme.steps import build_rounds, build_steps
+from common.scheme.rounds import build_rounds, build_steps
 
 pytestmark = pytest.mark.slow
 
@@ -185,7 +185,7 @@ from common import tf
 from common.core import devices
 from common.data.batches import Batches
 from common.scheme.center import GlobalParameters
-from common.scheme.steps import build_rounds
+from common.scheme.rounds import build_rounds
 
 names, _ = devices.logical_devices(2)
 dataset = datasets.load("digits")

@@ -17,7 +17,8 @@ from common.launch import launcher
 from common.models import keras_model
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters
-from common.scheme.steps import Step, build_rounds, build_steps
+from common.scheme.rounds import build_rounds, build_steps
+from common.scheme.steps import Step
 
 RATE = 0.05
 

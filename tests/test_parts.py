@@ -14,7 +14,8 @@ from common import tf
 from common.core import progress
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters
-from common.scheme.steps import PARTS, Rounds, Step, build_rounds, timed_rounds
+from common.scheme.rounds import Rounds, build_rounds, timed_rounds
+from common.scheme.steps import PARTS, Step
 from common.training import metrics
 from common.training.calls import _Turn
 from common.training.metrics import MetricsHook, MetricsLog, shares_of_parts
@@ -151,7 +152,7 @@ def parts_at(monkeypatch, graph, initialized, model, known_batches, batches, ser
             stamps.append(tf.placeholder(tf.float64, []))
             return stamps[-1]
 
-        monkeypatch.setattr("common.scheme.steps._Timer._stamp", stamp)
+        monkeypatch.setattr("common.scheme.rounds._Timer._stamp", stamp)
         with tf.device(task.device):
             local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)), **others)
             timed = timed_rounds(scheme, center, local, None, 1)

@@ -11,7 +11,7 @@ from common import tf
 from common.scheme.center import GlobalParameters
 from common.scheme.learning_rates import Rate, Schedule, check_rates, factor_is, hyperparameters
 from common.scheme.local import LocalParameters
-from common.scheme.steps import build_rounds
+from common.scheme.rounds import build_rounds
 from common.simulation.replay import Replay
 
 

@@ -35,7 +35,7 @@ from common.cluster import membership
 from common.scheme.center import GlobalParameters, fragments_of
 from common.scheme.learning_rates import hyperparameters
 from common.scheme.local import LocalParameters
-from common.scheme.steps import build_rounds, build_steps, repeat_rounds, timed_rounds
+from common.scheme.rounds import build_rounds, build_steps, repeat_rounds, timed_rounds
 
 # Whose calls loop and are timed, too: one of each way to pull, to push and to wait.
 LONG_RUNS = (

@@ -1,4 +1,4 @@
-"""scheme/steps.py: a scheme that is slightly wrong works, or one line says what is wrong; it never trains silently wrong."""
+"""scheme/rounds.py: a scheme that is slightly wrong works, or one line says what is wrong; it never trains silently wrong."""
 
 import math
 import types
@@ -10,7 +10,8 @@ from common import tf
 from common.cluster.task_spec import TaskSpecDef
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters
-from common.scheme.steps import Step, _Chain, build_rounds, build_steps, repeat_rounds
+from common.scheme.rounds import _Chain, build_rounds, build_steps, repeat_rounds
+from common.scheme.steps import Step
 
 SIZE = 4
 

@@ -16,7 +16,7 @@ from common.models import keras_model
 from common.scheme.center import GlobalParameters
 from common.scheme.learning_rates import hyperparameters
 from common.scheme.local import LocalParameters
-from common.scheme.steps import build_rounds, build_steps, repeat_rounds
+from common.scheme.rounds import build_rounds, build_steps, repeat_rounds
 from common.simulation.replay import Replay
 
 

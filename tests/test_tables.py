@@ -22,7 +22,7 @@ from common.models import keras_model
 from common.scheme import tables
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters
-from common.scheme.steps import build_steps
+from common.scheme.rounds import build_steps
 from common.scheme.tables import find_on_ps
 from common.scheme.unbounded import Vocabulary
 from common.simulation.replay import Replay

@@ -1,6 +1,6 @@
 """The building blocks of schemes: global parameters, a worker's local parameters, and the steps of a round.
 
-Begin with `center` and `local`, the two arguments of each scheme, and `steps`, which assembles the yielded steps to a round.
+Begin with `center` and `local`, the two arguments of each scheme, and `rounds`, which assembles the yielded steps to a round.
 """
 
 from typing import TYPE_CHECKING
@@ -15,17 +15,8 @@ if TYPE_CHECKING:  # the front door: public names of the package
     from common.scheme.definition import Scheme
     from common.scheme.learning_rates import Rate, check_rates, hyperparameters, schedule_of
     from common.scheme.local import LocalParameters
-    from common.scheme.steps import (
-        PARTS,
-        Rounds,
-        Step,
-        build_rounds,
-        build_steps,
-        is_on_ps,
-        repeat_rounds,
-        steps_apart,
-        timed_rounds,
-    )
+    from common.scheme.rounds import Rounds, build_rounds, build_steps, repeat_rounds, steps_apart, timed_rounds
+    from common.scheme.steps import PARTS, Step, is_on_ps
     from common.scheme.tables import found_by
 
 __getattr__, __dir__ = front_door(__name__)

@@ -9,7 +9,8 @@ from common.core import UserError
 from common.data import local_variable
 from common.scheme.learning_rates import factor_is
 from common.scheme.messages import AtUpdate, arrived, gradient_of, tensors_of
-from common.scheme.steps import Step, before_read, check_pieces
+from common.scheme.optimizers import check_pieces
+from common.scheme.steps import Step, before_read
 
 
 class Exact:

@@ -9,8 +9,8 @@ from common import tf
 from common.core import UserError, must_be_finite
 from common.data import assign_part, local_variable, make_local
 from common.scheme.learning_rates import factor_is
+from common.scheme.optimizers import Optimizers
 from common.scheme.steps import (
-    Optimizers,
     ReadAhead,
     Step,
     before_early_read,
