@@ -25,6 +25,6 @@ if TYPE_CHECKING:  # the public names, see common/core/doors.py
     from common.core import UserError, flags
     from common.models.embedding import Embedding
     from common.scheme.definition import Scheme
-    from common.scheme.tables import rows_of
+    from common.scheme.saved_tables import rows_of
 
 __getattr__, __dir__ = front_door(__name__)

@@ -22,8 +22,9 @@ from common.models import keras_model
 from common.scheme import tables
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters
+from common.scheme.local_rows import LocalRows
 from common.scheme.rounds import build_steps
-from common.scheme.tables import find_on_ps
+from common.scheme.sharded_tables import Table, factor_of, find_on_ps, first_rows, id_of, place_of
 from common.scheme.unbounded import Vocabulary
 from common.simulation.replay import Replay
 
@@ -392,8 +393,8 @@ def test_only_rows_that_are_trained_are_pushed(problem, function, pushed):
     path, dataset = problem
     model = keras_model.build(f"{path}:{function}", dataset, 1, tables_on_ps=True)
     with tf.Graph().as_default(), tf.Session() as session:
-        table = tables.Table(model.tables[0], 2, None)
-        own = tables.LocalRows(table, 4, lambda: 0)
+        table = Table(model.tables[0], 2, None)
+        own = LocalRows(table, 4, lambda: 0)
         places = own.ask([tf.constant([[5, 1, 5], [1, 2, 2]])])
         took = own.take(places, table.read(table.ask(places), lambda device: []))
         parts = own.parts(own.sums())
@@ -464,7 +465,7 @@ def test_rows_begin_alike_on_any_number_of_ps(problem):
     found = []
     for num_ps in 1, 2, 3, 5:  # of three, one has a row more
         with tf.Graph().as_default(), tf.Session() as session:
-            table = tables.Table(spec._replace(rows=1000), num_ps, None)
+            table = Table(spec._replace(rows=1000), num_ps, None)
             session.run(tf.global_variables_initializer())
             found.append(session.run(tf.concat(table.pieces, axis=0)))
             asked = table.ask(tf.range(1000, dtype=tf.int64))
@@ -488,9 +489,9 @@ def test_rows_begin_as_the_initializer_has_them(initializer):
     ended, endless = tables.specs_of(layers)
     theirs = np.array(keras.initializers.get(initializer)([2000, 20], "float32"))
     with tf.Graph().as_default(), tf.Session() as session:
-        whole = tf.concat(tables.Table(ended, 2, None).pieces, axis=0)
+        whole = tf.concat(Table(ended, 2, None).pieces, axis=0)
         session.run(tf.global_variables_initializer())
-        found = session.run([whole, tables.first_rows(endless, tables.place_of(tf.range(2000, dtype=tf.int64)))])
+        found = session.run([whole, first_rows(endless, place_of(tf.range(2000, dtype=tf.int64)))])
     for ours in found:
         assert abs(ours.mean() - theirs.mean()) < 0.03 * np.std(theirs) + 1e-7
         np.testing.assert_allclose(np.std(ours), np.std(theirs), rtol=0.02)
@@ -502,19 +503,19 @@ def test_rows_begin_as_the_initializer_has_them(initializer):
 @pytest.mark.parametrize("rows", [1, 2, 7, 64, 1000, 999_983, 10_000_000, 2**31 - 1])
 def test_no_two_rows_have_the_same_place(rows):
     """(r a) mod rows is one to one if a and rows have no divisor in common."""
-    assert np.gcd(tables.factor_of(rows), rows) == 1
+    assert np.gcd(factor_of(rows), rows) == 1
     if rows <= 10_000:
-        assert sorted(np.arange(rows) * tables.factor_of(rows) % rows) == list(range(rows))
+        assert sorted(np.arange(rows) * factor_of(rows) % rows) == list(range(rows))
 
 
 @pytest.mark.parametrize("step", [1, 2**26, 10**12])
 def test_places_of_a_table_without_an_end_are_mixed(step):
     """Each id has another, also where they are multiples of something: about as many in each eighth."""
     ids = np.arange(8000, dtype=np.int64) * step % 2**53
-    places = tables.place_of(ids)
+    places = place_of(ids)
     with tf.Graph().as_default(), tf.Session() as session:
-        np.testing.assert_array_equal(session.run(tables.place_of(tf.constant(ids))), places)
-    np.testing.assert_array_equal(tables.id_of(places), ids)
+        np.testing.assert_array_equal(session.run(place_of(tf.constant(ids))), places)
+    np.testing.assert_array_equal(id_of(places), ids)
     counts = np.bincount(places // 2**50, minlength=8)
     assert 850 < counts.min() and counts.max() < 1150
 
@@ -594,8 +595,8 @@ def test_a_row_that_was_not_pulled_fails_the_step(problem):
     path, dataset = problem
     model = keras_model.build(f"{path}:build", dataset, 1, tables_on_ps=True)
     with tf.Graph().as_default(), tf.Session() as session:
-        table = tables.Table(model.tables[0], 2, None)
-        own = tables.LocalRows(table, 4, lambda: 0)
+        table = Table(model.tables[0], 2, None)
+        own = LocalRows(table, 4, lambda: 0)
         places = own.ask([tf.constant([[5, 1, 5], [1, 2, 2]])])
         took = own.take(places, table.read(table.ask(places), lambda device: []))
         found, other = own.find(tf.constant([[2, 5]]))[0], own.find(tf.constant([7]))[0]

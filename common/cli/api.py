@@ -99,7 +99,7 @@ class Run:
         """
         from common.core import checkpoints_in
         from common.models import keras_model
-        from common.scheme import tables
+        from common.scheme import saved_tables, tables
 
         flags = {**self._flags, "num_workers": self.result["num_workers"], "run_dir": self.path}
         dataset, loss = loaded(self._data, flags), self._flags.get("loss")
@@ -112,7 +112,7 @@ class Run:
             else:
                 built = keras_model.checked(self._model(), dataset, loss)
         if were_on_ps:
-            built.fill(tables.whole(checkpoints_in(self.path / "checkpoints")[-1], spec) for spec in built.tables)
+            built.fill(saved_tables.whole(checkpoints_in(self.path / "checkpoints")[-1], spec) for spec in built.tables)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the model's own optimizer has slots, which no scheme trains
             built.keras_model.load_weights(self.path / "model.keras")

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from common import tf
 from common.core.flags import UserError
 
-TABLES = "tables/"  # prefix of the names of tables and of their optimizer slots, see `common.scheme.tables`
+TABLES = "tables/"  # prefix of the names of tables and of their optimizer slots, see `common.scheme.Table`
 PART_BYTES = 2**22  # read or written at once: with larger parts, saving takes more time and memory from training
 
 

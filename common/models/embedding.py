@@ -4,7 +4,7 @@ import keras
 
 from common import tf
 from common.core import UserError
-from common.scheme import tables
+from common.scheme import first_rows, place_of, tables
 
 # The number up to which each floating-point type represents all integers.
 EXACT = {"bfloat16": 2**8, "float16": 2**11, "float32": 2**24, "float64": 2**53}
@@ -14,7 +14,7 @@ class Embedding(keras.layers.Embedding):
     """A `keras.layers.Embedding`, with the same behavior in `fit`, `predict` and files; in a cluster its table is sharded.
 
     Before a window a worker pulls the rows that its batches need, each once; it pushes the gradients of these rows. See
-    `common.scheme.tables`.
+    `common.scheme.local_rows`.
 
     Args:
       input_dim: rows of the table; ids are 0 to input_dim − 1. None for an unbounded table: ids are 0 to 2⁵³ − 1; in a cluster
@@ -155,7 +155,7 @@ class Embedding(keras.layers.Embedding):
         at = tf.reshape(at, tf.shape(ids))
         missing = tf.where(tf.not_equal(tf.gather(self._ids.value, at), ids))
         (spec,) = tables.specs_of([self])
-        first = tables.first_rows(spec, tables.place_of(tf.gather_nd(ids, missing)))
+        first = first_rows(spec, place_of(tf.gather_nd(ids, missing)))
         return tf.tensor_scatter_nd_update(tf.gather(self._embeddings.value, at), missing, first)
 
     def fill(self, table):

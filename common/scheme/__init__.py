@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from common.core import front_door
 
 if TYPE_CHECKING:  # the front door: public names of the package
-    from common.scheme import tables
+    from common.scheme import local_rows, saved_tables, tables
     from common.scheme.barriers import Pace, Ring, Together
     from common.scheme.center import GlobalParameters, fragments_of
     from common.scheme.compression import BIASED, Compression, compression_of, pack_sparse
@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # the front door: public names of the package
     from common.scheme.learning_rates import Rate, check_rates, hyperparameters, schedule_of
     from common.scheme.local import LocalParameters
     from common.scheme.rounds import Rounds, build_rounds, build_steps, repeat_rounds, steps_apart, timed_rounds
+    from common.scheme.sharded_tables import first_rows, place_of
     from common.scheme.steps import PARTS, Step, is_on_ps
     from common.scheme.tables import found_by
 

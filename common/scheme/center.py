@@ -13,11 +13,13 @@ from common.scheme.atomic import Exact
 from common.scheme.barriers import Pace, Ring, Together
 from common.scheme.compression import Packed, PackedPieces, Packing, pack_sparse, read_packed
 from common.scheme.learning_rates import factor_is
+from common.scheme.local_rows import WithRows
 from common.scheme.local_steps import Dynamic
 from common.scheme.messages import AtUpdate, arrived, gradient_of, parts_of, tensors_of
 from common.scheme.optimizers import Optimizers, check_pieces
+from common.scheme.sharded_tables import Table, find_on_ps
 from common.scheme.steps import Step, before_read, before_write, made_with, number_of_packed, worker
-from common.scheme.tables import ROW_BY_ROW_ON_PS, SCHEMES, Table, WithRows, find_on_ps
+from common.scheme.tables import ROW_BY_ROW_ON_PS, SCHEMES
 from common.scheme.unbounded import Vocabulary
 
 

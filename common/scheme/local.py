@@ -9,6 +9,7 @@ from common import tf
 from common.core import UserError, must_be_finite
 from common.data import assign_part, local_variable, make_local
 from common.scheme.learning_rates import factor_is
+from common.scheme.local_rows import Window
 from common.scheme.optimizers import Optimizers
 from common.scheme.steps import (
     ReadAhead,
@@ -22,7 +23,7 @@ from common.scheme.steps import (
     read_ahead,
     spent,
 )
-from common.scheme.tables import ROW_BY_ROW, SCHEMES, Window, found_by
+from common.scheme.tables import ROW_BY_ROW, SCHEMES, found_by
 
 STATE_SAMPLES = 2000  # sample size for re-estimating the moving means at evaluation
 

@@ -5,7 +5,8 @@ import numpy as np
 from common import tf
 from common.core import TABLES, Lock, check_shape, pieces_of, rows_in, spec_of, tell
 from common.scheme.messages import arrived
-from common.scheme.tables import IDS, Table, first_rows, place_of
+from common.scheme.sharded_tables import Table, first_rows, place_of
+from common.scheme.tables import IDS
 
 NEVER = 2**63 - 1  # later than any use
 AT_ONCE = 16  # a full ps evicts 1/16 of its rows at once, so that not every new row needs a search for the oldest

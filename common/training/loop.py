@@ -35,7 +35,17 @@ from common.core import (
     times,
 )
 from common.data import LeasedBatches, LeaseHook, Ledger, datasets, streams
-from common.scheme import PARTS, GlobalParameters, LocalParameters, Rounds, compression_of, fragments_of, schedule_of, tables
+from common.scheme import (
+    PARTS,
+    GlobalParameters,
+    LocalParameters,
+    Rounds,
+    compression_of,
+    fragments_of,
+    local_rows,
+    schedule_of,
+    tables,
+)
 from common.training.callbacks import Callback, Patience
 from common.training.calls import build_calls, delay_of, is_small
 from common.training.interruption import Interruption, Leaver, say_left
@@ -166,7 +176,7 @@ def train(scheme, task, settings):
         goal = None  # with --steps the goal is a number of updates
         if center.local_steps is not None and not settings.steps and dataset.num_samples is not None:
             goal = settings.epochs * dataset.num_samples
-        rows = local.told_of_tables(), functools.partial(tables.numbers_of, model.tables)
+        rows = local.told_of_tables(), functools.partial(local_rows.numbers_of, model.tables)
         farewell = [local.dynamic.leave()] if local.dynamic else []
         farewell += [leased.leave, center.present.leave(index)] if leased else []
         how = next_call, evaluation, final, scaffold, gate, waits, gradients, keeper, position, unit, rows, goal, farewell
@@ -188,10 +198,10 @@ def train(scheme, task, settings):
         own = {name: _as_json(value) for name, value in settings.of_scheme.items()}
         more |= {name: getattr(settings, name) for name in ("compress", "compress_pull", "topk")}
         if model.tables:
-            more["tables"] = tables.what_travelled(model.tables, *outcome.rows)
+            more["tables"] = local_rows.what_travelled(model.tables, *outcome.rows)
             flags = "table_optimizer", "table_learning_rate", "max_rows", "save_tables"
             more |= {name: getattr(settings, name) for name in flags} | {"tables_seed": settings.seed}
-            for line in tables.dropped(more["tables"], settings.max_rows):
+            for line in local_rows.dropped(more["tables"], settings.max_rows):
                 tell(line)
         more |= {"given_up": outcome.given_up} if outcome.given_up else {}
         more |= {"delays": settings.delays or [], "rounds_per_call": rounds, "flags_of_scheme": own}

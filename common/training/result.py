@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from common.core import checkpoints_in, limits, plots, run_folder, tell
-from common.scheme import PARTS, tables
+from common.scheme import PARTS, saved_tables
 from common.training.metrics import measured, shares_of_parts
 
 # Fields of a worker's final report to the chief, as float64. Times are in seconds of training, or by one process's clock.
@@ -127,7 +127,7 @@ def save_model(model, final, settings):
         return
     if model.tables:
         checkpoint = checkpoints_in(Path(settings.run_dir, "checkpoints"))[-1]
-        need, has = 8 * 4 * tables.numbers_in(checkpoint, model.tables), limits.memory()
+        need, has = 8 * 4 * saved_tables.numbers_in(checkpoint, model.tables), limits.memory()
         if need > has:
             tell(
                 f"no model.keras: with its tables it takes {limits.as_bytes(need)} of memory, but the machine has "
@@ -135,5 +135,5 @@ def save_model(model, final, settings):
             )
             path.unlink(missing_ok=True)
             return
-        found = [tables.whole(checkpoint, table) for table in model.tables]
+        found = [saved_tables.whole(checkpoint, table) for table in model.tables]
     model.save(*final, path, found)
