@@ -182,11 +182,11 @@ def evaluate(task, settings):
       UserError: for data and model that cannot be evaluated, or that are not those of the training.
     """
     from common.core import plots
-    from common.data import streams
+    from common.data import sources, streams
     from common.training import ENDED, STOP, MetricsLog, samples_of, split
 
     doing(LOADING)
-    training, validation = split(dataset := streams.load(settings), settings)
+    training, validation = split(dataset := sources.load(settings), settings)
     doing(BUILDING)
     model = keras_model.build(settings.model, samples_of(training, settings), settings.seed, settings.loss, **sizes(settings))
     doing("building the graph")

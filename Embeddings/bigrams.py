@@ -6,9 +6,9 @@
 import keras
 
 from common import Embedding
-from common.data import datasets
+from common.data import ALPHABET
 
-TOKENS = len(datasets.ALPHABET)
+TOKENS = len(ALPHABET)
 
 
 def hashed(pairs, buckets):

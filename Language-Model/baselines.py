@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from common.data import datasets
+from common.data import ALPHABET, datasets
 
 
 def counted(counts, text):
@@ -22,7 +22,7 @@ def counted(counts, text):
 
 def baselines(text):
     """Returns {name: (loss, accuracy)} of three models that need no training, and at most count in the training set."""
-    size = len(datasets.ALPHABET)
+    size = len(ALPHABET)
     pairs = np.full([size, size], 0.1)  # not 0: what was never seen may come
     np.add.at(pairs, (text.x_train, text.y_train), 1)
     single = np.tile(pairs.sum(axis=0), [size, 1])

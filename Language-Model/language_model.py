@@ -8,7 +8,7 @@ project; a model of your own is what `build` returns, and data of your own are a
 import keras
 import numpy as np
 
-from common.data import datasets
+from common.data import ALPHABET, decoded, encoded
 from common.models import transformer
 
 LENGTH = 64  # characters in a window
@@ -26,7 +26,7 @@ def build(layers=2, width=128, heads=4):
     """Returns the model, compiled: from places in the alphabet `[n, LENGTH]` to logits of the
     next character `[n, LENGTH, 96]`.
     """
-    size = len(datasets.ALPHABET)
+    size = len(ALPHABET)
     model = transformer.build(LENGTH, size, size, layers, width, heads)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile("adam", loss, metrics=[Perplexity("perplexity", from_logits=True)])
@@ -42,7 +42,7 @@ def write(model, prompt, count=300, temperature=0.5, seed=0):
       temperature: at 1 as the model expects them; the lower, the more often only the likeliest.
       seed: of the choice.
     """
-    rng, codes = np.random.default_rng(seed), list(datasets.encoded(prompt))
+    rng, codes = np.random.default_rng(seed), list(encoded(prompt))
     for _ in range(count):
         seen = codes[-LENGTH:]
         x = np.zeros([1, LENGTH], np.float32)  # what stands after `seen` is not looked at
@@ -50,4 +50,4 @@ def write(model, prompt, count=300, temperature=0.5, seed=0):
         logits = model.predict_on_batch(x)[0, len(seen) - 1] / temperature
         p = np.exp(logits - logits.max(), dtype=np.float64)
         codes.append(rng.choice(len(p), p=p / p.sum()))
-    return datasets.decoded(codes)
+    return decoded(codes)

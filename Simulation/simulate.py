@@ -181,13 +181,13 @@ class Run:
     """
 
     def __init__(self, scheme, settings):
-        from common.data import datasets, streams
+        from common.data import datasets, sources, streams
         from common.models import keras_model
         from common.scheme import tables
 
         self.settings, self.lines, self.final, self._scheme = settings, [], None, scheme.function
         # Samples that a real run reads while it trains are read at once here, and dealt out as arrays are.
-        self._dataset = dataset = streams.in_memory(streams.load(settings.but(num_workers=1, run_dir=None)))
+        self._dataset = dataset = streams.in_memory(sources.load(settings.but(num_workers=1, run_dir=None)))
         small = settings.clock_only and settings.parameters  # only the steps count here, so any model will do
         self._shown = datasets.load("linear") if small else dataset
         spec, sizes = "linear" if small else settings.model, flags.sizes(settings)

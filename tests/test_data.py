@@ -1,4 +1,4 @@
-"""common/data/datasets.py: data sets, what is refused, shards, and the order of batches."""
+"""common/data/: data sets, what is refused, shards, and the order of batches."""
 
 import random
 import socket
@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 
 from common import tf
-from common.data import datasets
+from common.data import builtin_data, datasets
 from common.data.batches import Batches
+from common.data.builtin_data import LEAST_LOSS
+from common.data.nested_arrays import arrays_in
+from common.data.user_functions import call_user_function
 
 
 def test_digits():
@@ -127,7 +130,7 @@ def test_mnist1d_is_not_installed(monkeypatch, user_error):
 
 def test_quadratic():
     """The loss of each half is its least one, and a quadratic form whose eigenvalues are 1 to 1/1,000."""
-    quadratic, best = datasets.load("quadratic"), datasets.quadratic_optimum()
+    quadratic, best = datasets.load("quadratic"), builtin_data.quadratic_optimum()
     assert [a.shape for a in (*quadratic.train, *quadratic.test)] == [(1000, 40), (1000, 1), (200, 40), (200, 1)]
     values = np.geomspace(1, 1e-3, 40)
     for x, y in ((np.float64(x), np.float64(y)) for x, y in (quadratic.train, quadratic.test)):
@@ -138,7 +141,7 @@ def test_quadratic():
         np.testing.assert_allclose(np.linalg.lstsq(x, y)[0], best, rtol=1e-3, atol=1e-3)
         w = best + np.random.default_rng(0).normal(size=best.shape)
         loss = np.mean((x @ w - y) ** 2)
-        np.testing.assert_allclose(loss, datasets.LEAST_LOSS + 0.5 * ((w - best).T @ hessian @ (w - best)).item(), rtol=1e-5)
+        np.testing.assert_allclose(loss, LEAST_LOSS + 0.5 * ((w - best).T @ hessian @ (w - best)).item(), rtol=1e-5)
     assert np.abs(vectors).max(axis=0).max() < 0.9  # no direction is one of the axes
     assert all(np.array_equal(a, b) for a, b in zip(quadratic, datasets.load("quadratic", seed=1)))
 
@@ -151,25 +154,25 @@ def test_text():
     assert (text.x_train.dtype, text.y_train.dtype) == (np.uint8, np.int32)
     for x, y in text.train, text.test:
         np.testing.assert_array_equal(y.ravel()[:-1], x.ravel()[1:])
-        assert x.max() < len(datasets.ALPHABET)
-    train, test = (datasets.decoded(x.ravel()) for x in (text.x_train, text.x_test))
+        assert x.max() < len(builtin_data.ALPHABET)
+    train, test = (builtin_data.decoded(x.ravel()) for x in (text.x_train, text.x_test))
     seen = {paragraph for paragraph in train.split("\n\n") if len(paragraph) > 100}
     assert len(seen) > 500 and not seen & set(test.split("\n\n"))
 
 
 def test_next_characters():
-    (x, y), (x_test, y_test) = datasets.next_characters("abcdefghij" * 3, length=2)
-    assert [datasets.decoded(row) for row in x[:2]] == ["ab", "cd"]
-    assert [datasets.decoded(row) for row in y[:2]] == ["bc", "de"]
+    (x, y), (x_test, y_test) = builtin_data.next_characters("abcdefghij" * 3, length=2)
+    assert [builtin_data.decoded(row) for row in x[:2]] == ["ab", "cd"]
+    assert [builtin_data.decoded(row) for row in y[:2]] == ["bc", "de"]
     assert len(x) == 13
-    assert ([datasets.decoded(row) for row in x_test], [datasets.decoded(row) for row in y_test]) == (["hi"], ["ij"])
+    assert ([builtin_data.decoded(row) for row in x_test], [builtin_data.decoded(row) for row in y_test]) == (["hi"], ["ij"])
 
 
 def test_characters_have_places_in_the_alphabet():
-    assert len(datasets.ALPHABET) == len(set(datasets.ALPHABET)) == 96
-    np.testing.assert_array_equal(datasets.encoded(datasets.ALPHABET), np.arange(96, dtype=np.uint8))
-    assert datasets.decoded(datasets.encoded(datasets.ALPHABET)) == datasets.ALPHABET
-    assert datasets.decoded(datasets.encoded("It’s “a”\t… é\r")) == 'It\'s "a"    ... ??'
+    assert len(builtin_data.ALPHABET) == len(set(builtin_data.ALPHABET)) == 96
+    np.testing.assert_array_equal(builtin_data.encoded(builtin_data.ALPHABET), np.arange(96, dtype=np.uint8))
+    assert builtin_data.decoded(builtin_data.encoded(builtin_data.ALPHABET)) == builtin_data.ALPHABET
+    assert builtin_data.decoded(builtin_data.encoded("It’s “a”\t… é\r")) == 'It\'s "a"    ... ??'
 
 
 @pytest.mark.parametrize("spec", ["digit", "", "data.py"])
@@ -276,7 +279,7 @@ def several(n, spoil=lambda part: part):
 
 def test_several_inputs_and_outputs_and_weights():
     good = datasets.checked((several(6), several(4)), "mine")
-    assert [array.dtype for array in datasets.arrays_in(good.train)] == [np.uint8, np.int64, np.int32, np.float32, np.float32]
+    assert [array.dtype for array in arrays_in(good.train)] == [np.uint8, np.int64, np.int32, np.float32, np.float32]
     assert (good.num_samples, good.is_classification) == (6, False)
     np.testing.assert_array_equal(good.x_test["text"], several(4)[0]["text"])
     np.testing.assert_array_equal(good.y_train[0], several(6)[1][0])
@@ -433,7 +436,7 @@ def test_what_the_user_gives_is_checked(user_file, user_error):
 
 def test_file_beside_it_can_be_imported(user_file):
     user_file("value = 5", name="beside_mine.py")
-    assert datasets.call_user_function("--data", user_file("import beside_mine\ndef load(): return beside_mine.value")) == 5
+    assert call_user_function("--data", user_file("import beside_mine\ndef load(): return beside_mine.value")) == 5
 
 
 def test_file_is_imported_once(user_file, tmp_path):
@@ -449,11 +452,11 @@ def test_file_with_a_dataclass(user_file):
         "from __future__ import annotations\nimport dataclasses\n@dataclasses.dataclass\nclass C:\n    n: int = 7\n"
         "def load(): return C().n"
     )
-    assert datasets.call_user_function("--data", spec) == 7
+    assert call_user_function("--data", spec) == 7
 
 
 def test_file_that_has_the_name_of_a_module(user_file):
-    assert datasets.call_user_function("--data", user_file("def load(): return 'mine'", name="json.py")) == "mine"
+    assert call_user_function("--data", user_file("def load(): return 'mine'", name="json.py")) == "mine"
 
 
 def test_missing_file(user_error, tmp_path):

@@ -13,6 +13,7 @@ from runs import SECONDS
 
 from common import tf
 from common.data import datasets
+from common.data.builtin_data import ALPHABET
 from common.models import keras_model
 
 FOLDER = Path(__file__).parent.parent / "Language-Model"
@@ -55,8 +56,8 @@ class Alphabetical:
     """Knows the letter that follows, if it sees any."""
 
     def predict_on_batch(self, x):
-        follows = (x.astype(int) + 1) % len(datasets.ALPHABET)
-        return 100.0 * np.eye(len(datasets.ALPHABET))[follows]
+        follows = (x.astype(int) + 1) % len(ALPHABET)
+        return 100.0 * np.eye(len(ALPHABET))[follows]
 
 
 @pytest.mark.parametrize("prompt", ["a", "x" * 100 + "a"])

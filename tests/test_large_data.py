@@ -13,9 +13,10 @@ from runs import ENDLESS, finish, is_training, processes, read_until, start
 from common import tf
 from common.cli import serialization
 from common.core import task_status
-from common.data import datasets
+from common.data import array_types, datasets
 from common.data.batches import Batches, Position, fed
 from common.data.mapped_rows import Rows
+from common.data.nested_arrays import arrays_in
 from common.models import keras_model
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters
@@ -27,7 +28,7 @@ from common.training.model_and_data import fed_test_set
 @pytest.fixture
 def small_is_large(monkeypatch):
     """From ten bytes on a mapped array stays in its file."""
-    monkeypatch.setattr(datasets, "LARGE", 10)
+    monkeypatch.setattr(array_types, "LARGE", 10)
 
 
 def saved(folder, array, name="x.npy", **how):
@@ -210,7 +211,7 @@ def test_large_arrays_are_left_to_other_processes(monkeypatch):
         datasets.share(given, shared.fileno())
         found = datasets.load("no_such_file.py:load")
         for mine, its in ((given.train, found.train), (given.test, found.test)):
-            for array, rows in zip(datasets.arrays_in(mine), datasets.arrays_in(its), strict=True):
+            for array, rows in zip(arrays_in(mine), arrays_in(its), strict=True):
                 assert isinstance(rows, Rows) == (array.nbytes > 1000)
                 np.testing.assert_array_equal(rows[:], array)
                 assert not isinstance(rows, Rows) or rows.in_place()
@@ -230,7 +231,8 @@ def test_a_mapped_array_is_sent_as_the_name_of_its_file(small_is_large, tmp_path
 @pytest.mark.parametrize("is_large, has_name", [(False, True), (True, False)])
 def test_nothing_is_left_where_a_task_has_to_load_its_own(tmp_path, monkeypatch, is_large, has_name):
     """Small arrays; and a mapped file that was deleted."""
-    monkeypatch.setattr(datasets, "LARGE", 100 if is_large else 10**6)
+    for module in (array_types, datasets):
+        monkeypatch.setattr(module, "LARGE", 100 if is_large else 10**6)
     x = saved(tmp_path, np.ones([60, 5]))
     if not has_name:
         (tmp_path / "x.npy").unlink()

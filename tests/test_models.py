@@ -9,8 +9,9 @@ import pytest
 
 from common import tf
 from common.core import flags as flag_defaults
-from common.data import datasets
+from common.data import builtin_data, datasets
 from common.data.batches import Batches
+from common.data.nested_arrays import arrays_in, mapped
 from common.models import keras_model
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters
@@ -123,7 +124,7 @@ def test_cnn_needs_series(user_error, shape):
 
 def test_dense_layer_without_a_bias():
     """At 0 its output is 0; its loss is that of least squares."""
-    quadratic, best = datasets.load("quadratic"), datasets.quadratic_optimum()
+    quadratic, best = datasets.load("quadratic"), builtin_data.quadratic_optimum()
     model = keras_model.build("dense", quadratic)
     assert model.shapes == [(40, 1)] and model.minimizes == "mean squared error"
     assert keras_model._count_of["dense"]((40,), 1) == 40
@@ -132,8 +133,8 @@ def test_dense_layer_without_a_bias():
         loss, gradient, _ = model.loss_and_gradient(at, [], *quadratic.train)
         least, slope = session.run([loss, gradient], {at: best.ravel()})
         zero = session.run(loss, {at: np.zeros(40)})
-    assert least == pytest.approx(datasets.LEAST_LOSS, rel=1e-4) and np.abs(slope).max() < 1e-5
-    assert zero == pytest.approx(datasets.LEAST_LOSS + np.geomspace(1, 1e-3, 40).sum() / 2, rel=1e-4)
+    assert least == pytest.approx(builtin_data.LEAST_LOSS, rel=1e-4) and np.abs(slope).max() < 1e-5
+    assert zero == pytest.approx(builtin_data.LEAST_LOSS + np.geomspace(1, 1e-3, 40).sum() / 2, rel=1e-4)
 
 
 def test_seed_gives_the_initial_values():
@@ -834,7 +835,7 @@ def test_loss_and_metrics_of_the_model_are_honoured(user_model, problem):
         lambda p, state, x, y, *w: model.loss(model.split(p), state, x, y, *w),
         *(model.initial_parameters, model.initial_state, x, y, *weights),
     )
-    inputs = datasets.mapped(lambda array: keras.ops.convert_to_tensor(keras_model.as_input(array)), x)
+    inputs = mapped(lambda array: keras.ops.convert_to_tensor(keras_model.as_input(array)), x)
     outputs = model.keras_model(inputs, **keras_model._training(model.keras_model, True))
     expected = model.keras_model._compute_loss(inputs, y, outputs, *weights)
     np.testing.assert_allclose(ours, expected, rtol=1e-5)
@@ -850,7 +851,7 @@ def test_loss_and_metrics_of_the_model_are_honoured(user_model, problem):
     if not model.keras_model.compiled:
         model.keras_model.compile("sgd")
     expected = model.keras_model.evaluate(
-        datasets.mapped(keras_model.as_input, x),
+        mapped(keras_model.as_input, x),
         y,
         sample_weight=weights[0] if weights else None,
         batch_size=3,
@@ -998,7 +999,7 @@ def test_what_is_trained(user_model):
         "(the model's own RMSprop is not used); 13 samples, 6 or 7 for each of 2 workers"
     )
     assert model_and_data.what_is_trained(model, dataset, 2, "SGD on the ps") == text
-    size = sum(array.nbytes for part in dataset.train for array in datasets.arrays_in(part))
+    size = sum(array.nbytes for part in dataset.train for array in arrays_in(part))
     said = model_and_data.what_is_trained(model, dataset, 2, "SGD on the ps", is_own=True)
     assert said == f"{text}, from arrays of {size / 1000:.1f} kB in memory"
 

@@ -18,7 +18,7 @@ from common.cli import serialization
 from common.core import plots
 from common.core.flags import Settings, TrainingFailed
 from common.data import files as in_files
-from common.data import streams
+from common.data import sources, streams
 from common.data.files import FilePart
 from common.models import keras_model
 from common.scheme.center import GlobalParameters
@@ -95,7 +95,7 @@ def epoch_of(stream, worker, start=0, batches=None, batch_size=1):
     "lengths, num_workers, by_files", [((30,), 3, False), ((25, 24, 25), 3, True), ((50, 9, 3), 2, False), ((12, 11), 1, True)]
 )
 def test_every_sample_once_an_epoch_over_all_workers(files, lengths, num_workers, by_files):
-    stream = streams.load(settings(**files(*lengths), num_workers=num_workers))
+    stream = sources.load(settings(**files(*lengths), num_workers=num_workers))
     total = sum(lengths)
     held = [n for n in range(total) if (n - start_of(n, lengths)) % 10 == 9]
     shares = [epoch_of(stream, worker) for worker in range(num_workers)]
@@ -114,7 +114,7 @@ def start_of(number, lengths):
 
 
 def test_in_memory_are_all_samples_of_all_workers(files, regression):
-    stream = streams.load(settings(**files(25, 24), num_workers=2))
+    stream = sources.load(settings(**files(25, 24), num_workers=2))
     found = streams.in_memory(stream)
     held = [n for n in range(49) if (n - start_of(n, (25, 24))) % 10 == 9]
     assert sorted(numbers_in([found.train])) == sorted(set(range(49)) - set(held)) and numbers_in([found.test]) == held
@@ -132,19 +132,19 @@ def data():
     return one.repeat({count}), one
 """)
     with user_error(f"--data={tmp_path}/d.py:data: the", line):
-        streams.in_memory(streams.load(settings(f"{tmp_path}/d.py:data", steps=1)))
+        streams.in_memory(sources.load(settings(f"{tmp_path}/d.py:data", steps=1)))
 
 
 def test_a_worker_goes_on_where_it_was(files):
     """In any block or epoch, with any number of samples in a batch."""
-    stream = streams.load(settings(**files(25, 13), num_workers=2))
+    stream = sources.load(settings(**files(25, 13), num_workers=2))
     whole = epoch_of(stream, 1, batches=50)
     for begin in (6, 7, 17, 40):
         assert epoch_of(stream, 1, begin, 3, batch_size=3) == whole[begin : begin + 9], begin
 
 
 def test_another_order_in_each_epoch_and_of_each_seed(files):
-    stream = streams.load(settings(**files(20, 20)))
+    stream = sources.load(settings(**files(20, 20)))
     first, second = np.split(np.array(epoch_of(stream, 0, batches=72)), 2)
     assert sorted(first) == sorted(second) and list(first) != list(second) and list(first) != sorted(first)
     other = numbers_in(itertools.islice(stream.training_batches(0, 1, 6), 36))
@@ -153,19 +153,19 @@ def test_another_order_in_each_epoch_and_of_each_seed(files):
 
 def test_a_test_set_of_its_own(files):
     given, test = files(12), files(5, name="test", first=100)
-    stream = streams.load(settings(**given, test_data=test["spec"]))
+    stream = sources.load(settings(**given, test_data=test["spec"]))
     assert sorted(epoch_of(stream, 0)) == list(range(12)) and numbers_in(stream.test_batches(2)) == list(range(100, 105))
     assert "12 samples" not in stream.text() and f"test: {test['spec']}, 5 samples" in stream.text()
 
 
 def test_what_the_check_has_found_is_not_looked_for_again(files, tmp_path, monkeypatch):
     given = settings(**files(20, 20), num_workers=2, run_dir=str(tmp_path))
-    found = streams.load(given)
-    (tmp_path / "data.json").write_text(streams.json.dumps(streams.to_keep(given, found)))
-    monkeypatch.setattr(streams, "_look_at", None)
-    assert epoch_of(streams.load(given), 1) == epoch_of(found, 1)
+    found = sources.load(given)
+    (tmp_path / "data.json").write_text(sources.json.dumps(sources.to_keep(given, found)))
+    monkeypatch.setattr(sources, "_look_at", None)
+    assert epoch_of(sources.load(given), 1) == epoch_of(found, 1)
     with pytest.raises(TypeError):  # other data
-        streams.load(given.but(num_workers=3))
+        sources.load(given.but(num_workers=3))
 
 
 @pytest.mark.parametrize("held, first, step", [(None, 0, 1), (None, 1, 3), (False, 0, 1), (False, 2, 3), (True, 0, 1)])
@@ -195,7 +195,7 @@ def test_validation_and_the_shares_of_workers_are_all_of_a_part(held, number):
 def test_held_out_samples_are_nobodys(files, lengths, num_workers):
     """Neither a worker's nor of the test set, which stays as it was; and the same ones each time."""
     given = settings(**files(*lengths), num_workers=num_workers)
-    before, stream = streams.load(given), streams.load(given.but(validation=0.25))
+    before, stream = sources.load(given), sources.load(given.but(validation=0.25))
     of_test, held = numbers_in(stream.test_batches(4)), numbers_in(stream.validation.test_batches(4))
     assert of_test == numbers_in(before.test_batches(4)) and held == numbers_in(stream.validation.test_batches(5))
     shares = [epoch_of(stream, worker) for worker in range(num_workers)]
@@ -214,22 +214,22 @@ def test_first_line_of_a_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for i in range(4):
         write_table(tmp_path / f"{i}.csv", range(10))
-    assert line_of(streams.load(settings("*.csv", num_workers=2))) == (
+    assert line_of(sources.load(settings("*.csv", num_workers=2))) == (
         "minimizes sparse categorical crossentropy of logits, by SGD on the ps; 36 samples, 18 for each of 2 workers, from 4 "
         "files *.csv, whole files for each worker; test: every 10th record, 4 samples; label: the column 'label', the sample: "
         "the other 2; read while it trains, shuffled in blocks of 18 samples, of which three take 0.6 kB of memory"
     )
-    assert "every 5th record for each worker" in line_of(streams.load(settings("*.csv", num_workers=5)))
+    assert "every 5th record for each worker" in line_of(sources.load(settings("*.csv", num_workers=5)))
 
 
 def test_tables_of_other_types(tmp_path):
     """Columns of lists are parts of the sample, too; bytes stay bytes, whole numbers stay so."""
     images = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(np.arange(48, dtype=np.uint8)), 4)
     write_table(tmp_path / "a.parquet", (), {"image": images, "target": np.arange(12) / 2, "z": np.arange(12, dtype=np.uint8)})
-    stream = streams.load(settings(tmp_path / "*.parquet"))
+    stream = sources.load(settings(tmp_path / "*.parquet"))
     x, y = next(stream.test_batches(5))
     assert x.dtype == np.uint8 and x.tolist() == [[36, 37, 38, 39, 9]] and y.dtype == np.float32 and y.tolist() == [4.5]
-    stream = streams.load(settings(tmp_path / "*.parquet", label="z"))
+    stream = sources.load(settings(tmp_path / "*.parquet", label="z"))
     assert next(stream.test_batches(5))[0].tolist() == [[36, 37, 38, 39, 4.5]] and stream.classes == [0, 11]
 
 
@@ -242,7 +242,7 @@ def dataset(n=20, first=0):
 
 
 def of(function, **others):
-    return streams.of_function(settings("d.py:f", **others), function)
+    return sources.of_function(settings("d.py:f", **others), function)
 
 
 def test_datasets_are_shared_by_their_samples(monkeypatch):
@@ -290,7 +290,7 @@ def test_where_nothing_can_be_held_out(user_error, train, text):
 def test_files_of_which_nothing_can_be_held_out(user_error, tmp_path):
     write_table(tmp_path / "a.csv", range(12))
     with user_error("--validation=0.01 holds out 0 of 11 samples: expected some, not all"):
-        streams.load(settings(tmp_path / "*.csv", validation=0.01))
+        sources.load(settings(tmp_path / "*.csv", validation=0.01))
 
 
 @pytest.mark.slow
@@ -389,16 +389,16 @@ def test_datasets_of_a_program_have_to_be_sent_as_a_function(user_error):
 def test_a_csv_file_that_is_not_in_utf_8(user_error, tmp_path):
     (tmp_path / "a.csv").write_bytes("größe,label\n1,0\n2,1\n".encode("latin1"))
     with user_error("a.csv cannot be read: it is not UTF-8; convert it, as with `iconv -f latin1 -t utf8`"):
-        streams.load(settings(tmp_path / "*.csv"))
+        sources.load(settings(tmp_path / "*.csv"))
 
 
 def test_whole_numbers_keep_their_bits(tmp_path):
     """Of Parquet, where all columns are whole numbers; beside fractions up to 2 to the power of 24, and numbers that fit."""
     write_table(tmp_path / "a.parquet", [], good(a=[2**24 + n for n in range(12)]))
-    x = streams.load(settings(tmp_path / "*.parquet")).first.x_train
+    x = sources.load(settings(tmp_path / "*.parquet")).first.x_train
     assert x.dtype == np.int64 and x[:3, 0].tolist() == [2**24, 2**24 + 1, 2**24 + 2]
     write_table(tmp_path / "b.csv", [], good(a=[2**24 - n for n in range(11)] + [2**30], b=[0.5] * 12))
-    x = streams.load(settings(tmp_path / "*.csv")).first.x_train
+    x = sources.load(settings(tmp_path / "*.csv")).first.x_train
     assert x.dtype == np.float32 and x[:3, 0].tolist() == [2**24, 2**24 - 1, 2**24 - 2]
 
 
@@ -463,7 +463,7 @@ def test_tables_that_are_refused(user_error, tmp_path, name, columns, flags, tex
         name = "a.csv"
     write_table(tmp_path / name, (), columns)
     with user_error(text):
-        streams.load(settings(f"{tmp_path}/*{name[1:]}", **flags))
+        sources.load(settings(f"{tmp_path}/*{name[1:]}", **flags))
 
 
 @pytest.mark.slow
@@ -476,9 +476,9 @@ def test_files_that_are_refused(user_error, tmp_path):
     whole = (tmp_path / "0.tfrecord").read_bytes()
     spec = f"{tmp_path}/*.tfrecord"
     with user_error(f"--data={spec} needs --parse=FILE.py:FUNCTION"):
-        streams.load(settings(spec))
+        sources.load(settings(spec))
     with user_error(f"--data={spec}: its elements hold strings"):
-        streams.load(settings(spec, parse=f"{tmp_path}/parse.py:wrong"))
+        sources.load(settings(spec, parse=f"{tmp_path}/parse.py:wrong"))
     for damaged, text in (
         (whole[:-3], "1.tfrecord is damaged or not a TFRecord file: record 19 extends beyond its end"),
         (b"\x1f\x8b" + whole, "1.tfrecord is compressed"),
@@ -486,34 +486,34 @@ def test_files_that_are_refused(user_error, tmp_path):
     ):
         (tmp_path / "1.tfrecord").write_bytes(damaged)
         with user_error(text):
-            streams.load(settings(f"{tmp_path}/1.tfrecord", parse=parse))
+            sources.load(settings(f"{tmp_path}/1.tfrecord", parse=parse))
     (tmp_path / "a.parquet").write_text("no table")
     with user_error(f"--data={tmp_path}/*.parquet: {tmp_path}/a.parquet cannot be read: ArrowInvalid"):
-        streams.load(settings(f"{tmp_path}/*.parquet"))
+        sources.load(settings(f"{tmp_path}/*.parquet"))
     with user_error(f"--data={tmp_path}/*.csv: there is no such file"):
-        streams.load(settings(f"{tmp_path}/*.csv"))
+        sources.load(settings(f"{tmp_path}/*.csv"))
     with user_error("--test_data=*.parquet: expected files of the same kind as --data=", "*.csv, as 'DIR/*.csv'"):
-        streams.load(settings(tmp_path / "*.csv", test_data="*.parquet"))
+        sources.load(settings(tmp_path / "*.csv", test_data="*.parquet"))
     with user_error("--parse must be FILE.py:FUNCTION, not 'parse.py'"):
-        streams.load(settings(spec, parse="parse.py"))
+        sources.load(settings(spec, parse="parse.py"))
     with user_error(f"--data={spec}: the samples of the training set cannot be read: ZeroDivisionError: "):
         (tmp_path / "1.tfrecord").write_bytes(whole)
-        streams.load(settings(spec, parse=f"{tmp_path}/parse.py:fails"))
+        sources.load(settings(spec, parse=f"{tmp_path}/parse.py:fails"))
     with user_error("cannot be read: TypeError: takes_two() missing 1 required positional argument: 'other'"):
-        streams.load(settings(spec, parse=f"{tmp_path}/parse.py:takes_two"))
+        sources.load(settings(spec, parse=f"{tmp_path}/parse.py:takes_two"))
     with user_error("--test_data=no*.csv: there is no such file"):
         write_table(tmp_path / "a.csv", range(12))
-        streams.load(settings(tmp_path / "a.csv", test_data="no*.csv"))
+        sources.load(settings(tmp_path / "a.csv", test_data="no*.csv"))
     with user_error("a.csv, which is one of --data="):
-        streams.load(settings(tmp_path / "*.csv", test_data=f"{tmp_path}/*.csv"))
+        sources.load(settings(tmp_path / "*.csv", test_data=f"{tmp_path}/*.csv"))
     with user_error("--label is for --data='DIR/*.csv' or '*.parquet', not digits"):
-        streams.load(settings("digits", label="y"))
+        sources.load(settings("digits", label="y"))
 
 
 def test_what_is_wrong_later_names_its_file(user_error, tmp_path):
     write_table(tmp_path / "a.parquet", range(300))
     write_table(tmp_path / "b.parquet", (), {"a": [np.nan] * 9, "label": [1] * 9, "b": [1.0] * 9})
-    stream = streams.load(settings(tmp_path / "*.parquet"))
+    stream = sources.load(settings(tmp_path / "*.parquet"))
     with user_error(f"--data={tmp_path}/*.parquet: {tmp_path}/b.parquet: the column 'a' holds 9 values that are NaN"):
         epoch_of(stream, 0)
 
@@ -524,7 +524,7 @@ def test_what_is_wrong_later_names_its_file(user_error, tmp_path):
 @pytest.fixture
 def stream(tmp_path):
     write_table(tmp_path / "a.csv", range(100))
-    return streams.load(settings(tmp_path / "*.csv"))
+    return sources.load(settings(tmp_path / "*.csv"))
 
 
 def test_a_window_trains_with_the_samples_in_their_order(initialized, stream):

@@ -272,14 +272,14 @@ def _check_counts(settings, launches):
 
 def _check_input(scheme, settings, launches):
     """Checks the data and the model, as a launcher asks for with --check; returns the exit status."""
-    from common.data import datasets, streams
+    from common.data import Stream, datasets, sources
 
     if os.environ.get("LAUNCHER_PID"):
         task_status.tell_warnings()
     task_status.doing(task_status.LOADING)
-    dataset = datasets.load(settings.data, settings.seed) if scheme.train else streams.load(settings)
+    dataset = datasets.load(settings.data, settings.seed) if scheme.train else sources.load(settings)
     workers = settings.num_workers if launches else 1
-    some = dataset.first if isinstance(dataset, streams.Stream) else dataset
+    some = dataset.first if isinstance(dataset, Stream) else dataset
     datasets.check_batch(some.x_train, some.y_train, settings.batch_size, settings.window, workers)
     from common.training import run_check
 
@@ -288,7 +288,7 @@ def _check_input(scheme, settings, launches):
     if isinstance(dataset, datasets.Data) and (shared := os.environ.get("LAUNCHER_DATA")):
         datasets.share(dataset, int(shared))
     if found := os.environ.get("LAUNCHER_FOUND"):
-        Path(found).write_text(json.dumps(streams.to_keep(settings, dataset)))
+        Path(found).write_text(json.dumps(sources.to_keep(settings, dataset)))
     task_status.doing(task_status.CHECKED)
     return 0
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from common.core import Settings, UserError
-from common.data import Rows, datasets, streams
+from common.data import Rows, Stream, datasets, mapped, one_line, sources
 
 # The modules in the folder of files: the first for flags that name a function, the second for a scheme given as a function.
 PROBLEM = '''"""Data and model of a notebook, or a program; see common/cli/serialization.py."""
@@ -59,7 +59,7 @@ def dump(value, path, what):
     try:
         pickled = cloudpickle.dumps(value)
     except Exception as error:
-        raise UserError(f"{what} cannot be sent to the workers: {datasets.one_line(error)}") from error
+        raise UserError(f"{what} cannot be sent to the workers: {one_line(error)}") from error
     path.write_bytes(pickle.dumps(sys.path) + pickled)
 
 
@@ -87,16 +87,16 @@ def loaded(given, flags=None):
     spec, number = given if isinstance(given, str) else "", (flags or {}).get("num_workers", 1)
     settings = Settings(**own, data=spec, num_workers=number, seed=0, check=False)
     try:
-        if streams.is_of_datasets(given):
+        if sources.is_of_datasets(given):
             raise UserError("--data=: a tf.data.Dataset cannot be sent to the workers: give a function that returns the pair")
         if spec:
-            dataset = streams.load(settings)
+            dataset = sources.load(settings)
         else:
-            dataset = streams.of_function(settings, given) if callable(given) else datasets.checked(given, "")
+            dataset = sources.of_function(settings, given) if callable(given) else datasets.checked(given, "")
     except UserError as error:
         said = re.sub("^--data= must give", "the data must be", str(error))
         raise UserError(re.sub("^--data=(?=:)", "the data", said)) from None
-    return dataset.first if isinstance(dataset, streams.Stream) else dataset
+    return dataset.first if isinstance(dataset, Stream) else dataset
 
 
 def is_model(value):
@@ -139,7 +139,7 @@ class SentModel:
                     warnings.simplefilter("ignore")  # that it is not built yet, or has a lambda
                     keras_model.save(path)
             except Exception as error:
-                raise _cannot_be_sent(datasets.one_line(error)) from error
+                raise _cannot_be_sent(one_line(error)) from error
             self._saved = path.read_bytes()
         _check_losses(keras_model)
         main = vars(sys.modules["__main__"])
@@ -165,7 +165,7 @@ class SentModel:
             again = self()
         except Exception as error:  # from Keras or from a user's class
             causes = re.findall(r"(?:xception encountered|during deserialization): (.+)", str(error))
-            raise _cannot_be_sent(causes[-1] if causes else datasets.one_line(error).partition(". ")[0]) from error
+            raise _cannot_be_sent(causes[-1] if causes else one_line(error).partition(". ")[0]) from error
         before, after = ([type(layer) for layer in model._flatten_layers()] for model in (keras_model, again))
         if before != after:
             raise _cannot_be_sent(f"Keras rebuilds it from its config with {len(after)} layers instead of {len(before)}")
@@ -182,7 +182,7 @@ class SentArrays:
 
     def __init__(self, dataset, folder):
         self._folder, self._count = str(folder), 0
-        self._parts = [None if part is None else datasets.mapped(self._save, part) for part in dataset]
+        self._parts = [None if part is None else mapped(self._save, part) for part in dataset]
 
     def _save(self, array):
         if isinstance(array, Rows):
@@ -204,7 +204,7 @@ class SentArrays:
         def load(saved):
             return saved if isinstance(saved, Rows) else np.load(Path(self._folder, saved), mmap_mode="r")
 
-        x, y, x_test, y_test, *weights = (None if part is None else datasets.mapped(load, part) for part in self._parts)
+        x, y, x_test, y_test, *weights = (None if part is None else mapped(load, part) for part in self._parts)
         return (x, y, weights[0]), (x_test, y_test, weights[1])
 
 

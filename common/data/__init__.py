@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 from common.core import front_door
 
 if TYPE_CHECKING:  # the front door: what others may import
-    from common.data import datasets, streams
+    from common.data import datasets, sources, streams
+    from common.data.array_types import OF_STRINGS
     from common.data.batches import Batches, Position, assign_part, fed, local_variable, make_local, order_of
-    from common.data.datasets import OF_STRINGS, arrays_in, call_user_function, digits, mapped, one_line
+    from common.data.builtin_data import ALPHABET, decoded, digits, encoded, next_characters
     from common.data.ledger import LeasedBatches, LeaseHook, Ledger
     from common.data.mapped_rows import Rows, chunks
+    from common.data.nested_arrays import arrays_in, mapped
     from common.data.streams import Stream, StreamedBatches, TestSet
+    from common.data.user_functions import call_user_function, one_line, user_function
 
 __getattr__, __dir__ = front_door(__name__)

@@ -8,8 +8,9 @@ import numpy as np
 
 from common import tf
 from common.core import open_own
-from common.data.datasets import arrays_in, check_batch, mapped
+from common.data.datasets import check_batch
 from common.data.mapped_rows import Rows
+from common.data.nested_arrays import arrays_in, mapped
 
 
 class Position:

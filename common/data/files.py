@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.core import UserError
-from common.data.datasets import OF_STRINGS, one_line, rounded
+from common.data.array_types import OF_STRINGS, rounded
+from common.data.user_functions import one_line
 
 HELD = 10  # without --test_data, every tenth record of each file is for the test
 LABELS = ("label", "target", "y")  # names of the label column without --label

@@ -1,13 +1,10 @@
-"""Data that are read during training: files of records, or datasets of tf.data; their shards and their shuffling."""
+"""Streams of samples that are read during training: their shards, their shuffling, and their batches."""
 
 import concurrent.futures
 import contextlib
 import copy
-import inspect
 import itertools
-import json
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,21 +12,9 @@ import numpy as np
 from common import tf
 from common.core import TrainingFailed, UserError, limits, progress
 from common.data import datasets
-from common.data.datasets import arrays_in
-from common.data.files import (
-    HELD,
-    FilePart,
-    Tables,
-    TFRecords,
-    check_elements,
-    files_of,
-    held_before,
-    is_held,
-    kind_of,
-    share_of,
-    split,
-    why,
-)
+from common.data.array_types import typed
+from common.data.files import why
+from common.data.nested_arrays import arrays_in, mapped
 
 BLOCK_BYTES, BLOCK_SAMPLES = 2**24, 8192  # largest block that a worker shuffles
 SAMPLES = 200  # read first, for shapes and types
@@ -59,7 +44,7 @@ class Stream:
       shares: list of the `Share` of each worker.
       test: `Share` of the test set.
       held_out: `Share` of the samples that were held out for validation, or None.
-      known: findings that make the next `load` faster, for JSON.
+      known: findings that make the next `sources.load` faster, for JSON.
       about: its description in the first line of a run.
       classes: the smallest and the largest label, if labels are whole numbers and the range is known.
 
@@ -129,7 +114,7 @@ class Stream:
         try:
             for samples in share.read(skip, size, order):
                 at = f"{self.name}: samples {skip:,} and later {whose}"
-                found = datasets.typed(samples, at)
+                found = typed(samples, at)
                 skip += len(arrays_in(found[0])[0])
                 if hasattr(self, "first"):
                     self._compare(found, at)
@@ -201,7 +186,7 @@ class Stream:
 
 
 def _taken(samples, which):
-    return tuple(datasets.mapped(lambda array: array[which], part) for part in samples)
+    return tuple(mapped(lambda array: array[which], part) for part in samples)
 
 
 def _ahead(blocks):
@@ -302,252 +287,6 @@ class TestSet:
         if self._keeps:
             self._kept.append(batch)
         return batch
-
-
-KNOWN = "data.json"  # in a run's folder: findings of the input check about the data
-
-
-def load(settings):
-    """Returns the `common.data.datasets.Data`, or the `Stream`, of `--data`.
-
-    Raises:
-      UserError: if there is no such data or no training could use it.
-    """
-    spec, kind = settings.data, kind_of(settings.data)
-    unused = {"label": kind in ("csv", "parquet"), "parse": kind == "tfrecord", "test_data": kind is not None}
-    for flag, is_used in unused.items():
-        if getattr(settings, flag) is not None and not is_used:
-            files = {"label": "'DIR/*.csv' or '*.parquet'", "parse": "'DIR/*.tfrecord'", "test_data": "files, as 'DIR/*.csv'"}
-            raise UserError(f"--{flag} is for --data={files[flag]}, not {spec}")
-    if kind:
-        return _of_files(settings, kind, _known(settings))
-    if ":" not in spec:
-        return datasets.load(spec, settings.seed)
-    if (arrays := datasets.shared()) is not None:
-        return arrays
-    return of_function(settings, datasets.user_function("--data", spec))
-
-
-def of_function(settings, function):
-    """Returns the `common.data.datasets.Data`, or the `Stream`, from a function of the user's."""
-    spec, shards_itself = settings.data, _takes_two(function)
-    arguments = [(settings.num_workers, i) for i in range(settings.num_workers)] if shards_itself else [()]
-    pairs = [datasets.call("--data", spec, function, *each) for each in arguments]
-    if not shards_itself and not is_of_datasets(pairs[0]):
-        return datasets.checked(pairs[0], spec)
-    for pair in pairs:
-        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(map(_is_dataset, pair))):
-            raise UserError(f"--data={spec} must give (training set, test set), two tf.data.Datasets")
-    return _of_datasets(settings, pairs, shards_itself, _known(settings))
-
-
-def _takes_two(function):
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return False
-    return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) == 2
-
-
-def _is_dataset(value):
-    return hasattr(value, "element_spec")
-
-
-def is_of_datasets(given):
-    """Whether the result of a function of the user's contains a `tf.data.Dataset`."""
-    return _is_dataset(given) or isinstance(given, (tuple, list)) and any(map(_is_dataset, given))
-
-
-def _asked(settings):
-    return [getattr(settings, name) for name in ("data", "test_data", "label", "parse", "num_workers")]
-
-
-def _known(settings):
-    """Returns the findings of the input check from the run's folder, if they are about the same data, else None."""
-    if not settings.run_dir or settings.check:
-        return None
-    try:
-        found = json.loads(Path(settings.run_dir, KNOWN).read_text())
-        return found["known"] if found["asked"] == _asked(settings) else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def to_keep(settings, dataset):
-    """Returns the findings for `load` to keep in the run's folder, for JSON; None for arrays."""
-    return {"asked": _asked(settings), "known": dataset.known} if isinstance(dataset, Stream) else None
-
-
-def _of_files(settings, kind, known):
-    name, parse = f"--data={settings.data}", None
-    if settings.test_data is not None and kind_of(settings.test_data) != kind:
-        raise UserError(f"--test_data={settings.test_data}: expected files of the same kind as {name}, as 'DIR/*.{kind}'")
-    if kind == "tfrecord":
-        if settings.parse is None:
-            raise UserError(f"{name} needs --parse=FILE.py:FUNCTION, from a record, a scalar string tensor, to (x, y)")
-        parse = datasets.user_function("--parse", settings.parse)
-    reader: Any = TFRecords(parse) if parse else Tables(kind, settings.label, known and known["about"])
-    if known is None:
-        known = _look_at(settings, reader)
-    held = None if known["test"] else False
-    parts = [FilePart(path, n, held) for path, n in known["train"].items()]
-    of_test = [FilePart(path, n) for path, n in known["test"].items()] or [part._replace(held=True) for part in parts]
-    held_out, validation = None, _validation(settings)
-    if validation:
-        total = sum(part.count for part in parts)
-        parts = [part._replace(share=validation) for part in parts]
-        held_out = _share_of(reader, [part._replace(validates=True) for part in parts], HELD_OUT)
-        _check_held_out(settings, held_out.count, total)
-    shares, by_files = [], False
-    for i in range(settings.num_workers):
-        own, by_files = split(parts, i, settings.num_workers)
-        shares.append(_share_of(reader, own))
-    test = _share_of(reader, of_test)
-    if not test.count:
-        raise UserError(f"{name}: every {HELD}th record of a file is for the test, but no file has that many: give --test_data")
-    count = f"{len(parts):,} file{'s' * (len(parts) > 1)} {settings.data}"
-    if settings.num_workers > 1:
-        count += ", whole files for each worker" if by_files else f", every {settings.num_workers}th record for each worker"
-        count = count.replace("2th", "2nd").replace("3th", "3rd")
-    tested = f"test: {settings.test_data}" if settings.test_data else f"test: every {HELD}th record"
-    about = f"from {count}; {tested}, {{test}}{reader.label_line()}"
-    return Stream(name, shares, test, held_out, known, about, getattr(reader, "classes", None))
-
-
-HELD_OUT = "the held-out samples"  # their name in a line
-
-
-def _validation(settings):
-    """Returns the share of `--validation`, as (p, q), or None."""
-    share = getattr(settings, "validation", None)
-    return share_of(share) if share else None
-
-
-def _check_held_out(settings, count, total):
-    if not 0 < count < total:
-        raise UserError(f"--validation={settings.validation} holds out {count} of {total} samples: expected some, not all")
-
-
-def _look_at(settings, reader):
-    """Returns the numbers of records in the training and test files, and the reader's findings about them."""
-    found: dict[str, Any] = {"train": {}, "test": {}}
-    about: Any = None
-    for half, flag, pattern in (("train", "--data", settings.data), ("test", "--test_data", settings.test_data)):
-        if pattern is None:
-            continue
-        try:
-            found[half], about = reader.about(files_of(flag, pattern))
-        except UserError as error:
-            said = str(error)
-            raise UserError(said if said.startswith("--") else f"{flag}={pattern}: {said}") from None
-    both = sorted(found["train"].keys() & found["test"].keys())
-    if both:
-        raise UserError(f"--test_data={settings.test_data} names {both[0]}, which is one of --data={settings.data}, too")
-    return {**found, "about": about}
-
-
-def _share_of(reader, parts, *name):
-    parts = [part for part in parts if part.count]
-
-    def read(skip, size, order):
-        left = [parts[i] for i in order.permutation(len(parts))] if order else list(parts)
-        while left and left[0].count <= skip:
-            skip -= left.pop(0).count
-        return reader.read(left, skip, size) if left else iter(())
-
-    return Share(sum(part.count for part in parts), read, *name)
-
-
-def _of_datasets(settings, pairs, shards_itself, known):
-    name, num_workers = f"--data={settings.data}", settings.num_workers
-    for train, test in pairs:
-        for half, dataset in (("training", train), ("test", test)):
-            try:
-                check_elements(dataset.element_spec)
-            except UserError as error:
-                raise UserError(f"{name}: of the {half} set {error}") from None
-            if _has(dataset, "Batch"):
-                raise UserError(
-                    f"{name}: the {half} set gives batches, expected single samples: leave batch() out, or end with unbatch()"
-                )
-    validation = _validation(settings)
-    if validation and any(_has(train, "Shuffle") for train, _ in pairs):
-        raise UserError(
-            f"{name}: the training set is shuffled, so --validation would hold out other samples each time: leave shuffle() "
-            "out, as samples are shuffled here (and list_files takes shuffle=False)"
-        )
-    if not shards_itself and num_workers > 1 and _has(pairs[0][0], "Shuffle"):
-        raise UserError(
-            f"{name}: the training set is shuffled, so no worker could tell which samples are its own: leave shuffle() out, as "
-            "samples are shuffled here (and list_files takes shuffle=False)"
-        )
-    if known is None:
-        known = {"train": [_count(train, name) for train, _ in pairs], "test": _count(pairs[0][1], name)}
-    if known["test"] is None:
-        raise UserError(f"{name}: the test set never ends: limit it with take()")
-    if None in known["train"] and not (settings.steps or settings.seconds):
-        raise UserError(f"{name}: the training set never ends: give --steps or --seconds")
-    if None in known["train"] and not settings.steps and getattr(settings, "learning_rate_schedule", None):
-        raise UserError(f"{name}: the training set never ends: --learning_rate_schedule needs --steps")
-    if None in known["train"] and getattr(settings, "weigh_by_samples", False):
-        raise UserError(f"{name}: the training set never ends, so --weigh_by_samples cannot know a worker's share of it")
-    sets, counts, held_out = [train for train, _ in pairs], known["train"], None
-    if validation:
-        if None in counts:
-            raise UserError(f"{name}: the training set never ends, so --validation cannot hold out a share of it")
-        held = [held_before(count, validation) for count in counts]
-        _check_held_out(settings, sum(held), sum(counts))
-        others, *rest = (_cut(train, validation, True) for train in sets)
-        for other in rest:
-            others = others.concatenate(other)
-        held_out = Share(sum(held), _reader_of(others), HELD_OUT)
-        sets = [_cut(train, validation, False) for train in sets]
-        counts = [count - each for count, each in zip(counts, held, strict=True)]
-    shares = []
-    for i in range(num_workers):
-        if shards_itself:
-            shares.append(Share(counts[i], _reader_of(sets[i])))
-        else:
-            count = None if counts[0] is None else len(range(i, counts[0], num_workers))
-            shares.append(Share(count, _reader_of(sets[0].shard(num_workers, i) if num_workers > 1 else sets[0])))
-    about = "from a tf.data.Dataset" + (" of each worker's own" if shards_itself else "") + "; test: {test}"
-    return Stream(name, shares, Share(known["test"], _reader_of(pairs[0][1])), held_out, known, about)
-
-
-def _cut(dataset, share, validates):
-    """Returns the elements of a dataset that are held out for validation, or those that are not."""
-    chosen = dataset.enumerate().filter(lambda number, element: is_held(number, share) == validates)
-    return chosen.map(lambda number, element: element)
-
-
-def _reader_of(dataset):
-    def read(skip, size, order):
-        return dataset.skip(skip).batch(size).prefetch(1).as_numpy_iterator()
-
-    return read
-
-
-def _has(dataset, what):
-    """Whether a dataset is made by a method of this name; batches before an unbatching method do not count."""
-    kind = type(dataset).__name__
-    if "Unbatch" in kind or "FlatMap" in kind or "Interleave" in kind:
-        return what != "Batch" and any(_has(each, what) for each in dataset._inputs())
-    return what in kind or any(_has(each, what) for each in dataset._inputs())
-
-
-def _count(dataset, name):
-    """Returns the number of elements of a dataset, None if it never ends; counts them if the cardinality is unknown."""
-    import tensorflow
-
-    count = int(dataset.cardinality())
-    if count == tensorflow.data.INFINITE_CARDINALITY:
-        return None
-    if count == tensorflow.data.UNKNOWN_CARDINALITY:
-        try:
-            count = int(dataset.reduce(np.int64(0), lambda n, *_: n + 1))
-        except Exception as error:
-            raise UserError(f"{name}: the samples cannot be counted: {why(error)}") from error
-    return count
 
 
 def in_memory(dataset):

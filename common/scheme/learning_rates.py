@@ -10,7 +10,7 @@ from typing import Any
 
 from common import tf
 from common.core import SCHEDULES, Settings, UserError
-from common.data import datasets
+from common.data import one_line, user_function
 
 
 class Schedule:
@@ -44,7 +44,7 @@ class Schedule:
                 raise UserError(
                     f"--learning_rate_schedule must be one of {', '.join(SCHEDULES)} or FILE.py:FUNCTION, not {spec!r}"
                 )
-            self._function = datasets.user_function("--learning_rate_schedule", spec)
+            self._function = user_function("--learning_rate_schedule", spec)
 
     @property
     def total(self):
@@ -76,7 +76,7 @@ class Schedule:
         try:
             factor = tf.cast(self._function(step, n), tf.float32)
         except Exception as error:
-            raise self._error(f"raised {datasets.one_line(error)}") from error
+            raise self._error(f"raised {one_line(error)}") from error
         if factor.shape.rank != 0:
             raise self._error(f"returned a tensor of shape {factor.shape}")
         return factor

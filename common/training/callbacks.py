@@ -8,7 +8,7 @@ import threading
 import time
 
 from common.core import doing, tell
-from common.data import datasets
+from common.data import one_line
 
 BEHIND = 100  # queued calls from which on a warning is shown
 
@@ -76,7 +76,7 @@ class Callback:
                     self._stop()
             except (Exception, SystemExit) as error:
                 if not self._has_failed:
-                    said = f"{self._flag} raised {datasets.one_line(error)}"
+                    said = f"{self._flag} raised {one_line(error)}"
                     tell(f"{said}; training goes on, and its later errors are not shown")
                 self._has_failed = True
             for line in printed.getvalue().splitlines():

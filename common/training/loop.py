@@ -34,7 +34,7 @@ from common.core import (
     tell,
     times,
 )
-from common.data import LeasedBatches, LeaseHook, Ledger, datasets, streams
+from common.data import LeasedBatches, LeaseHook, Ledger, sources, streams, user_function
 from common.scheme import (
     PARTS,
     GlobalParameters,
@@ -96,7 +96,7 @@ def train(scheme, task, settings):
                 "the code in common/ or of the scheme differs from that of worker 0: join with the code of the run"
             )
     doing(LOADING)
-    dataset, held_out = split(streams.load(settings), settings)
+    dataset, held_out = split(sources.load(settings), settings)
     check_leases(settings, dataset)
     doing(BUILDING)
     model = build_model(settings, samples_of(dataset, settings), index, tables_on_ps=True)
@@ -297,7 +297,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
             if settings.patience and not settings.num_evaluators:
                 log.listeners.append(Patience(settings.patience, stop.touch))
             if settings.callback:
-                function = datasets.user_function("--callback", settings.callback)
+                function = user_function("--callback", settings.callback)
                 callback = Callback(f"--callback={settings.callback}", function, stop.touch, settings.hang_secs / 2)
                 log.listeners.append(callback)
         early_stopping = EarlyStoppingHook(stop if index == 0 else None, stop_session=False)

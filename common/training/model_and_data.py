@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from common.core import UserError, limits, run_folder, sizes
-from common.data import Batches, Position, Rows, Stream, StreamedBatches, TestSet, datasets, fed
+from common.data import Batches, Position, Rows, Stream, StreamedBatches, TestSet, arrays_in, datasets, fed
 from common.models import keras_model
 from common.scheme import tables
 
@@ -56,7 +56,7 @@ def what_is_trained(model, dataset, num_workers, optimizers, is_own=False, unit=
 def split(dataset, settings):
     """Returns the training data, and the held-out validation data as a test set, or None.
 
-    For arrays see `data.hold_out`; a `Stream` has already held them out.
+    For arrays see `datasets.hold_out`; a `Stream` has already held them out.
     """
     if not settings.validation:
         return dataset, None
@@ -139,8 +139,8 @@ def _samples_text(dataset, num_workers, is_own, are_leased=False):
     each = ", which workers lease piece by piece" if are_leased else each
     if is_stream:
         return f"{dataset.num_samples:,} samples{each}, {dataset.text()}"
-    arrays = [array for part in dataset.train for array in datasets.arrays_in(part)]
-    whole, mapped = (sum(a.nbytes for a in some) for some in (arrays, [a for a in arrays if isinstance(a, Rows)]))
-    kept = f"of which {limits.as_bytes(mapped)} are mapped, not copied" if mapped else "in memory"
-    where = f", from arrays of {limits.as_bytes(whole)}{',' * bool(mapped)} {kept}" if is_own else ""
+    arrays = [array for part in dataset.train for array in arrays_in(part)]
+    whole, in_files = (sum(a.nbytes for a in some) for some in (arrays, [a for a in arrays if isinstance(a, Rows)]))
+    kept = f"of which {limits.as_bytes(in_files)} are mapped, not copied" if in_files else "in memory"
+    where = f", from arrays of {limits.as_bytes(whole)}{',' * bool(in_files)} {kept}" if is_own else ""
     return f"{dataset.num_samples:,} samples{each}{where}"

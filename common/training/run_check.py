@@ -3,7 +3,7 @@
 from common import tf
 from common.cluster import membership
 from common.core import FITTING, UserError, sizes
-from common.data import Stream, datasets
+from common.data import Stream, datasets, mapped, user_function
 from common.models import keras_model
 from common.scheme import (
     GlobalParameters,
@@ -27,7 +27,7 @@ def check(settings, dataset, scheme=None):
     """
     dataset, held_out = split(dataset, settings)
     if settings.callback is not None:
-        datasets.user_function("--callback", settings.callback)
+        user_function("--callback", settings.callback)
     check_leases(settings, dataset)
     if not isinstance(dataset, Stream):
         datasets.shard(dataset, 0, settings.num_workers if settings.launch else 1)
@@ -84,7 +84,7 @@ def _trace(model, dataset):
     """
 
     def placeholders(samples):
-        return [datasets.mapped(lambda array: tf.placeholder(array.dtype, [2, *array.shape[1:]]), part) for part in samples]
+        return [mapped(lambda array: tf.placeholder(array.dtype, [2, *array.shape[1:]]), part) for part in samples]
 
     with tf.Graph().as_default(), tables.found_by(tables.Asked(model.tables)):
         values = tf.placeholder(tf.float32, [model.size]), [tf.placeholder(v.dtype, v.shape) for v in model.initial_state]
