@@ -1,4 +1,4 @@
-"""common/models/keras_model.py: a Keras model as a function of one flat vector gives what Keras itself gives."""
+"""common/models/: a Keras model as a function of one flat vector gives what Keras itself gives."""
 
 import inspect
 import tempfile
@@ -12,7 +12,7 @@ from common.core import flags as flag_defaults
 from common.data import builtin_data, datasets
 from common.data.batches import Batches
 from common.data.nested_arrays import arrays_in, mapped
-from common.models import keras_model
+from common.models import builtin_models, keras_model, stateless_model
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters
 from common.scheme.rounds import build_rounds
@@ -113,7 +113,7 @@ def test_cnn_says_what_series_need(user_error):
 def test_cnn_of_series(dataset, outputs):
     model = keras_model.build("cnn1d", dataset)
     assert model.keras_model(dataset.x_train).shape == (9, *outputs)
-    assert keras_model._count_of["cnn1d"](dataset.x_train.shape[1:], outputs[0]) == model.size
+    assert builtin_models._count_of["cnn1d"](dataset.x_train.shape[1:], outputs[0]) == model.size
 
 
 @pytest.mark.parametrize("shape", [[64], [3, 8], [8, 8, 1]])
@@ -127,7 +127,7 @@ def test_dense_layer_without_a_bias():
     quadratic, best = datasets.load("quadratic"), builtin_data.quadratic_optimum()
     model = keras_model.build("dense", quadratic)
     assert model.shapes == [(40, 1)] and model.minimizes == "mean squared error"
-    assert keras_model._count_of["dense"]((40,), 1) == 40
+    assert builtin_models._count_of["dense"]((40,), 1) == 40
     with tf.Graph().as_default(), tf.Session() as session:
         at = tf.placeholder(tf.float32, [40])
         loss, gradient, _ = model.loss_and_gradient(at, [], *quadratic.train)
@@ -640,13 +640,13 @@ def test_saving_again_replaces_the_file(model, images, tmp_path):
 @pytest.mark.parametrize("shape, num_classes", [([8, 8, 1], 2), ([9, 5, 3], 7)])
 def test_size_of_a_model_before_it_is_built(spec, shape, num_classes):
     model = keras_model.build(spec, classes(20, shape, num_classes))
-    assert keras_model._count_of[spec](tuple(shape), num_classes) == model.size
+    assert builtin_models._count_of[spec](tuple(shape), num_classes) == model.size
 
 
 @pytest.mark.parametrize("spec", ["linear", "mlp", "cnn"])
 def test_model_larger_than_memory_is_refused_before_it_is_built(user_error, monkeypatch, spec):
     """As for a label that is a customer's number and no class. A class without samples, though, is no mistake."""
-    monkeypatch.setattr(keras_model.limits, "memory", lambda: 10**9)
+    monkeypatch.setattr(builtin_models.limits, "memory", lambda: 10**9)
     x, y = np.zeros([20, 8, 8, 1]), np.arange(20) % 2
     y[3] = 10**9
     with user_error(
@@ -835,8 +835,8 @@ def test_loss_and_metrics_of_the_model_are_honoured(user_model, problem):
         lambda p, state, x, y, *w: model.loss(model.split(p), state, x, y, *w),
         *(model.initial_parameters, model.initial_state, x, y, *weights),
     )
-    inputs = mapped(lambda array: keras.ops.convert_to_tensor(keras_model.as_input(array)), x)
-    outputs = model.keras_model(inputs, **keras_model._training(model.keras_model, True))
+    inputs = mapped(lambda array: keras.ops.convert_to_tensor(stateless_model.as_input(array)), x)
+    outputs = model.keras_model(inputs, **stateless_model.training_arg(model.keras_model, True))
     expected = model.keras_model._compute_loss(inputs, y, outputs, *weights)
     np.testing.assert_allclose(ours, expected, rtol=1e-5)
     for value, variable in zip(state, model.keras_model.non_trainable_variables, strict=True):
@@ -851,7 +851,7 @@ def test_loss_and_metrics_of_the_model_are_honoured(user_model, problem):
     if not model.keras_model.compiled:
         model.keras_model.compile("sgd")
     expected = model.keras_model.evaluate(
-        mapped(keras_model.as_input, x),
+        mapped(stateless_model.as_input, x),
         y,
         sample_weight=weights[0] if weights else None,
         batch_size=3,

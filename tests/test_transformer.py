@@ -14,7 +14,7 @@ from common import tf
 from common.cli.api import Run
 from common.core import flags
 from common.data import datasets
-from common.models import keras_model
+from common.models import builtin_models, keras_model
 from common.training.calls import rounds_worth_a_call
 from common.training.model_and_data import unit_of
 
@@ -88,7 +88,7 @@ def test_the_same_number_at_two_places_is_not_the_same():
 def test_size_before_it_is_built(monkeypatch, sizes):
     """By which one that memory cannot hold is refused."""
     dataset, counted = sequences(), []
-    monkeypatch.setattr(keras_model, "_check_size", lambda what, count, hint: counted.append(count))
+    monkeypatch.setattr(builtin_models, "_check_size", lambda what, count, hint: counted.append(count))
     assert keras_model.build("transformer", dataset, **sizes).size == counted[0]
     assert keras_model.build("linear", dataset).size == counted[1] == 7 * 7
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from common.core import UserError, limits, run_folder, sizes
 from common.data import Batches, Position, Rows, Stream, StreamedBatches, TestSet, arrays_in, datasets, fed
-from common.models import keras_model
+from common.models import BUILT_IN, keras_model
 from common.scheme import tables
 
 
@@ -76,7 +76,7 @@ def samples_of(dataset, settings):
     """Returns a `common.data.Data` for shapes and types: for a stream, some of its samples."""
     if not isinstance(dataset, Stream):
         return dataset
-    if settings.model in keras_model.BUILT_IN and dataset.first.is_classification and not dataset.classes:
+    if settings.model in BUILT_IN and dataset.first.is_classification and not dataset.classes:
         why = f"the number of classes in {dataset.name} is not known before it is read"
         raise UserError(f"--model={settings.model}: {why}; bring a model of your own, --model=FILE.py:FUNCTION")
     return dataset.first
