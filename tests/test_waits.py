@@ -143,11 +143,30 @@ def test_who_leaves_makes_a_last_round_if_others_need_it(graph):
 def test_meeting_names_workers(graph):
     behind = tf.constant([True, False, True])
     hook = MeetingHook(types.SimpleNamespace(vote=None, enter=(), left=None, come=None, behind=behind))
+    hook.begin()
     assert hook.missing() == []  # there is no session yet
     with tf.Session() as session:
         hook.after_create_session(session, None)
         assert hook.missing() == ["worker 0", "worker 2"]
     assert hook.missing() == []  # it is closed
+
+
+@pytest.mark.parametrize(("is_restarted", "waits_for", "released"), [(True, 1, 1), (True, 0, 0), (False, 1, 0)])
+def test_a_wait_ends_in_a_session_that_has_lost_a_ps(graph, is_restarted, waits_for, released):
+    """Such a session fails with its next call; a call that waits on another ps does not notice."""
+    hook, calls = MeetingHook(types.SimpleNamespace(vote=None, enter=(), left=None, come=None, behind="?", release="!")), []
+    hook.begin()
+
+    class Session:
+        def run(self, fetches, feeds=None):
+            calls.append(fetches)
+            if fetches is hook._reach_all and is_restarted:
+                raise tf.errors.AbortedError(None, None, "a ps was restarted")
+            return [False, bool(waits_for)]
+
+    hook.after_create_session(Session(), None)
+    assert hook.missing() == ["worker 1"] * waits_for
+    assert calls.count("!") == released
 
 
 def test_ring_names_workers_that_do_not_answer(waiting, monkeypatch):
