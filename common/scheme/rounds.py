@@ -13,7 +13,7 @@ class Rounds(NamedTuple):
 
     operations: Any
     loss: Any  # mean over the local trainings
-    steps: Any  # int64 [updates, 2]: the newest update by others that the worker knew, and its own update, as global steps
+    steps: Any  # int64 [updates, 2]: the newest update that the worker knew, and its own one, as global steps
     training_ended: Any = ()  # whether another worker has ended the training, if the scheme's steps ask
     parts: Any = ()  # {part: seconds} of the last round, if the rounds are timed
     # With `center.dynamic`: this worker's local steps in its session, and the local steps of all updates so far. If only the
