@@ -91,7 +91,8 @@ def train(task, settings):
         with tf.device(global_step.device):
             queue = tf.queue.FIFOQueue(-1, tf.int64, [[]], shared_name="sync_token_q")
             end = [queue.enqueue_many(tf.fill([num_workers], tf.constant(last, tf.int64)))]
-        waits = types.SimpleNamespace(enter=[], leave=end, release=end, vote=None, left=None, come=None, go=None)
+        nothing = dict.fromkeys(("behind", "vote", "left", "come", "go"))
+        waits = types.SimpleNamespace(enter=[], leave=end, release=end, **nothing)
 
         logits = network(tf.constant(dataset.x_test))
         hits = tf.equal(tf.argmax(logits, axis=1, output_type=tf.int32), dataset.y_test)
