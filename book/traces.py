@@ -156,7 +156,7 @@ def index():
     matrix, least, floor = valley()
     schemes = []
     for name, (windows, rates, *_) in SCHEMES.items():
-        rule = " ".join(simulate.parse([name])[0].scheme.__doc__.split("\n\n")[0].split())
+        rule = " ".join(simulate.parse([name])[0].function.__doc__.split("\n\n")[0].split())
         schemes.append({"name": name, "rule": rule, "windows": windows, "rates": rates})
     problem = {"matrix": matrix.tolist(), "least": least.tolist(), "floor": floor, "start": START}
     problem |= {"tests": len(points()[1][0]), "correct": correct(*START)}
