@@ -182,10 +182,10 @@ class Trial:
         else:
             flags[row.rate] = rate
         words = [word for name, value in flags.items() for word in api.as_arguments(name, value)]
-        folder, self._settings = simulate.parse([row.folder, *words])
+        scheme, self._settings = simulate.parse([row.folder, *words])
         self._costs_of = simulate.costs_of
         self._dataset = datasets.load(self._settings.data, 0)
-        run = simulate.Run(folder, self._settings)
+        run = simulate.Run(scheme, self._settings)
         self.engine, self.size = run.engine, run.model.size
         self._beginnings: dict[int, Any] = {}
         # If all wait for all, the order of arrival changes no update: it is trained once, and the clock tells the time of each.

@@ -90,10 +90,10 @@ def engines(name, workers):
         for k, rate in enumerate(rates):
             given = [f"--num_workers={workers}", f"--{rate_flag}={rate}", "--batch_size=8", *flags]
             given += [f"--window={window}"] if len(windows) > 1 else []
-            folder, settings = simulate.parse([name, *given])
+            scheme, settings = simulate.parse([name, *given])
             model = model or keras_model.build(f"{__file__}:two_parameters", dataset, 0, None)
             shards = shards_of(dataset, workers, settings.batch_size, 0)
-            virtual = Engine(folder.scheme, settings, model, shards, optimize=False)
+            virtual = Engine(scheme.function, settings, model, shards, optimize=False)
             yield i, k, window, virtual
             virtual.close()
 
