@@ -40,7 +40,7 @@ class ForkServer:
       log: path of a file for the output of the server itself; None for `errors`.
       is_isolated: whether the tasks get a network of their own.
       preloads: whether tasks are scripts that use tensorflow; otherwise each starts as a new program.
-      shared: descriptor of a file with the tasks' data, see `common.data.share`; None without one.
+      shared: descriptor of a file with the tasks' data, see `common.data.datasets.share`; None without one.
       process: the `warm.WarmProcess` to fork the server from; by default one for it alone.
       errors: descriptor of the file for the errors of tasks without a log.
 

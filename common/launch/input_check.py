@@ -21,11 +21,11 @@ def check_input(script, arguments, settings, process, shared=None):
     Args:
       script, arguments, settings: as in `launcher.launch`.
       process: the `warm.WarmProcess` of the run.
-      shared: descriptor of an empty file for large arrays shared with the tasks, see `common.data.share`.
+      shared: descriptor of an empty file for large arrays shared with the tasks, see `common.data.datasets.share`.
 
     Returns:
       Seconds of each stage, {`task_status.LOADING` or `BUILDING`: seconds}, empty for the built-in ones; and facts about the
-      data for the tasks, see `common.data.load`, or None.
+      data for the tasks, see `common.data.sources.load`, or None.
 
     Raises:
       UserError: if data and model cannot be trained, or do not load within `--hang_secs`.
