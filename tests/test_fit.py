@@ -20,7 +20,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from runs import SECONDS, is_training, processes, read_until, wait_until_gone
 from traitlets.config import Config
 
-from common import train
+from common import Scheme, flags, train
 from common.cli import api, schemes, serialization
 from common.core.flags import TrainingFailed, UserError
 
@@ -33,7 +33,7 @@ DATA = (X, Y), (X, Y)
     [
         (("DOWNPUR", "mlp", DATA), "there is no scheme 'DOWNPUR'; did you mean 'DOWNPOUR'?"),
         (("zzz", "mlp", DATA), "there is no scheme 'zzz'; there are AEAMSGD, AEASGD, AGN, "),
-        ((3, "mlp", DATA), "a scheme is the name of a folder, such as 'HogWild', or a generator function, not 3"),
+        ((3, "mlp", DATA), "a scheme is the name of a folder, such as 'HogWild', a Scheme, or a generator function, not 3"),
         (("HogWild", 3, DATA), "the model must be a keras.Model, a function that returns one, or a name, not int"),
         (("HogWild", "mlp", ((X, Y), (X, Y[:2]))), "the data: x_test has 8 samples, y_test has 2 labels"),
         (("HogWild", "mlp", (X, Y)), "the data must be ((x_train, y_train), (x_test, y_test)) as NumPy arrays, and weights as"),
@@ -201,6 +201,17 @@ def test_every_scheme_has_a_name():
     assert len(names) > 14
     for name in names:
         assert api._script_of(name, "own", {}, None).parent.name == name
+
+
+def test_a_scheme_is_sent_with_its_flags(tmp_path):
+    def rule(center, local, hp):
+        yield
+
+    sent = Scheme(rule, pace="together", flags=[flags.number("beta", 0.5, "of mine", least=0)], window=4)
+    script = api._script_of(sent, "own", {}, tmp_path)
+    found = schemes.scheme_in(script)
+    assert (script.name, found.name, found.pace) == ("rule.py", "rule", "together")
+    assert flags.parse(found.flag_values(), ["--beta=2"], script.name).beta == 2
 
 
 def test_arrays_are_mapped_not_copied(tmp_path):

@@ -28,6 +28,7 @@ from common.cli.schemes import ROOT, script_of
 from common.cli.serialization import PROBLEM, SCHEME, SentModel, check_keras, dump, is_model, loaded, send
 from common.core import Settings, TrainingFailed, UserError, plots, progress, sizes
 from common.launch import warm
+from common.scheme import Scheme
 
 FUNCTIONS = {"callback", "learning_rate_schedule"}  # flags that may be functions, called with arguments
 DEFAULTS: dict[str, Any] = {"epochs": 1, "batch_size": 32, "learning_rate": 0.01}  # of a scheme given as a function
@@ -40,8 +41,8 @@ def train(scheme, model, data, *, run_dir=None, pace="own", verbose=True, **flag
     KeyboardInterrupt; `train(..., run_dir=FOLDER, resume=True)` goes on from there.
 
     Args:
-      scheme: the name of a folder of this project, as "DOWNPOUR"; or a scheme, a generator function of (center, local, hp), see
-        Write-Your-Own-Scheme.
+      scheme: the name of a folder of this project, as "DOWNPOUR"; a `Scheme`; or a generator function of (center, local, hp),
+        see Write-Your-Own-Scheme.
       model: a `keras.Model`, left unchanged, whose weights are the initial parameters; a function that returns one;
         or "linear", "dense", "mlp", "cnn", "cnn1d", "transformer".
       data: ((x_train, y_train), (x_test, y_test)), each pair optionally with sample weights as a third; a
@@ -58,7 +59,7 @@ def train(scheme, model, data, *, run_dir=None, pace="own", verbose=True, **flag
       UserError: if model, data or a flag cannot be used.
       TrainingFailed: if training fails.
     """
-    name = scheme if isinstance(scheme, str) else getattr(scheme, "__name__", type(scheme).__name__)
+    name = scheme if isinstance(scheme, str) else getattr(scheme, "name", getattr(scheme, "__name__", type(scheme).__name__))
     folder = Path(run_dir or f"runs/{name}/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S.%f}").resolve()
     if is_model(model) and any(hasattr(layer, "is_on_ps") for layer in model._flatten_layers()):
         raise UserError("the model has a table (common.Embedding), which begins on the ps: give a function that makes it")
@@ -154,19 +155,22 @@ class Run:
 
 
 def _script_of(scheme, pace, flags, sent):
-    """Returns the path of a scheme's script; for a scheme given as a function, writes it to the folder `sent`."""
+    """Returns the path of a scheme's script; for a `Scheme` or a function, writes it to the folder `sent`."""
+    if callable(scheme):
+        own = {name: flags[name] for name in ("local_optimizer",) if name in flags}
+        scheme, pace = Scheme(scheme, pace=pace, **DEFAULTS, **own), "own"
+    if pace != "own":
+        name = scheme if isinstance(scheme, str) else scheme.name
+        raise UserError(f"pace={pace!r} is only for a scheme given as a function: {name} has its own")
     if isinstance(scheme, str):
-        script = script_of(scheme)
-        if pace != "own":
-            raise UserError(f"pace={pace!r} is only for a scheme given as a function: {scheme} has its own")
-        return script
-    if not callable(scheme):
-        raise UserError(f"a scheme is the name of a folder, such as 'HogWild', or a generator function, not {scheme!r:.60}")
-    path = sent / scheme.__name__ / f"{scheme.__name__}.py"
+        return script_of(scheme)
+    if not isinstance(scheme, Scheme):
+        what = "the name of a folder, such as 'HogWild', a Scheme, or a generator function"
+        raise UserError(f"a scheme is {what}, not {scheme!r:.60}")
+    path = sent / scheme.name / f"{scheme.name}.py"
     path.parent.mkdir()
     path.write_text(SCHEME)
-    own = {name: flags[name] for name in ("local_optimizer",) if name in flags}
-    dump((scheme, {"pace": pace, **DEFAULTS, **own}), path.parent / "scheme.pickle", "the scheme")
+    dump(scheme, path.parent / "scheme.pickle", "the scheme")
     return path
 
 

@@ -29,11 +29,10 @@ def __getattr__(name):
 '''
 SCHEME = '''"""A scheme of a notebook, or a program; see common/cli/serialization.py."""
 
-from common import Scheme, main
+from common import main
 from common.cli.serialization import receive
 
-function, arguments = receive(__file__, "scheme")
-SCHEME = Scheme(function, **arguments)
+SCHEME = receive(__file__, "scheme")
 
 if __name__ == "__main__":
     main(SCHEME)
@@ -64,7 +63,7 @@ def dump(value, path, what):
 
 
 def receive(file, name):
-    """Returns the sent object: a function; for a scheme, the function and its defaults.
+    """Returns the sent object, a function or a `Scheme`.
 
     Args:
       file: path of the calling module, beside the pickle.

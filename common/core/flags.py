@@ -1,15 +1,15 @@
 """The flags of every scheme, and user errors as one clear line. Imports no tensorflow."""
 
-import copy
 import difflib
 import errno
+import functools
 import json
 import os
 import re
 import sys
 import threading
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from absl import flags as absl
 
@@ -194,40 +194,51 @@ class _Numbers(absl.ArgumentParser):
         return [self._number.parse(part) for part in argument.split(",")] if isinstance(argument, str) else argument
 
 
+class Flag(NamedTuple):
+    """The definition of a flag; it can be pickled, unlike absl's."""
+
+    name: str
+    make: Any  # function that returns the `absl.flags.Flag` for a command line
+
+
+def _flag(parser, serializer, name, default, help):
+    return Flag(name, functools.partial(absl.Flag, parser, serializer, name, default, help))
+
+
 def integer(name, default, help, least=None, most=INT64):
     """Returns a flag for a whole number of at least `least` and at most `most`."""
-    return absl.Flag(_Number(name, int, least, most=most), None, name, default, help)
+    return _flag(_Number(name, int, least, most=most), None, name, default, help)
 
 
 def number(name, default, help, least=None, above=None, below=None, finite=True, most=FLOAT32):
     """Returns a flag for a real number of at least `least` and at most `most`, greater than `above` and less than `below`."""
-    return absl.Flag(_Number(name, float, least, above, most, below, finite), None, name, default, help)
+    return _flag(_Number(name, float, least, above, most, below, finite), None, name, default, help)
 
 
 def numbers(name, default, help, least=None, above=None, most=FLOAT32):
     """Returns a flag for real numbers within the same bounds, one or more, separated by commas."""
     parser = _Numbers(_Number(name, float, least, above, most))
-    return absl.Flag(parser, absl.ListSerializer(","), name, default, help)
+    return _flag(parser, absl.ListSerializer(","), name, default, help)
 
 
 def boolean(name, default, help):
     """Returns a flag that is on or off: `--name` or `--noname`."""
-    return absl.BooleanFlag(name, default, help)
+    return Flag(name, functools.partial(absl.BooleanFlag, name, default, help))
 
 
 def string(name, default, help):
     """Returns a flag for any string."""
-    return absl.Flag(absl.ArgumentParser(), absl.ArgumentSerializer(), name, default, help)
+    return _flag(absl.ArgumentParser(), absl.ArgumentSerializer(), name, default, help)
 
 
 def strings(name, default, help):
     """Returns a flag for strings, separated by commas."""
-    return absl.Flag(absl.ListParser(), absl.CsvListSerializer(","), name, default, help)
+    return _flag(absl.ListParser(), absl.CsvListSerializer(","), name, default, help)
 
 
 def choice(name, default, options, help):
     """Returns a flag for one of the strings `options`."""
-    return absl.EnumFlag(name, default, help, options)
+    return Flag(name, functools.partial(absl.EnumFlag, name, default, help, options))
 
 
 class alias(NamedTuple):  # noqa: N801  (used as the functions beside it)
@@ -257,11 +268,11 @@ def isolation():
 
 
 def table(*flags):
-    """Returns the `absl.flags.FlagValues` that hold copies of these flags, and --help; it reads one command line."""
+    """Returns the `absl.flags.FlagValues` that hold these flags, and --help; they read one command line."""
     values = absl.FlagValues()
     for flag in (*flags, boolean("help", False, "show this help")):
         if not isinstance(flag, alias):
-            values[flag.name] = copy.deepcopy(flag)
+            values[flag.name] = flag.make()
     for flag in flags:
         if isinstance(flag, alias):
             _add_alias(values, *flag)

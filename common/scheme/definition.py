@@ -85,6 +85,11 @@ class Scheme:
                 raise UserError(f"--{name} is a flag of every scheme: {what}")
 
     @property
+    def name(self):
+        """The name of its function."""
+        return (self.function or self.train).__name__
+
+    @property
     def own_flags(self):
         """The names of the scheme's own flags, without aliases, sorted."""
         return sorted(flag.name for flag in self.flags if not isinstance(flag, flags.alias))
