@@ -60,9 +60,14 @@ def main():
             report["rows"] = {name: known[name] for name in trials.ROWS if name in known}
             path.write_text(json.dumps(report) + "\n")
             print(f"{name} measured", flush=True)
+    show(report, path)
+
+
+def show(report, path):
+    """Prints the tables of a report, and draws its pictures beside the file `path`."""
     workers = json.loads((HERE.parent / "benchmarks" / "workers.json").read_text())
-    print(f"\n{figures.needs(report, 'seconds')}\n\n{answer.as_table(report, workers)}\n\n{path}")
-    for picture in pictures.draw_all(report, folder):
+    print(f"\n{figures.needs(report, 'seconds')}\n\n{answer.as_table(answer.as_rules(report, workers))}\n\n{path}")
+    for picture in pictures.draw_all(report, path.parent):
         print(picture)
 
 

@@ -1,5 +1,6 @@
 """Comparison/: its tables and its decision tree, from a report made by hand; the measurements themselves are no test."""
 
+import json
 import math
 import types
 from pathlib import Path
@@ -279,6 +280,22 @@ def test_mistakes_are_one_line(arguments, says, monkeypatch, capsys):
     with pytest.raises(SystemExit) as error:
         comparison.main()
     assert error.value.code == 2 and says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_quick", [False, True])
+def test_the_program_shows_its_results(is_quick, tmp_path, capsys):
+    """Those of this folder; --quick has two of the conditions, and one problem."""
+    import comparison
+
+    report = json.loads((ROOT / "Comparison" / "comparison.json").read_text())
+    if is_quick:
+        few = comparison.empty(True)
+        of_few = lambda row: {"found": {k: row["found"][k] for k in few["conditions"] if k in row["found"]}, "others": {}}  # noqa: E731
+        report = {**few, "rows": {name: row | of_few(row) for name, row in report["rows"].items()}}
+    comparison.show(report, tmp_path / "comparison.json")
+    printed = capsys.readouterr().out
+    assert "| HogWild |" in printed and "| Does the model have tables" in printed
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["dots.png", "heat.png", "pareto.png", "timelines.png"]
 
 
 class Clock:
