@@ -28,8 +28,7 @@ SCHEME = Scheme(
     optimizer_on="worker",
     flags=[
         flags.number("momentum", 0.9, "μ of the outer step", least=0, below=1),
-        flags.number("weight_decay", 0.1, "λ of AdamW", least=0),
-        flags.number("local_learning_rate", 0.002, "η' of AdamW", above=0),
+        *flags.adamw(),
     ],
     epochs=60,
     batch_size=32,

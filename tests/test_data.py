@@ -1,4 +1,4 @@
-"""common/data/: data sets, what is refused, shards, and the order of batches."""
+"""common/data/: data sets, refused data, shards, and the order of batches."""
 
 import random
 import socket

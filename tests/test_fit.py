@@ -171,6 +171,8 @@ def test_models_that_would_come_as_others(of_a_cell, user_error, make, text):
 def test_pace_is_for_a_function(user_error):
     with user_error("pace='ring' is only for a scheme given as a function: HogWild has its own"):
         train("HogWild", "mlp", DATA, pace="ring")
+    with user_error("a scheme is the name of a folder, such as 'HogWild', a Scheme, or a generator function, not 3"):
+        train(3, "mlp", DATA, pace="ring")
 
 
 @pytest.mark.parametrize(

@@ -159,14 +159,14 @@ def _script_of(scheme, pace, flags, sent):
     if callable(scheme):
         own = {name: flags[name] for name in ("local_optimizer",) if name in flags}
         scheme, pace = Scheme(scheme, pace=pace, **DEFAULTS, **own), "own"
+    if not isinstance(scheme, (str, Scheme)):
+        what = "the name of a folder, such as 'HogWild', a Scheme, or a generator function"
+        raise UserError(f"a scheme is {what}, not {scheme!r:.60}")
     if pace != "own":
         name = scheme if isinstance(scheme, str) else scheme.name
         raise UserError(f"pace={pace!r} is only for a scheme given as a function: {name} has its own")
     if isinstance(scheme, str):
         return script_of(scheme)
-    if not isinstance(scheme, Scheme):
-        what = "the name of a folder, such as 'HogWild', a Scheme, or a generator function"
-        raise UserError(f"a scheme is {what}, not {scheme!r:.60}")
     path = sent / scheme.name / f"{scheme.name}.py"
     path.parent.mkdir()
     path.write_text(SCHEME)

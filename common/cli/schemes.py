@@ -41,7 +41,7 @@ def _script_in(folder):
 
 
 def scheme_in(script):
-    """Returns the `Scheme` of a script, which calls it SCHEME.
+    """Returns the `Scheme` of a script, its SCHEME.
 
     Raises:
       UserError: if there is none, or it has a main loop of its own.

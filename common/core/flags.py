@@ -254,6 +254,14 @@ def overlap():
     return boolean("overlap", False, text)
 
 
+def adamw():
+    """Returns the flags of a worker's AdamW in DiLoCo and its relatives."""
+    return (
+        number("weight_decay", 0.1, "λ of AdamW", least=0),
+        number("local_learning_rate", 0.002, "η' of AdamW", above=0),
+    )
+
+
 def gpus():
     """Returns the flag that `common.core.with_gpus` reads."""
     text = "all, or numbers such as 0,2: one GPU per worker (default of --num_workers: one worker per GPU)"

@@ -396,7 +396,7 @@ class Trained(tf.train.CheckpointSaverListener):
         return self.samples_before + int(step) * self._batch_size
 
     def before_save(self, session, global_step_value):
-        """Assigns both to the variables, which are saved with the others.
+        """Assigns both to variables of the checkpoint.
 
         In the first call of a new session they were just restored, so neither the outage nor lost updates count.
         """

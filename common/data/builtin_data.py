@@ -37,7 +37,7 @@ def linear(seed=0):
 
 
 def mnist():
-    """MNIST through Keras, which downloads it once to ~/.keras/datasets: images [n, 28, 28, 1] in 0..1."""
+    """MNIST through Keras, downloaded once to ~/.keras/datasets: images [n, 28, 28, 1] in 0..1."""
     import keras
 
     try:

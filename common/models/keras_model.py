@@ -1,4 +1,4 @@
-"""Keras models for training: choice by `--model`, and checks with a few samples, which give a `Model`."""
+"""Keras models for training: choice by `--model`, checks with a few samples, and the resulting `Model`."""
 
 import contextlib
 import math

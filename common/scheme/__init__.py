@@ -1,6 +1,6 @@
 """The building blocks of schemes: global parameters, a worker's local parameters, and the steps of a round.
 
-Begin with `center` and `local`, the two arguments of each scheme, and `rounds`, which assembles the yielded steps to a round.
+Begin with `center` and `local`, the two arguments of each scheme, and `rounds`, the assembly of the yielded steps to a round.
 """
 
 from typing import TYPE_CHECKING

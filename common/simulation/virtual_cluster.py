@@ -1,4 +1,4 @@
-"""The cluster of virtual workers, which are row indices instead of processes: the center, its clocks, flags per worker."""
+"""The cluster of virtual workers, row indices instead of processes: the center, its clocks, flags per worker."""
 
 from common import tf
 from common.core import UserError
@@ -8,7 +8,7 @@ SHARED = "variables_of_virtual_time"  # collection of the variables of the clock
 
 
 class VirtualCenter(GlobalParameters):
-    """x̃ for virtual workers, which are row indices instead of processes."""
+    """x̃ for virtual workers, row indices instead of processes."""
 
     def clocks(self, local, staleness=0, quorum=None):
         return _Clocks(local.num_workers, staleness, quorum)
