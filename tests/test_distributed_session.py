@@ -147,6 +147,41 @@ def test_recovers_from_a_lost_ps(tmp_path, graph):
     assert [step for step, _ in seen] == [1, 2, 3, 4] and fail.sessions == 2
 
 
+# As TensorFlow said it when ps 1 was restarted while a worker was at a barrier on ps 0.
+CANCELLED = """
+=====================
+CANCELLED: From /job:worker/replica:0/task:0:
+RecvFromRemoteAsync is cancelled.
+\t [[{{node Read_7/ReadVariableOp_S177}}]]
+ABORTED: From /job:ps/replica:0/task:1:
+Session handle is not found: 6b5284b870d70cdc. Possibly this worker ("/job:ps/replica:0/task:1") just restarted.
+====================="""
+
+
+@pytest.mark.parametrize("when", ["in_a_call", "while_restoring"])
+@pytest.mark.parametrize("message", [CANCELLED, "Queue 'done' is closed."])
+def test_recovers_from_a_call_that_a_lost_ps_cancelled(tmp_path, graph, monkeypatch, when, message):
+    counting, creator = Counting(), common.cluster.session._Creator
+    owner, name = (tf.Session, "run") if when == "in_a_call" else (creator, "_create_session")
+    wanted, original = counting.train if when == "in_a_call" else None, getattr(owner, name)
+    cancelled: list[bool] = []
+
+    def cancelled_once(self, fetches=None, *args, **kwargs):
+        is_wanted = fetches is wanted or isinstance(fetches, dict) and fetches.get("caller") is wanted
+        if is_wanted and not cancelled:
+            cancelled.append(True)
+            raise tf.errors.CancelledError(None, None, message)
+        return original(self, *([] if fetches is None else [fetches]), *args, **kwargs)
+
+    monkeypatch.setattr(owner, name, cancelled_once)
+    if message == CANCELLED:
+        assert [step for step, _ in counting.run(checkpoint_dir=str(tmp_path))] == [1, 2, 3]
+    else:
+        with pytest.raises(tf.errors.CancelledError):
+            counting.run(checkpoint_dir=str(tmp_path))
+    assert cancelled
+
+
 def test_summaries_and_steps_per_second(tmp_path, graph):
     Counting().run(checkpoint_dir=str(tmp_path), save_summaries_steps=2, log_step_count_steps=3, last_step=7)
     tags = tags_in(tmp_path)

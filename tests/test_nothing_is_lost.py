@@ -88,9 +88,9 @@ def test_a_ps_that_dies_while_the_chief_waits_at_a_barrier(run_dir):
     send(run_dir, "ps", 1, signal.SIGKILL)
     read_until(process, lambda line: line.startswith("ps 1 was killed"))
     send(run_dir, "worker", 1, signal.SIGCONT)
-    finish(process)
+    output = finish(process)
     result = result_of(run_dir)
-    assert result["global_steps"] == 1000 and result["restarts"] == 1
+    assert result["global_steps"] == 1000 and result["restarts"] == 1, output
 
 
 def test_an_outage_is_no_training(run_dir):

@@ -22,6 +22,26 @@ class Saver(tf.train.Saver):
             return super().save(sess, save_path, *args, **kwargs)
 
 
+@contextlib.contextmanager
+def _lost_ps():
+    """Turns a `CancelledError` that a ps restart caused into an `AbortedError`, after which a monitored session recovers.
+
+    TensorFlow reports the first error of a call's devices. A transfer that it cancelled itself may come before its cause.
+    """
+    try:
+        yield
+    except tf.errors.CancelledError as error:
+        if not re.search("^(ABORTED|UNAVAILABLE): ", error.message, re.MULTILINE):
+            raise
+        raise tf.errors.AbortedError(error.node_def, error.op, error.message) from error
+
+
+class _Session(tf.Session):
+    def run(self, *args, **kwargs):
+        with _lost_ps():
+            return super().run(*args, **kwargs)
+
+
 class _Creator(tf.train.SessionCreator):
     """As `tf.train.ChiefSessionCreator` and `WorkerSessionCreator`, with two differences.
 
@@ -37,8 +57,10 @@ class _Creator(tf.train.SessionCreator):
         is_chief = self._task is None or self._task.is_master()
         what = "initializing or restoring the parameters" if is_chief else "waiting for the chief to initialize the parameters"
         # Workers wait for the chief; if it waits for workers in turn, it reports that itself.
-        with meanwhile(what, waits=not is_chief, whom=nobody if is_chief else lambda: ["worker 0"]):
-            return self._create_session()
+        with meanwhile(what, waits=not is_chief, whom=nobody if is_chief else lambda: ["worker 0"]), _lost_ps():
+            session = self._create_session()
+            session.__class__ = _Session  # `SessionManager` creates a plain `tf.Session`
+            return session
 
     def _create_session(self):
         scaffold = self._scaffold.finalize()
