@@ -13,6 +13,7 @@ each time. It counts the updates and local steps until the loss, and writes `sim
 """
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -192,10 +193,11 @@ class Carried:
         self._thread = threading.Thread(target=self._count, daemon=True)
 
     def _count(self):
-        while not self._ended.wait(0.02):  # how often it is read
-            line = next(line for line in self._path.read_text().splitlines() if line.strip().startswith("eth0:"))
-            figures = line.partition(":")[2].split()
-            self._counted.append((time.time(), int(figures[0]) + int(figures[8])))
+        with contextlib.suppress(OSError):  # the host has ended: the run was interrupted, or reports its failure itself
+            while not self._ended.wait(0.02):  # how often it is read
+                line = next(line for line in self._path.read_text().splitlines() if line.strip().startswith("eth0:"))
+                figures = line.partition(":")[2].split()
+                self._counted.append((time.time(), int(figures[0]) + int(figures[8])))
 
     def at(self, times):
         """Returns the bytes up to these times."""

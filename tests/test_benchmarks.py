@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -278,6 +279,17 @@ def test_median_and_range_of_seeds_that_never_reach_the_loss(monkeypatch):
     rows = until_loss.simulated_table({"loss": 2.0, "rounds": 3, "schemes": schemes}).splitlines()[2:]
     assert rows[0] == "| all | 2 (1 to 3) | 1,000 (500 to 1,500) | 3 of 3 |"
     assert rows[1] == "| one | never (7 to never) | never (7 to never) | 1 of 3 |"
+
+
+def test_a_host_that_ends_ends_its_count(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "Slow-Links")
+    import until_loss
+
+    failed: list = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    with until_loss.Carried(types.SimpleNamespace(pid=0)) as carried:  # no process has this number
+        carried._thread.join()
+    assert failed == []
 
 
 @pytest.fixture
