@@ -72,6 +72,8 @@ TOGETHER = "Synchronous-SGD", "DiLoCo"  # schemes whose updates are of all worke
 # Schemes whose workers have an optimizer of their own that begins with large steps, and so again when a worker comes back. If
 # that is at the very end, they are in the final parameters. So the best of the last three evaluations counts here.
 BEGINS_AGAIN = ("DOWNPOUR",)
+# Schemes whose workers wait for each other: if a ps dies when all have ended, the chief cannot repeat lost updates alone.
+WAITING = "Synchronous-SGD", "Semi-Synchronous-SGD", "DiLoCo"
 HANG_SECS = 4
 SECONDS = 300  # within which a run has to end, whatever happened to it; a large one may take `LARGE_SLOWER` times as long
 SILENT_SECONDS = 150  # within which some worker has to report something
@@ -320,7 +322,9 @@ class Round:
 
         result = json.loads((self.folder / "result.json").read_text())
         seconds = tf.train.load_variable(newest_good_checkpoint(self.folder / "checkpoints"), "seconds")
-        if self.has_outages and seconds < TRAIN_SECS * self._slower:
+        says_what_is_lost = "were lost with a ps and not all repeated" in Path(f"{self.folder}.out").read_text(errors="replace")
+        is_lost = says_what_is_lost and self.scheme in WAITING
+        if self.has_outages and seconds < TRAIN_SECS * self._slower and not is_lost:
             yield f"it has trained for {seconds:.1f} s"
         pauses = [after[0] - before[0] for before, after in zip(training, training[1:])]
         most = sum(min(pause, OUTAGE_SECS) for pause in pauses) + 2 * OUTAGE_SECS  # before the first line and after the last

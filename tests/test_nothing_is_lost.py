@@ -11,7 +11,7 @@ import pytest
 from runs import ENDLESS, ROOT, delete, finish, is_training, metrics_of, read_until, result_of, send, start, wait_until
 
 from common import tf
-from common.core.checkpoints import checkpoints_in
+from common.core.checkpoints import checkpoints_in, newest_good_checkpoint
 from common.launch import launcher, task
 
 pytestmark = pytest.mark.cluster
@@ -76,6 +76,21 @@ def test_a_ps_that_dies_while_the_chief_waits_for_a_last_worker(run_dir):
     output = finish(process)
     assert "ps 1 was killed by SIGKILL; restart 1 of 3" in output
     assert result_of(run_dir)["global_steps"] >= 300
+
+
+def test_a_ps_that_dies_after_the_last_second(run_dir):
+    """The chief waits for the report of the other worker, which then leaves: the chief alone trains the lost seconds again."""
+    flags = *LINEAR, *ENDLESS, "--num_workers=2", "--seconds=3", "--delays=0,8000", "--rounds_per_call=1"
+    process = start(run_dir, "--launch", *flags, "--checkpoint_secs=600")
+    read_until(process, lambda line: line.startswith("worker 0 has waited") and "for worker 1" in line)
+    send(run_dir, "worker", 1, signal.SIGSTOP)
+    send(run_dir, "ps", 0, signal.SIGKILL)
+    read_until(process, lambda line: line.startswith("ps 0 was killed"))
+    send(run_dir, "worker", 1, signal.SIGTERM)
+    send(run_dir, "worker", 1, signal.SIGCONT)
+    finish(process)
+    newest = newest_good_checkpoint(run_dir / "checkpoints")
+    assert tf.train.load_variable(newest, "seconds") >= 3 and result_of(run_dir)["global_steps"] > 0
 
 
 def test_a_ps_that_dies_while_the_chief_waits_at_a_barrier(run_dir):

@@ -367,7 +367,8 @@ def run_worker(plan, task, settings, server, interruption, open_session):
         most_seconds = (settings.seconds or math.inf) + (0 if plan.keeper else first_time)
         if index > 0 and plan.gate and not session.run(plan.gate.variable):
             present = last  # training ended before this worker started
-        is_over, calls, rounds = False, 0, Rounds(None, None, None)
+        is_over = is_over_by_time = False
+        calls, rounds = 0, Rounds(None, None, None)
         while True:
             if plan.keeper:
                 plan.keeper.clock.is_training = True
@@ -379,7 +380,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
                     is_late = seconds() >= most_seconds
                 if is_late or interruption.requested or is_told:
                     if meeting is None or not meeting.vote(session):
-                        is_over = True
+                        is_over, is_over_by_time = True, not (interruption.requested or is_told)
                         break
                 if calls == 1 or calls == 2 and rounds.parts:  # leaves out the preparation of a graph
                     first_step, first_time = session.run(progress), seconds()
@@ -444,6 +445,8 @@ def run_worker(plan, task, settings, server, interruption, open_session):
             log.listeners = [callback] if callback else []  # early stopping has nothing left to stop
             doing("evaluating the final parameters", whom=nobody)
             present = session.run(plan.step)
+            if is_over_by_time and plan.keeper and session.run(plan.keeper.clock.told)[0] < most_seconds:
+                is_over = False  # seconds of training were lost with a ps
             if present >= last or is_over or meeting:
                 session.run_step_fn(lambda step_context: save(step_context.session))
                 counts = session.run([plan.keeper.samples, plan.keeper.dropped]) if plan.keeper else (None, None)
