@@ -268,13 +268,19 @@ class Doors:
         return self._at_hub(k) if self._is_here(i) else f"{self._rooms[i]['folder']}/{i}/{k}"
 
 
-def main(what, *words):
+def main(*words):
     """Runs it, and exits."""
+    what, *words = words or ("",)
     if what == "room":
         count = words.index("--") if "--" in words else len(words)
         sys.exit(room(words[:count], list(words[count + 1 :])))
-    doors, *command = words
-    sys.exit(run(json.loads(doors), command))
+    try:
+        doors, command = json.loads(words[0]), words[1:]
+    except (IndexError, ValueError):
+        doors, command = None, []
+    if what != "task" or not command:
+        sys.exit(f"doors.py: expected room TASK..., or task DOORS COMMAND..., as start.sh gives it, not {what or 'nothing'!r}")
+    sys.exit(run(doors, command))
 
 
 if __name__ == "__main__":

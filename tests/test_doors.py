@@ -303,3 +303,9 @@ def test_workers_join_wherever_they_are(tmp_path):
         assert leads_to(made, 0, 2, range(3)) == ["b", tmp_path.parts[1], *there]
         assert leads_to(made, 2, 0, range(3))[-1] == "b"
         assert before == (made.of_task(0), made.options(0))
+
+
+@pytest.mark.parametrize("words", [[], ["other"], ["task"], ["task", "no JSON", "true"], ["task", "{}"]], ids=str)
+def test_words_that_start_does_not_give_are_one_line(words, capsys):
+    with pytest.raises(SystemExit, match="expected room TASK..., or task DOORS COMMAND..., as start.sh gives it"):
+        doors.main(*words)
