@@ -268,14 +268,13 @@ class Doors:
         return self._at_hub(k) if self._is_here(i) else f"{self._rooms[i]['folder']}/{i}/{k}"
 
 
-def main(*words):
+def main(what="", *words):
     """Runs it, and exits."""
-    what, *words = words or ("",)
     if what == "room":
         count = words.index("--") if "--" in words else len(words)
         sys.exit(room(words[:count], list(words[count + 1 :])))
     try:
-        doors, command = json.loads(words[0]), words[1:]
+        doors, command = json.loads(words[0]), list(words[1:])
     except (IndexError, ValueError):
         doors, command = None, []
     if what != "task" or not command:
