@@ -69,21 +69,25 @@ def test_a_chief_that_was_away(run_dir):
 
 def test_a_ps_that_dies_while_the_chief_waits_for_a_last_worker(run_dir):
     """The wait is one for ps 0 alone; the other ps dies, and the worker needs its parameters."""
-    flags = *LINEAR, "--num_ps=2", "--num_workers=2", "--steps=300", "--delays=0,8000", "--rounds_per_call=1"
+    flags = *LINEAR, "--num_ps=2", "--num_workers=2", "--steps=1000", "--delays=5,5", "--rounds_per_call=1", "--hang_secs=200"
     process = start(run_dir, "--launch", *flags)
+    read_until(process, is_training)
+    send(run_dir, "worker", 1, signal.SIGSTOP)
     read_until(process, lambda line: line.startswith("worker 0 has waited") and "for worker 1" in line)
     send(run_dir, "ps", 1, signal.SIGKILL)
-    output = finish(process)
-    assert "ps 1 was killed by SIGKILL; restart 1 of 3" in output
-    assert result_of(run_dir)["global_steps"] >= 300
+    read_until(process, lambda line: line.startswith("ps 1 was killed by SIGKILL; restart 1 of 3"))
+    send(run_dir, "worker", 1, signal.SIGCONT)
+    finish(process)
+    assert result_of(run_dir)["global_steps"] >= 1000
 
 
 def test_a_ps_that_dies_after_the_last_second(run_dir):
     """The chief waits for the report of the other worker, which then leaves: the chief alone trains the lost seconds again."""
-    flags = *LINEAR, *ENDLESS, "--num_workers=2", "--seconds=3", "--delays=0,8000", "--rounds_per_call=1"
-    process = start(run_dir, "--launch", *flags, "--checkpoint_secs=600")
-    read_until(process, lambda line: line.startswith("worker 0 has waited") and "for worker 1" in line)
+    flags = *LINEAR, *ENDLESS, "--num_workers=2", "--seconds=3", "--delays=5,5", "--checkpoint_secs=600", "--hang_secs=200"
+    process = start(run_dir, "--launch", *flags)
+    read_until(process, is_training)
     send(run_dir, "worker", 1, signal.SIGSTOP)
+    read_until(process, lambda line: line.startswith("worker 0 has waited") and "for worker 1" in line)
     send(run_dir, "ps", 0, signal.SIGKILL)
     read_until(process, lambda line: line.startswith("ps 0 was killed"))
     send(run_dir, "worker", 1, signal.SIGTERM)
