@@ -351,7 +351,11 @@ def test_pods_have_no_rights_that_they_do_not_need(kind):
         assert pod.spec["securityContext"]["runAsNonRoot"] and pod.spec["securityContext"]["runAsUser"] > 0
         assert pod.spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert pod.spec["automountServiceAccountToken"] is False
-        assert pod.container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+        assert pod.container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+        }
         assert pod.spec["terminationGracePeriodSeconds"] >= supervisor.STOP_SECONDS
 
 
@@ -362,7 +366,9 @@ def test_the_chief_alone_has_the_volume_and_workers_have_gpus(kind):
     assert claim["spec"]["resources"]["requests"] == {"storage": "5Ti"}
     for pod in pods_of(things):
         role = json.loads(pod.environ()["TF_CONFIG"])["task"]["type"]
-        (volume,) = pod.spec["volumes"]
+        volume, temporary = pod.spec["volumes"]
+        assert temporary == {"name": "tmp", "emptyDir": {}}
+        assert [mount["mountPath"] for mount in pod.container["volumeMounts"]] == ["/runs", "/tmp"]
         expected = {"persistentVolumeClaim": {"claimName": claim["metadata"]["name"]}} if role == "chief" else {"emptyDir": {}}
         assert volume == {"name": "runs", **expected}
         assert pod.container["resources"]["limits"].get("nvidia.com/gpu") == (None if role == "ps" else "1")
@@ -484,6 +490,18 @@ def test_a_task_of_a_cluster_may_write_manifests():
 # Pods on this machine
 
 
+# Runs a command with a root file system that is read-only, but for its volumes: the first argument, and /tmp.
+READ_ONLY_ROOT = """
+mount --make-rprivate /
+for volume in "$1" /tmp; do mount --rbind "$volume" "$volume"; done
+mount -o remount,bind,ro /
+mount --rbind "$2" "$2"
+mount -o remount,bind,ro "$2"
+shift 2
+exec "$@"
+"""
+
+
 class Cluster:
     """The pods of a manifest, as processes: each has its folder for /runs, and a port of this machine for its own.
 
@@ -507,7 +525,8 @@ class Cluster:
     def start(self, name, is_program=False):
         """Starts the pod, maybe once more.
 
-        It is a fork of a process that has imported tensorflow, and never resumes, or it `is_program`, by entry.sh.
+        It is a fork of a process that has imported tensorflow, and never resumes, or it `is_program`, by entry.sh, with a
+        `READ_ONLY_ROOT`.
         """
         pod = self.pods[name]
         environ = pod.environ()
@@ -518,8 +537,11 @@ class Cluster:
         environ = {**ENVIRON, **environ, "TF_GRPC_REUSE_PORT": "true"}  # lets the test hold the ports
         command = [functools.reduce(lambda word, place: word.replace(*place), places.items(), word) for word in pod.command()]
         if is_program:
+            self.runs(name).mkdir(parents=True, exist_ok=True)
+            own = [] if os.geteuid() == 0 else ["--map-root-user"]
+            read_only = ["unshare", *own, "--mount", "bash", "-ec", READ_ONLY_ROOT, "bash", str(self.runs(name)), str(CHECKOUT)]
             return subprocess.Popen(
-                command,
+                [*read_only, *command],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -653,6 +675,6 @@ def test_the_pod_of_the_readme():
     validate(pod)
     things = objects("DOWNPOUR")
     (chief,) = (pod for pod in pods_of(things) if pod.name == "downpour-chief-0")
-    assert pod["spec"]["volumes"] == chief.spec["volumes"]
+    assert pod["spec"]["volumes"] == chief.spec["volumes"][:1]
     assert pod["spec"]["securityContext"]["runAsUser"] == chief.spec["securityContext"]["runAsUser"]
     assert "training" not in pod["metadata"].get("labels", {})

@@ -1,4 +1,4 @@
-"""The lines of core/words.py about a task that waits: for which task, at which address, since when, and when that is over."""
+"""Lines about a task that waits: for which task, at which address, since when, and when that is over."""
 
 import types
 
@@ -193,3 +193,12 @@ def test_end_names_workers(servers, graph):
     assert rendezvous.missing() == ["worker 1", "worker 2"]
     rendezvous._came = {0, 2}
     assert rendezvous.missing() == ["worker 1"]
+
+
+@pytest.mark.parametrize(
+    ("left", "now", "has_just_left"),
+    [(95.0, 101.0, True), (100.5, 101.0, True), (89.0, 101.0, False), (3700.0, 101.0, False), (95.0, 3700.0, True)],
+)
+def test_who_left_before_a_clock_was_set_back_may_be_back(monkeypatch, left, now, has_just_left):
+    monkeypatch.setattr(membership, "time", types.SimpleNamespace(time=lambda: now))
+    assert membership.has_just_left(left, asked=100.0) == has_just_left

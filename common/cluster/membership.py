@@ -290,5 +290,13 @@ def count_left_as_done(task, server):
         with tf.Session(server.target, config=task.config(alone)) as session:
             while True:
                 worker, moment = session.run(next_left)
-                if moment > asked - LEFT_SECONDS:
+                if has_just_left(moment, asked):
                     session.run(is_done, {index: worker})
+
+
+def has_just_left(moment, asked):
+    """Whether a worker that left at `moment` left with a ps that was `asked` to end; both by the wall clock of that ps.
+
+    A moment in the future means that this clock was set back since: then nobody knows, and the worker may be back.
+    """
+    return asked - LEFT_SECONDS < moment <= time.time()
