@@ -421,12 +421,13 @@ def test_summary_of_unequal_shares(tmp_path, capsys, shares, more, is_said):
 
 
 def test_summary_of_a_run_that_was_stopped_says_what_is_saved(tmp_path, capsys):
-    """The checkpoint that was written last: one of a later step may be damaged, and training has gone on from one before."""
+    """The newest in their list: one of a later step may be damaged, and file times follow a clock that may be set back."""
     (tmp_path / "checkpoints").mkdir()
-    for step, written in (900, 1), (1234, 3), (2000, 2):
+    for step, written in (900, 3), (1234, 1), (2000, 2):
         path = tmp_path / "checkpoints" / f"model.ckpt-{step}.index"
         path.touch()
         os.utime(path, (written, written))
+    (tmp_path / "checkpoints" / "checkpoint").write_text('model_checkpoint_path: "model.ckpt-01234"\n')
     assert summary(tmp_path, capsys, 130) == [
         f"stopped; a checkpoint is saved, of step 1,234, and so is the model: --resume --run_dir={tmp_path} goes on from there"
     ]

@@ -5,6 +5,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import sys
 import threading
 import time
@@ -403,6 +404,14 @@ def as_typed(path):
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
+def _step_saved(run_dir):
+    """Returns the global step of the newest checkpoint, from their list, as file times need not be in order; else None."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        found = re.match(r'model_checkpoint_path: "[^"]*-(\d+)"', (run_dir / "checkpoints" / "checkpoint").read_text())
+        return int(found[1]) if found else None
+    return None
+
+
 def summary(settings, status):
     """Prints the summary of a run, from its `result.json`."""
     run_dir = Path(settings.run_dir)
@@ -410,10 +419,9 @@ def summary(settings, status):
     if damaged:
         say(f"{damaged} damaged line{'s' if damaged > 1 else ''} of metrics skipped")
     run_dir = as_typed(run_dir)
-    newest = max(run_dir.glob("checkpoints/*.index"), key=lambda path: path.stat().st_mtime_ns, default=None)
-    if status == 130 and newest:
-        step = newest.stem.rpartition("-")[2]
-        of_step = f", of step {int(step):,}" if step.isdigit() else ""
+    if status == 130 and any(run_dir.glob("checkpoints/*.index")):
+        step = _step_saved(run_dir)
+        of_step = f", of step {step:,}" if step is not None else ""
         saved = ", and so is the model" if (run_dir / "model.keras").exists() else ""
         say(f"stopped; a checkpoint is saved{of_step}{saved}: --resume --run_dir={run_dir} goes on from there")
     if status != 0:
