@@ -502,6 +502,27 @@ exec "$@"
 """
 
 
+def with_read_only_root(runs):
+    """What comes before a command that may write only to this folder and /tmp, as the container of a pod."""
+    return ["unshare", "-Urm", "bash", "-ec", READ_ONLY_ROOT, "bash", str(runs), str(CHECKOUT)]
+
+
+@functools.cache
+def may_mount():
+    """Whether this system lets us have mounts of our own."""
+    return subprocess.run([*with_read_only_root("/tmp"), "true"], capture_output=True).returncode == 0
+
+
+@pytest.mark.cluster
+def test_pods_as_processes_have_a_read_only_root(tmp_path):
+    if not may_mount():
+        pytest.skip("this system allows no mounts of one's own")
+    for folder, status in (CHECKOUT, 1), (tmp_path, 0):
+        command = [*with_read_only_root(tmp_path), "touch", str(folder / "written")]
+        assert subprocess.run(command, capture_output=True).returncode == status
+    assert not (CHECKOUT / "written").exists()
+
+
 class Cluster:
     """The pods of a manifest, as processes: each has its folder for /runs, and a port of this machine for its own.
 
@@ -538,10 +559,8 @@ class Cluster:
         command = [functools.reduce(lambda word, place: word.replace(*place), places.items(), word) for word in pod.command()]
         if is_program:
             self.runs(name).mkdir(parents=True, exist_ok=True)
-            own = [] if os.geteuid() == 0 else ["--map-root-user"]
-            read_only = ["unshare", *own, "--mount", "bash", "-ec", READ_ONLY_ROOT, "bash", str(self.runs(name)), str(CHECKOUT)]
             return subprocess.Popen(
-                [*read_only, *command],
+                [*(with_read_only_root(self.runs(name)) if may_mount() else []), *command],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
