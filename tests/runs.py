@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import pty
@@ -23,6 +24,19 @@ HOGWILD = ROOT / "HogWild" / "hogwild.py"
 # long run builds them twice, the second time in a loop.
 ENDLESS = ["--epochs=1e6", "--rounds_per_call=2"]
 SECONDS = 240  # no run here takes a quarter of it; a run that hangs is to fail, not to stall the tests
+
+
+@functools.cache
+def may_mount():
+    """Whether this system lets us have mounts of our own."""
+    command = ["unshare", "-Urm", "sh", "-c", "mount -t tmpfs none /mnt"]
+    try:
+        return subprocess.run(command, capture_output=True).returncode == 0
+    except OSError:
+        return False
+
+
+needs_mounts = pytest.mark.skipif(not may_mount(), reason="this system allows no mounts of one's own")
 
 
 def processes(folder, *words):

@@ -26,7 +26,19 @@ import pytest
 import yaml
 from conftest import CHECKOUT
 from kubeflow.training import ApiClient
-from runs import ENDLESS, HOGWILD, SECONDS, finish, is_training, read_until, result_of, updates_of, wait_until
+from runs import (
+    ENDLESS,
+    HOGWILD,
+    SECONDS,
+    finish,
+    is_training,
+    may_mount,
+    needs_mounts,
+    read_until,
+    result_of,
+    updates_of,
+    wait_until,
+)
 
 from common.launch import launcher, supervisor
 
@@ -507,16 +519,9 @@ def with_read_only_root(runs):
     return ["unshare", "-Urm", "bash", "-ec", READ_ONLY_ROOT, "bash", str(runs), str(CHECKOUT)]
 
 
-@functools.cache
-def may_mount():
-    """Whether this system lets us have mounts of our own."""
-    return subprocess.run([*with_read_only_root("/tmp"), "true"], capture_output=True).returncode == 0
-
-
+@needs_mounts
 @pytest.mark.cluster
 def test_pods_as_processes_have_a_read_only_root(tmp_path):
-    if not may_mount():
-        pytest.skip("this system allows no mounts of one's own")
     for folder, status in (CHECKOUT, 1), (tmp_path, 0):
         command = [*with_read_only_root(tmp_path), "touch", str(folder / "written")]
         assert subprocess.run(command, capture_output=True).returncode == status

@@ -35,6 +35,16 @@ def begins_of(run_dir):
     return [(line["parameters"], line["global_step"]) for line in metrics_of(run_dir, 0) if "parameters" in line]
 
 
+def started_until_the_chief_waits(run_dir, *flags, **options):
+    """Starts two workers on a small problem and stops worker 1; returns the run, once the chief says that it waits for it."""
+    flags = *LINEAR, "--num_workers=2", "--delays=5,5", "--rounds_per_call=1", "--hang_secs=200", *flags
+    process = start(run_dir, "--launch", *flags, **options)
+    read_until(process, is_training)
+    send(run_dir, "worker", 1, signal.SIGSTOP)
+    read_until(process, lambda line: line.startswith("worker 0 has waited") and "for worker 1" in line)
+    return process
+
+
 def test_a_chief_that_was_away(run_dir):
     """It is stopped, and then a ps is killed: the others have saved, so the run goes on from a step after the stop.
 
@@ -69,11 +79,7 @@ def test_a_chief_that_was_away(run_dir):
 
 def test_a_ps_that_dies_while_the_chief_waits_for_a_last_worker(run_dir):
     """The wait is one for ps 0 alone; the other ps dies, and the worker needs its parameters."""
-    flags = *LINEAR, "--num_ps=2", "--num_workers=2", "--steps=1000", "--delays=5,5", "--rounds_per_call=1", "--hang_secs=200"
-    process = start(run_dir, "--launch", *flags)
-    read_until(process, is_training)
-    send(run_dir, "worker", 1, signal.SIGSTOP)
-    read_until(process, lambda line: line.startswith("worker 0 has waited") and "for worker 1" in line)
+    process = started_until_the_chief_waits(run_dir, "--num_ps=2", "--steps=1000")
     send(run_dir, "ps", 1, signal.SIGKILL)
     read_until(process, lambda line: line.startswith("ps 1 was killed by SIGKILL; restart 1 of 3"))
     send(run_dir, "worker", 1, signal.SIGCONT)
@@ -82,12 +88,8 @@ def test_a_ps_that_dies_while_the_chief_waits_for_a_last_worker(run_dir):
 
 
 def test_a_ps_that_dies_after_the_last_second(run_dir):
-    """The chief waits for the report of the other worker, which then leaves: the chief alone trains the lost seconds again."""
-    flags = *LINEAR, *ENDLESS, "--num_workers=2", "--seconds=3", "--delays=5,5", "--checkpoint_secs=600", "--hang_secs=200"
-    process = start(run_dir, "--launch", *flags)
-    read_until(process, is_training)
-    send(run_dir, "worker", 1, signal.SIGSTOP)
-    read_until(process, lambda line: line.startswith("worker 0 has waited") and "for worker 1" in line)
+    """The chief waits for a report of worker 1, and worker 1 leaves then: the chief alone trains the lost seconds again."""
+    process = started_until_the_chief_waits(run_dir, *ENDLESS, "--seconds=3", "--checkpoint_secs=600")
     send(run_dir, "ps", 0, signal.SIGKILL)
     read_until(process, lambda line: line.startswith("ps 0 was killed"))
     send(run_dir, "worker", 1, signal.SIGTERM)
@@ -99,11 +101,8 @@ def test_a_ps_that_dies_after_the_last_second(run_dir):
 
 def test_a_ps_that_dies_while_the_chief_waits_at_a_barrier(run_dir):
     """The barrier is on ps 0; the other ps dies. Worker 1 waits for the chief to restore it, and the chief for worker 1."""
-    flags = *LINEAR, "--num_ps=2", "--num_workers=2", "--steps=1000", "--delays=5,5", "--rounds_per_call=1", "--hang_secs=200"
-    process = start(run_dir, "--launch", *flags, script=ROOT / "Synchronous-SGD" / "synchronous_sgd.py")
-    read_until(process, is_training)
-    send(run_dir, "worker", 1, signal.SIGSTOP)
-    read_until(process, lambda line: line.startswith("worker 0 has waited") and "for worker 1" in line)
+    script = ROOT / "Synchronous-SGD" / "synchronous_sgd.py"
+    process = started_until_the_chief_waits(run_dir, "--num_ps=2", "--steps=1000", script=script)
     send(run_dir, "ps", 1, signal.SIGKILL)
     read_until(process, lambda line: line.startswith("ps 1 was killed"))
     send(run_dir, "worker", 1, signal.SIGCONT)

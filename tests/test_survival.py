@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import HOGWILD, ROOT, SECONDS, flip, processes, result_of, run, wait_until_gone
+from runs import HOGWILD, ROOT, SECONDS, flip, needs_mounts, processes, result_of, run, wait_until_gone
 
 from common import tf
 from common.cluster import session
@@ -208,18 +208,6 @@ for name, spoil in SPOIL.items():
         said[name] = failure, is_unchanged, checkpoints.newest_good() if before else 0
 print(json.dumps(said))
 """
-
-
-def may_mount():
-    """Whether this system lets us have mounts of our own."""
-    command = ["unshare", "-Urm", "sh", "-c", "mount -t tmpfs none /mnt"]
-    try:
-        return subprocess.run(command, capture_output=True).returncode == 0
-    except OSError:
-        return False
-
-
-needs_mounts = pytest.mark.skipif(not may_mount(), reason="this system allows no mounts of one's own")
 
 
 @pytest.fixture(scope="module")
