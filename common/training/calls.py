@@ -27,7 +27,7 @@ def build_calls(scheme, center, local, settings, num_samples):
     """Builds the rounds of a normal call, and one round; for a long run also a loop whose length adapts to 0.25 s per call.
 
     Returns:
-      The global step to stop at, the function that chooses the rounds, see `loop.Plan.next_call`, the number of rounds in a
+      The global step to stop at, the function that chooses the rounds, see `plan.Plan.next_call`, the number of rounds in a
       normal call, and the approximate number of local steps of this worker.
     """
     hp = hyperparameters(settings, center, local)

@@ -34,7 +34,7 @@ def write_result(
 ):
     """Writes `result.json`, with the entries of `more`, and `curve.png`, from all workers' reports and the last evaluation.
 
-    `samples` and `dropped` are those of `loop.Outcome`, `samples_per_gradient` that of `loop.Plan`.
+    `samples` and `dropped` are those of `plan.Outcome`, `samples_per_gradient` that of `plan.Plan`.
     """
     how = samples, dropped, samples_per_gradient, gradients_per_update, is_dynamic
     result = summarize(settings, task, reports, global_step, *how)

@@ -1,0 +1,39 @@
+"""The parts of a worker's graph that its main loop needs, and what the loop returns."""
+
+from typing import Any, NamedTuple
+
+
+class Plan(NamedTuple):
+    """The parts of a worker's graph that the main loop needs."""
+
+    last: int  # global step to end at
+    step: Any  # the global step, a variable
+    next_call: Any  # function of the present global step: arguments of `session.run`, `Rounds` first
+    evaluation: Any  # the chief's: the global step, and loss and metrics on the test set, {name: scalar tensor}
+    final: Any  # the chief's: tensors to fetch at the very end
+    scaffold: Any  # a `tf.train.Scaffold`
+    gate: Any = None  # a `common.cluster.Gate`, the start barrier
+    waits: Any = None  # a `common.scheme.Pace`, `Together` or `Ring`, for workers that wait for each other
+    gradients_per_update: int = 1  # number of workers that contribute one each
+    keeper: Any = None  # a `common.core.Keeper`, or None
+    position: Any = None  # a `common.data.Position`, if the position is kept
+    unit: Any = None  # unit of the loss, see `unit_of`
+    rows: Any = ()  # numbers about tables: tensors, and a function of their values, see `EvaluationHook`
+    goal: Any = None  # number of samples to end at, if updates vary in samples
+    farewell: Any = ()  # operations of a worker that leaves for good
+    lease: Any = None  # operations for the start of a session in an elastic run
+    had_left: bool = False  # whether a worker of this number had left, as far as this machine knows
+    samples_per_gradient: Any = None  # see the function; None: a batch
+
+
+class Outcome(NamedTuple):
+    """The result of a worker's main loop; all but the status only for the chief."""
+
+    status: int  # exit status
+    final: Any = None  # values of `Plan.final`, also of an interrupted training
+    reports: Any = None  # reports of all workers, see REPORT
+    evaluated: Any = None  # global step, and loss and metrics on the test set, {name: number}
+    rows: Any = None  # numbers about this worker's pulls of tables, values of the first of `Plan.rows`
+    samples: Any = None  # number of samples behind the parameters, including resumed runs; None: see the reports
+    dropped: Any = None  # numbers of dropped gradients and of their samples, including resumed runs; None: see the reports
+    given_up: Any = ()  # numbers of the workers whose reports are missing, see `common.cluster.giving_up`

@@ -1,0 +1,136 @@
+"""The hooks of a worker's session and what they need, one for each feature that the settings ask for."""
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+from common.cluster import EarlyStoppingHook, GiveUpHook, MeetingHook, StartHook, WarmStartHook, membership
+from common.core import nobody, run_folder
+from common.data import LeaseHook, user_function
+from common.scheme import PARTS
+from common.training.callbacks import Callback, Patience
+from common.training.metrics import EvaluationHook, MetricsHook, MetricsLog
+from common.training.result import REPORT, STAY
+
+# Files in the run's folder. STOP, written by an evaluator or the chief, ends training; the chief then writes ENDED.
+STOP, ENDED = "evaluator-says-stop", "training-has-ended"
+SIZE = len(REPORT) + len(PARTS) + len(STAY)  # of a worker's report
+
+
+class Parts:
+    """The hooks of a worker, in the order in which the session calls them.
+
+    Args:
+      plan: a `Plan` in the present graph.
+      task: a `common.cluster.TaskSpecDef` of a worker, or None.
+      settings: all flags.
+      server: this task's `tf.train.Server`, or None.
+      interruption: an `Interruption`.
+
+    Attributes:
+      hooks: list of `tf.train.SessionRunHook`.
+      log, metrics, interruption: the worker's `MetricsLog`, `MetricsHook` and `Interruption`.
+      meeting, early_stopping: a `MeetingHook` and an `EarlyStoppingHook`, or None.
+      rendezvous: a `common.cluster.Rendezvous`, or None without a cluster.
+      evaluation: the chief's `EvaluationHook`, or None.
+    """
+
+    def __init__(self, plan, task, settings, server, interruption):
+        self._plan, self._task, self._settings = plan, task, settings
+        self._index = task.shard_index if task else 0
+        self.interruption, self._callback = interruption, None
+        self.log = MetricsLog(settings.run_dir, self._index, plan.last, unit=plan.unit)
+        if plan.keeper:
+            plan.keeper.log, self.log.trained = self.log, plan.keeper.clock.seconds
+            plan.keeper.clock.waits = bool(plan.waits)
+        self._kept = functools.partial(run_folder.read_left, settings.run_dir, task.num_workers if task else 1, SIZE)
+        elastic = task and settings.max_workers
+        self.begin_workers = settings.begin_workers if elastic else task and task.num_workers
+        self.rendezvous = self._rendezvous()
+        self.meeting = self._meeting()
+        self.metrics, self.evaluation, self.early_stopping = self._metrics(), self._evaluation(), self._early_stopping()
+        lease = LeaseHook(plan.lease) if plan.lease is not None else None  # the chief's before the start of the others
+        gives_up = task and not os.environ.get("LAUNCHER_KEY")  # a launcher restarts dead tasks
+        giving_up = GiveUpHook(task, server, settings, plan.step, self.rendezvous) if gives_up else None
+        evaluation = None if settings.num_evaluators else self.evaluation
+        hooks = [interruption, self.meeting, self.metrics, evaluation, self.early_stopping, lease, self._start(), giving_up]
+        self.hooks = [hook for hook in hooks if hook]
+
+    def _metrics(self):
+        plan, settings = self._plan, self._settings
+        drawn = plan.position.add if plan.position else None
+        of_gradient = plan.samples_per_gradient or settings.batch_size
+        return MetricsHook(self.log, of_gradient, drawn=drawn, batch_size=settings.batch_size)
+
+    def _evaluation(self):
+        if self._index > 0:
+            return None
+        step, results = self._plan.evaluation
+        return EvaluationHook(self.log, step, results, self._settings.evaluation_secs, *self._plan.rows)
+
+    def _meeting(self):
+        plan = self._plan
+        if not plan.waits:
+            return None
+        come = [plan.keeper.clock.come] if plan.keeper else []
+        meeting = MeetingHook(plan.waits, self._kept, *come)
+        self.interruption.release = meeting.release
+        return meeting
+
+    def _early_stopping(self):
+        settings, index = self._settings, self._index
+        if not (settings.num_evaluators or settings.patience or settings.callback):
+            return None
+        stop = Path(settings.run_dir, STOP)
+        if index == 0:
+            for name in STOP, ENDED:  # stale files of a resumed run
+                Path(settings.run_dir, name).unlink(missing_ok=True)
+            if settings.patience and not settings.num_evaluators:
+                self.log.listeners.append(Patience(settings.patience, stop.touch))
+            if settings.callback:
+                function = user_function("--callback", settings.callback)
+                self._callback = Callback(f"--callback={settings.callback}", function, stop.touch, settings.hang_secs / 2)
+                self.log.listeners.append(self._callback)
+        return EarlyStoppingHook(stop if index == 0 else None, stop_session=False)
+
+    def _start(self):
+        plan, settings = self._plan, self._settings
+        if self._index > 0 or not plan.gate:
+            return None
+        if settings.warm_start_steps:
+            return WarmStartHook(plan.gate, plan.step, settings.warm_start_steps)
+        return StartHook(plan.gate, self.begin_workers, settings.start_secs, lambda: self.interruption.requested, self._kept)
+
+    def _rendezvous(self) -> Any:
+        if not self._task:
+            return None
+        gate, expected = self._plan.gate, None
+        if self._settings.max_workers and gate:
+            expected = lambda opened: {*range(self.begin_workers), *gate.who_came(opened)}  # noqa: E731
+        return membership.Rendezvous(self._task, SIZE, self._kept, expected)
+
+    def missing(self):
+        """Returns the workers that this one waits for in a call, as ["worker 3"]."""
+        return self.meeting.missing() if self.meeting else nobody()
+
+    def come_back(self, session):
+        """Revokes an earlier departure of this worker, and notes in an elastic run that it has come."""
+        settings, index = self._settings, self._index
+        is_back = (index > 0 and self.rendezvous.come_back(session)) or self._plan.had_left
+        if settings.max_workers and (is_back or index >= self.begin_workers) and not self.interruption.leaves:
+            self.log.write(session.run(self._plan.step), came=True)
+
+    def stop_listening(self):
+        """Leaves the callback alone with the log: early stopping has nothing left to stop."""
+        self.log.listeners = [self._callback] if self._callback else []
+
+    def close(self):
+        """Ends the log and the callback."""
+        self.log.close()
+        self.close_callback()
+
+    def close_callback(self):
+        """Ends the callback's thread, after its last call."""
+        if self._callback:
+            self._callback.close()
