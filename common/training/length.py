@@ -20,7 +20,7 @@ class Length:
     Attributes:
       present: the newest global step that this worker knows.
       last: the global step to end at; a lower bound while updates have an unknown number of samples.
-      is_over: whether training ended otherwise than by `last`.
+      has_ended: whether training ended otherwise than by `last`.
       calls, rounds: number of calls so far, and the `Rounds` of the last one.
     """
 
@@ -28,7 +28,7 @@ class Length:
         self._plan, self._settings, self._parts = plan, settings, parts
         self._of_gradient = plan.samples_per_gradient or settings.batch_size
         self._seconds = plan.keeper.clock.seconds if plan.keeper else time.monotonic
-        self.present, self.last, self.is_over = 0, plan.last, False
+        self.present, self.last, self.has_ended = 0, plan.last, False
         self.calls, self.rounds = 0, Rounds(None, None, None)
 
     def begin(self, session, index):
@@ -68,17 +68,17 @@ class Length:
     @property
     def is_reached(self):
         """Whether training has ended, by its length or otherwise."""
-        return bool(self.present >= self.last or self.is_over)
+        return bool(self.present >= self.last or self.has_ended)
 
-    def look(self, session):
+    def is_over(self, session):
         """Looks at clock and requests; returns `is_reached`. Workers that stop by vote train on until all have voted."""
         if self.is_reached:
             return True
         parts = self._parts
         must_stop = parts.interruption.requested or parts.early_stopping and parts.early_stopping.requested
         if self._is_late(session) or must_stop:
-            self.is_over = parts.meeting is None or not parts.meeting.vote(session)
-        return self.is_over
+            self.has_ended = parts.meeting is None or not parts.meeting.vote(session)
+        return self.has_ended
 
     def _is_late(self, session):
         if self._seconds() >= self._most_seconds and self._plan.keeper:
@@ -88,7 +88,7 @@ class Length:
     def add(self, rounds):
         """Counts a call that has ended."""
         before, self.rounds, self.calls = self.present, rounds, self.calls + 1
-        self.present, self.is_over = rounds.steps[-1, 1], rounds.training_ended
+        self.present, self.has_ended = rounds.steps[-1, 1], rounds.training_ended
         plan = self._plan
         if plan.goal is not None:
             now, gradients = self._samples_before + times(rounds.local_steps[1], plan.keeper.samples_per_update), 1

@@ -107,7 +107,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
         while outcome is None:  # again if a ps dies after all other workers have ended: updates are lost
             if plan.keeper:
                 plan.keeper.clock.is_training = True
-            while not length.look(session):
+            while not length.is_over(session):
                 stopwatch.before_call(session, length)
                 doing("running a call" if length.calls else "running its first call", waits=meeting, whom=parts.missing)
                 length.add(run_rounds(session, plan, parts.log, length.scheduled))

@@ -45,9 +45,16 @@ class WorkerGraph:
         self._index, self._num_workers = (task.shard_index, task.num_workers) if task else (0, 1)
         self._begin_workers = settings.begin_workers if settings.max_workers else self._num_workers
         self._schedule, self._compression = schedule_of(settings), compression_of(settings)
-        about = task.num_ps if task else 1, task and task.device_fn(), self._schedule, self._compression
-        of_tables = model.tables, settings.max_rows
-        self.center = center = GlobalParameters(model.initial_parameters, *about, fragments_of(settings), *of_tables)
+        self.center = center = GlobalParameters(
+            model.initial_parameters,
+            num_ps=task.num_ps if task else 1,
+            device_fn=task and task.device_fn(),
+            schedule=self._schedule,
+            compression=self._compression,
+            fragments=fragments_of(settings),
+            tables=model.tables,
+            max_rows=settings.max_rows,
+        )
         self.unit = unit_of(settings, model)
         with tf.device(task and task.device):
             self._leased: Any = None
@@ -55,8 +62,13 @@ class WorkerGraph:
             batches = self._batches()
             self._kept = center.keep(model.initial_state)
             self.local = LocalParameters(
-                *(center, model, batches, f"worker_{self._index}", self._index, self._num_workers),
-                delay_of(settings.delays, self._index),
+                center,
+                model,
+                batches,
+                name=f"worker_{self._index}",
+                index=self._index,
+                num_workers=self._num_workers,
+                delay=delay_of(settings.delays, self._index),
                 clip_norm=settings.clip_norm,
                 kept=self._kept if self._index == 0 else (),
                 samples_of_each=samples_of_each(dataset, self._num_workers),
@@ -82,7 +94,13 @@ class WorkerGraph:
         center.present, ledger = membership.Present(center.step.device), Ledger(center.step.device)
         x, y, *weights = dataset.train
         self._leased = LeasedBatches(
-            *(x, y, settings.batch_size, settings.seed, ledger, index, self._begin_workers),
+            x,
+            y,
+            settings.batch_size,
+            settings.seed,
+            ledger,
+            worker=index,
+            num_workers=self._begin_workers,
             weights=weights[0] if weights else None,
         )
         return self._leased
@@ -163,11 +181,11 @@ class WorkerGraph:
             self.center,
             Path(settings.run_dir, "checkpoints"),
             settings.checkpoint_secs,
-            self._index,
-            task and task.device,
-            unit_of_samples(settings, self.center, self.local),
-            copies,
-            self.of_gradient,
+            index=self._index,
+            device=task and task.device,
+            samples_per_update=unit_of_samples(settings, self.center, self.local),
+            copies=copies,
+            samples_per_gradient=self.of_gradient,
         )
         if self._index == 0 and not model.tables:
             keeper.export = functools.partial(model.save, path=Path(settings.run_dir, "model.keras"))
