@@ -28,7 +28,7 @@ class Length:
         self._plan, self._settings, self._parts = plan, settings, parts
         self._of_gradient = plan.samples_per_gradient or settings.batch_size
         self._seconds = plan.keeper.clock.seconds if plan.keeper else time.monotonic
-        self.present, self.last, self.has_ended = 0, plan.last, False
+        self.present, self.last, self.has_ended, self._has_ended_by_time = 0, plan.last, False, False
         self.calls, self.rounds = 0, Rounds(None, None, None)
 
     def begin(self, session, index):
@@ -78,7 +78,15 @@ class Length:
         must_stop = parts.interruption.requested or parts.early_stopping and parts.early_stopping.requested
         if self._is_late(session) or must_stop:
             self.has_ended = parts.meeting is None or not parts.meeting.vote(session)
+            self._has_ended_by_time = self.has_ended and not must_stop
         return self.has_ended
+
+    def is_still_over(self, session):
+        """Whether the parameters have not gone back before the end: not if updates or seconds were lost with a ps."""
+        self.present = session.run(self._plan.step)
+        if self._has_ended_by_time and self._plan.keeper:
+            self.has_ended = session.run(self._plan.keeper.clock.told)[0] >= self._most_seconds
+        return self.is_reached
 
     def _is_late(self, session):
         if self._seconds() >= self._most_seconds and self._plan.keeper:

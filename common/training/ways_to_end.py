@@ -85,8 +85,7 @@ class Ending:
         reports = parts.rendezvous.gather(session, report) if self._task else [report]
         parts.stop_listening()
         doing("evaluating the final parameters", whom=nobody)
-        length.present = session.run(plan.step)
-        if not (length.is_reached or parts.meeting):
+        if not (length.is_still_over(session) or parts.meeting):
             return None
         session.run_step_fn(lambda step_context: self._save(step_context.session))
         counts = session.run([plan.keeper.samples, plan.keeper.dropped]) if plan.keeper else (None, None)
