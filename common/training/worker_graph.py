@@ -42,7 +42,8 @@ class WorkerGraph:
 
     def __init__(self, scheme, task, settings, model, dataset, held_out):
         self._task, self._settings, self._model, self._dataset, self._held_out = task, settings, model, dataset, held_out
-        self._index, self._num_workers = (task.shard_index, task.num_workers) if task else (0, 1)
+        self._index: int = task.shard_index if task else 0
+        self._num_workers: int = task.num_workers if task else 1
         self._begin_workers = settings.begin_workers if settings.max_workers else self._num_workers
         self._schedule, self._compression = schedule_of(settings), compression_of(settings)
         self.center = center = GlobalParameters(
