@@ -31,7 +31,7 @@ class Length:
         self.present, self.last, self.has_ended, self._has_ended_by_time = 0, plan.last, False, False
         self.calls, self.rounds = 0, Rounds(None, None, None)
 
-    def begin(self, session, index):
+    def begin(self, session):
         """Reads the global step and the samples so far.
 
         Raises:
@@ -42,7 +42,7 @@ class Length:
         self._most_seconds = (settings.seconds or math.inf) + (0 if plan.keeper else self._seconds())
         if plan.keeper:
             self._begin_counting(session)
-        if index > 0 and plan.gate and not session.run(plan.gate.variable):
+        if self._parts.index > 0 and plan.gate and not session.run(plan.gate.variable):
             self.present = self.last  # training ended before this worker started
 
     def _begin_counting(self, session):
@@ -130,6 +130,11 @@ class Stopwatch:
     def begin(self, session):
         """Notes the beginning, or a later one."""
         self.first_step, self.first_time = session.run(self._progress), self._seconds()
+
+    def runs(self):
+        """Starts the clock of the parameters' training, or starts it again."""
+        if self._clock:
+            self._clock.is_training = True
 
     def before_call(self, session, length):
         """Notes a later beginning after a call that has prepared its graph: the first, and the first timed one."""

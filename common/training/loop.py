@@ -2,7 +2,6 @@
 
 import functools
 import os
-from pathlib import Path
 
 from common import tf
 from common.cluster import membership, monitored_session
@@ -14,9 +13,9 @@ from common.training.interruption import Interruption, Leaver
 from common.training.length import Length, Stopwatch
 from common.training.model_and_data import build_model, samples_of, split
 from common.training.run_check import check_leases
-from common.training.ways_to_end import Ending, run_rounds
+from common.training.ways_to_end import Ending, checkpoints_of, run_rounds
 from common.training.worker_graph import WorkerGraph
-from common.training.worker_parts import ENDED, Parts
+from common.training.worker_parts import Parts
 
 # Graph optimization makes calls of a small model up to 5 % faster, but takes a worker about a second.
 OPTIMIZED = 5000  # local steps from which on it pays off
@@ -93,35 +92,22 @@ def run_worker(plan, task, settings, server, interruption, open_session):
     Returns:
       An `Outcome`.
     """
-    index, meeting = task.shard_index if task else 0, bool(plan.waits)
     parts = Parts(plan, task, settings, server, interruption)  # a hook for each feature
-    target, checkpoints = server.target if server else "", str(Path(settings.run_dir, "checkpoints"))
     length, stopwatch = Length(plan, settings, parts), Stopwatch(plan, settings)
-    ending = Ending(plan, task, settings, server, parts, checkpoints)
+    ending = Ending(plan, task, settings, server, parts)
+    target, folder, meeting = server.target if server else "", checkpoints_of(settings), bool(plan.waits)
     doing("opening the session", waits=meeting, whom=nobody)
-    with open_session(task, target, plan.scaffold, checkpoints, settings.checkpoint_secs, parts.hooks) as session:
+    with open_session(task, target, plan.scaffold, folder, settings.checkpoint_secs, parts.hooks) as session:
         stopwatch.begin(session)
         parts.come_back(session)
-        length.begin(session, index)
+        length.begin(session)
         outcome = None
         while outcome is None:  # again if a ps dies after all other workers have ended: updates are lost
-            if plan.keeper:
-                plan.keeper.clock.is_training = True
+            stopwatch.runs()
             while not length.is_over(session):
                 stopwatch.before_call(session, length)
                 doing("running a call" if length.calls else "running its first call", waits=meeting, whom=parts.missing)
-                length.add(run_rounds(session, plan, parts.log, length.scheduled))
-            leaves = interruption.leaves
-            if interruption.requested and not leaves:
-                return ending.stop(session)
-            report = ending.report(session, length, stopwatch, leaves)
-            if leaves:
-                outcome = ending.leave(session, report)
-            else:
-                interruption.report = report
-                outcome = ending.wait(session, report) if index > 0 else ending.finish(session, report, length)
-    parts.close()
-    if settings.num_evaluators and index == 0:
-        Path(settings.run_dir, ENDED).touch()  # now that the last checkpoint is saved
-    ending.tell_ps(outcome, leaves)
+                length.add(run_rounds(session, plan, parts, length.scheduled))
+            outcome = ending.end(session, length, stopwatch)
+    ending.after_session(outcome)
     return outcome

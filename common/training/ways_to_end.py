@@ -3,11 +3,13 @@
 import contextlib
 import os
 import time
+from pathlib import Path
 
 from common.cluster import membership
 from common.core import doing, nobody, run_folder, status_of_leaving
 from common.training.interruption import say_left
 from common.training.plan import Outcome
+from common.training.worker_parts import ENDED
 
 
 class Ending:
@@ -19,24 +21,51 @@ class Ending:
       settings: all flags.
       server: this task's `tf.train.Server`, or None.
       parts: the worker's `Parts`.
-      checkpoints: folder of the checkpoints.
     """
 
-    def __init__(self, plan, task, settings, server, parts, checkpoints):
-        self._plan, self._task, self._settings, self._server = plan, task, settings, server
-        self._parts, self._checkpoints, self._index = parts, checkpoints, task.shard_index if task else 0
+    def __init__(self, plan, task, settings, server, parts):
+        self._plan, self._task, self._settings, self._server, self._parts = plan, task, settings, server, parts
+        self._index, self._leaves = parts.index, False
 
-    def stop(self, session):
+    def end(self, session, length, stopwatch):
+        """Ends the training of this worker after its last call.
+
+        Returns:
+          An `Outcome`; None if the chief has to train again: a ps has died meanwhile, and updates are lost.
+        """
+        interruption = self._parts.interruption
+        self._leaves = interruption.leaves
+        if interruption.requested and not self._leaves:
+            return self._stop(session)
+        report = self._report(session, length, stopwatch)
+        if self._leaves:
+            return self._leave(session, report)
+        interruption.report = report
+        return self._finish(session, report, length) if self._index == 0 else self._wait(session, report)
+
+    def after_session(self, outcome):
+        """Closes the files of this worker and tells the ps that it is done; after a stop, the chief has told them."""
+        if outcome.status == STOPPED:
+            return
+        self._parts.close()
+        if self._settings.num_evaluators and self._index == 0:
+            Path(self._settings.run_dir, ENDED).touch()  # now that the last checkpoint is saved
+        if self._task and self._leaves:
+            membership.say_left(self._task, self._server)
+        elif self._task:
+            self._say_done(outcome)
+
+    def _stop(self, session):
         """After Ctrl-C: leaving the session saves a checkpoint."""
         parts, is_chief = self._parts, self._index == 0
         parts.close_callback()
         if is_chief and self._task:
             membership.say_done_for(self._task, self._server, parts.rendezvous.absent(session))
-        return Outcome(130, session.run(self._plan.final) if is_chief else None)
+        return Outcome(STOPPED, session.run(self._plan.final) if is_chief else None)
 
-    def report(self, session, length, stopwatch, leaves):
-        """Ends the training of this worker, which no other one waits for any more; returns its report, see `result.REPORT`."""
-        parts = self._parts
+    def _report(self, session, length, stopwatch):
+        """Lets the others no longer wait for this worker; returns its report, see `result.REPORT`."""
+        parts, leaves = self._parts, self._leaves
         doing("ending", whom=nobody)
         seconds, stop_step = stopwatch.end(session, length)
         if not leaves:
@@ -51,7 +80,7 @@ class Ending:
         report = [self._index, *seconds, *parts.metrics.totals(), *parts.metrics.seconds_of_parts()]
         return [*report, time.monotonic() - self._settings.began, parts.log.now() if leaves else 0.0]
 
-    def leave(self, session, report):
+    def _leave(self, session, report):
         """Leaves for good."""
         plan, parts = self._plan, self._parts
         session.run(plan.farewell)
@@ -66,15 +95,15 @@ class Ending:
     def _leave_others(self, session):
         """Lets this worker leave the synchronization; if it owes a gradient, after one more round."""
         while session.run_step_fn(lambda step_context: self._parts.meeting.goes(step_context.session)):
-            run_rounds(session, self._plan, self._parts.log, self._plan.last)  # at the last step a call has one round
+            run_rounds(session, self._plan, self._parts, self._plan.last)  # at the last step a call has one round
 
-    def wait(self, session, report):
+    def _wait(self, session, report):
         """Waits for the chief to dismiss this worker."""
         doing("waiting until all workers have ended", waits=True, whom=lambda: ["worker 0"])
         self._parts.rendezvous.wait(session, report)
         return Outcome(0)
 
-    def finish(self, session, report, length):
+    def _finish(self, session, report, length):
         """The chief's: gathers all reports and evaluates. Returns None if a ps has died meanwhile, and updates are lost."""
         plan, parts = self._plan, self._parts
         if plan.gate:  # otherwise workers at the gate would wait for ever
@@ -101,24 +130,27 @@ class Ending:
         if plan.keeper:
             plan.keeper.save(opened)
         else:
-            plan.scaffold.saver.save(opened, os.path.join(self._checkpoints, "model.ckpt"), plan.step)
+            plan.scaffold.saver.save(opened, os.path.join(checkpoints_of(self._settings), "model.ckpt"), plan.step)
 
-    def tell_ps(self, outcome, leaves):
+    def _say_done(self, outcome):
         """Tells the ps that this worker is done; the chief also on behalf of workers that have left, and of free places."""
-        task = self._task
-        if not task:
-            return
-        if leaves:
-            membership.say_left(task, self._server)
-            return
         doing("telling the ps that it is done")
         there = [] if outcome.reports is None else [int(report[0]) for report in outcome.reports if not report[-1]]
-        membership.say_done(task, self._server, [i for i in range(task.num_workers) if self._index == 0 and i not in there])
+        absent = [i for i in range(self._task.num_workers) if self._index == 0 and i not in there]
+        membership.say_done(self._task, self._server, absent)
 
 
-def run_rounds(session, plan, log, present):
+STOPPED = 130  # exit status after Ctrl-C
+
+
+def checkpoints_of(settings):
+    """Returns the folder of a run's checkpoints."""
+    return str(Path(settings.run_dir, "checkpoints"))
+
+
+def run_rounds(session, plan, parts, present):
     """Runs the rounds of the next call and returns their `Rounds`. Raises a `TrainingFailed` if they are not finite."""
     fetches, *feeds = plan.next_call(present)
     counted = plan.keeper.clock.call(id(fetches)) if plan.keeper else contextlib.nullcontext()
-    with log.failing(lambda: session.run(plan.step)), counted:
+    with parts.log.failing(lambda: session.run(plan.step)), counted:
         return session.run(fetches, *feeds)

@@ -29,6 +29,7 @@ class Parts:
       interruption: an `Interruption`.
 
     Attributes:
+      index: number of the worker.
       hooks: list of `tf.train.SessionRunHook`.
       log, metrics, interruption: the worker's `MetricsLog`, `MetricsHook` and `Interruption`.
       meeting, early_stopping: a `MeetingHook` and an `EarlyStoppingHook`, or None.
@@ -38,9 +39,9 @@ class Parts:
 
     def __init__(self, plan, task, settings, server, interruption):
         self._plan, self._task, self._settings = plan, task, settings
-        self._index = task.shard_index if task else 0
+        self.index = task.shard_index if task else 0
         self.interruption, self._callback = interruption, None
-        self.log = MetricsLog(settings.run_dir, self._index, plan.last, unit=plan.unit)
+        self.log = MetricsLog(settings.run_dir, self.index, plan.last, unit=plan.unit)
         if plan.keeper:
             plan.keeper.log, self.log.trained = self.log, plan.keeper.clock.seconds
             plan.keeper.clock.waits = bool(plan.waits)
@@ -64,7 +65,7 @@ class Parts:
         return MetricsHook(self.log, of_gradient, drawn=drawn, batch_size=settings.batch_size)
 
     def _evaluation(self):
-        if self._index > 0:
+        if self.index > 0:
             return None
         step, results = self._plan.evaluation
         return EvaluationHook(self.log, step, results, self._settings.evaluation_secs, *self._plan.rows)
@@ -79,7 +80,7 @@ class Parts:
         return meeting
 
     def _early_stopping(self):
-        settings, index = self._settings, self._index
+        settings, index = self._settings, self.index
         if not (settings.num_evaluators or settings.patience or settings.callback):
             return None
         stop = Path(settings.run_dir, STOP)
@@ -96,7 +97,7 @@ class Parts:
 
     def _start(self):
         plan, settings = self._plan, self._settings
-        if self._index > 0 or not plan.gate:
+        if self.index > 0 or not plan.gate:
             return None
         if settings.warm_start_steps:
             return WarmStartHook(plan.gate, plan.step, settings.warm_start_steps)
@@ -116,7 +117,7 @@ class Parts:
 
     def come_back(self, session):
         """Revokes an earlier departure of this worker, and notes in an elastic run that it has come."""
-        settings, index = self._settings, self._index
+        settings, index = self._settings, self.index
         is_back = (index > 0 and self.rendezvous.come_back(session)) or self._plan.had_left
         if settings.max_workers and (is_back or index >= self.begin_workers) and not self.interruption.leaves:
             self.log.write(session.run(self._plan.step), came=True)
