@@ -25,7 +25,7 @@ from common.core.flags import TrainingFailed
 from common.core.run_folder import open_own, prepare_run_dir, write_json
 from common.launch import control
 from common.launch.fork_server import reserved_port
-from common.training import worker_parts
+from common.training import worker_hooks
 
 CHIEF, OTHER, PS, EVALUATOR = (
     TaskSpecDef(job, index, ps_hosts="a:1", worker_hosts="b:1,c:1")
@@ -440,7 +440,7 @@ def in_folder(run_dir, name):
     "name",
     [
         *("lock", "lock-worker-0", "result.json", "result.json.unfinished", "curve.png", "curve.unfinished-1.png"),
-        *("model.keras", "model.keras.unfinished.keras", worker_parts.STOP, worker_parts.ENDED),
+        *("model.keras", "model.keras.unfinished.keras", worker_hooks.STOP, worker_hooks.ENDED),
         *("logs/worker-0.log", "logs/fork-server.log", "metrics/worker-1.jsonl", "checkpoints/checkpoint"),
         *("checkpoints/model.ckpt-100.index", "tensorboard/worker-0", "best/evaluation.json", "best/model.keras"),
         *("logs", "metrics", "tensorboard", "best", "contributions", "contributions/worker-0.json"),

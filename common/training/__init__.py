@@ -17,6 +17,6 @@ if TYPE_CHECKING:  # the front door: what others may import
     from common.training.plan import Plan
     from common.training.result import write_result
     from common.training.sample_counts import last_step, samples_per_gradient, samples_per_update, updates_before
-    from common.training.worker_parts import ENDED, STOP
+    from common.training.worker_hooks import ENDED, STOP
 
 __getattr__, __dir__ = front_door(__name__)

@@ -1,5 +1,6 @@
 """Session calls of a worker: the rounds in each, their number, and the schedule of timed calls."""
 
+import contextlib
 import time
 
 from common import tf
@@ -21,6 +22,24 @@ from common.training.sample_counts import last_step, samples_per_update
 LONG_RUN = 2000
 LONG_CALL_SECS = 0.25
 LEAST_TIMED = 50  # a run shorter than this many timed calls times none
+
+
+def run_rounds(session, plan, log, step):
+    """Runs the rounds of the next call and returns their `Rounds`.
+
+    Args:
+      session: the worker's session.
+      plan: a `Plan`.
+      log: the worker's `MetricsLog`.
+      step: the present global step, for `Plan.next_call`.
+
+    Raises:
+      TrainingFailed: if they are not finite.
+    """
+    fetches, *feeds = plan.next_call(step)
+    counted = plan.keeper.clock.call(id(fetches)) if plan.keeper else contextlib.nullcontext()
+    with log.failing(lambda: session.run(plan.step)), counted:
+        return session.run(fetches, *feeds)
 
 
 def build_calls(scheme, center, local, settings, num_samples):

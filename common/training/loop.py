@@ -2,20 +2,21 @@
 
 import functools
 import os
+from pathlib import Path
 
 from common import tf
 from common.cluster import membership, monitored_session
 from common.core import BUILDING, LOADING, STANDS_IN, UserError, doing, nobody, run_folder
 from common.data import sources, streams
 from common.scheme import tables
-from common.training.calls import is_small
+from common.training.calls import is_small, run_rounds
+from common.training.ending import Ending
 from common.training.interruption import Interruption, Leaver
-from common.training.length import Length, Stopwatch
 from common.training.model_and_data import build_model, samples_of, split
 from common.training.run_check import check_leases
-from common.training.ways_to_end import Ending, checkpoints_of, run_rounds
 from common.training.worker_graph import WorkerGraph
-from common.training.worker_parts import Parts
+from common.training.worker_hooks import WorkerHooks
+from common.training.worker_progress import Stopwatch, WorkerProgress
 
 # Graph optimization makes calls of a small model up to 5 % faster, but takes a worker about a second.
 OPTIMIZED = 5000  # local steps from which on it pays off
@@ -44,18 +45,18 @@ def train(scheme, task, settings):
     doing("building the graph")
     with tf.Graph().as_default():
         graph = WorkerGraph(scheme, task, settings, model, dataset, held_out)
-        plan = graph.plan(had_left)
+        plan = graph.plan._replace(had_left=had_left)
         is_short = graph.local_steps < OPTIMIZED and is_small(model)
         open_session = functools.partial(monitored_session, keeper=plan.keeper, is_short=is_short)
         with streams.reading(dataset):
             outcome = run_worker(plan, task, settings, server, interruption, open_session)
     doing("writing the result")
-    graph.write(outcome)
+    graph.write_result(outcome)
     return outcome.status
 
 
 def _join(task, settings):
-    """Starts this task's server, and hears signals; returns the server, or None without a cluster, and an `Interruption`.
+    """Starts this task's server, and listens for signals; returns the server, or None without a cluster, and an `Interruption`.
 
     Raises:
       UserError: if the code of this worker differs from that of worker 0, in an elastic run.
@@ -92,22 +93,23 @@ def run_worker(plan, task, settings, server, interruption, open_session):
     Returns:
       An `Outcome`.
     """
-    parts = Parts(plan, task, settings, server, interruption)  # a hook for each feature
-    length, stopwatch = Length(plan, settings, parts), Stopwatch(plan, settings)
-    ending = Ending(plan, task, settings, server, parts)
-    target, folder, meeting = server.target if server else "", checkpoints_of(settings), bool(plan.waits)
-    doing("opening the session", waits=meeting, whom=nobody)
-    with open_session(task, target, plan.scaffold, folder, settings.checkpoint_secs, parts.hooks) as session:
+    hooks = WorkerHooks(plan, task, settings, server, interruption)  # one for each feature
+    progress, stopwatch = WorkerProgress(plan, settings, hooks), Stopwatch(plan, settings)
+    ending = Ending(plan, task, settings, server, hooks)
+    target, folder = server.target if server else "", str(Path(settings.run_dir, "checkpoints"))
+    waits = bool(plan.waits)
+    doing("opening the session", waits=waits, whom=nobody)
+    with open_session(task, target, plan.scaffold, folder, settings.checkpoint_secs, hooks.all) as session:
         stopwatch.begin(session)
-        parts.come_back(session)
-        length.begin(session)
+        hooks.register(session)
+        progress.begin(session)
         outcome = None
         while outcome is None:  # again if a ps dies after all other workers have ended: updates are lost
-            stopwatch.runs()
-            while not length.is_over(session):
-                stopwatch.before_call(session, length)
-                doing("running a call" if length.calls else "running its first call", waits=meeting, whom=parts.missing)
-                length.add(run_rounds(session, plan, parts, length.scheduled))
-            outcome = ending.end(session, length, stopwatch)
+            stopwatch.start_clock()
+            while not progress.should_stop(session):
+                stopwatch.before_call(session, progress)
+                doing("running a call" if progress.calls else "running its first call", waits=waits, whom=hooks.missing)
+                progress.count(run_rounds(session, plan, hooks.log, progress.step_of_plan))
+            outcome = ending.end(session, progress, stopwatch)
     ending.after_session(outcome)
     return outcome

@@ -1,4 +1,4 @@
-"""The parts of a worker's graph that its main loop needs, and what the loop returns."""
+"""The parts of a worker's graph that its main loop needs, and the result of that loop."""
 
 from typing import Any, NamedTuple
 
@@ -15,15 +15,15 @@ class Plan(NamedTuple):
     gate: Any = None  # a `common.cluster.Gate`, the start barrier
     waits: Any = None  # a `common.scheme.Pace`, `Together` or `Ring`, for workers that wait for each other
     gradients_per_update: int = 1  # number of workers that contribute one each
-    keeper: Any = None  # a `common.core.Keeper`, or None
+    keeper: Any = None  # a `common.core.Keeper`; None if the session saves checkpoints
     position: Any = None  # a `common.data.Position`, if the position is kept
-    unit: Any = None  # unit of the loss, see `unit_of`
-    rows: Any = ()  # numbers about tables: tensors, and a function of their values, see `EvaluationHook`
+    unit: Any = None  # unit of the loss, see `model_and_data.unit_of`
+    rows: Any = ()  # numbers about tables: tensors, and a function of their values, see `metrics.EvaluationHook`
     goal: Any = None  # number of samples to end at, if updates vary in samples
     farewell: Any = ()  # operations of a worker that leaves for good
     lease: Any = None  # operations for the start of a session in an elastic run
     had_left: bool = False  # whether a worker of this number had left, as far as this machine knows
-    samples_per_gradient: Any = None  # see the function; None: a batch
+    samples_per_gradient: Any = None  # see `sample_counts.samples_per_gradient`; None: a batch
 
 
 class Outcome(NamedTuple):
@@ -31,7 +31,7 @@ class Outcome(NamedTuple):
 
     status: int  # exit status
     final: Any = None  # values of `Plan.final`, also of an interrupted training
-    reports: Any = None  # reports of all workers, see REPORT
+    reports: Any = None  # reports of all workers, see `result.REPORT`
     evaluated: Any = None  # global step, and loss and metrics on the test set, {name: number}
     rows: Any = None  # numbers about this worker's pulls of tables, values of the first of `Plan.rows`
     samples: Any = None  # number of samples behind the parameters, including resumed runs; None: see the reports

@@ -36,8 +36,8 @@ class WorkerGraph:
       dataset, held_out: the training and test samples, and those of --validation or None.
 
     Attributes:
-      center, local: the `GlobalParameters` and `LocalParameters`.
-      local_steps: number of local steps of this worker in the whole run, about.
+      plan: the `Plan` for the main loop.
+      local_steps: approximate number of local steps of this worker in the whole run.
     """
 
     def __init__(self, scheme, task, settings, model, dataset, held_out):
@@ -46,7 +46,7 @@ class WorkerGraph:
         self._num_workers: int = task.num_workers if task else 1
         self._begin_workers = settings.begin_workers if settings.max_workers else self._num_workers
         self._schedule, self._compression = schedule_of(settings), compression_of(settings)
-        self.center = center = GlobalParameters(
+        self._center = center = GlobalParameters(
             model.initial_parameters,
             num_ps=task.num_ps if task else 1,
             device_fn=task and task.device_fn(),
@@ -56,13 +56,13 @@ class WorkerGraph:
             tables=model.tables,
             max_rows=settings.max_rows,
         )
-        self.unit = unit_of(settings, model)
+        self._unit = unit_of(settings, model)
         with tf.device(task and task.device):
             self._leased: Any = None
             self._position: Any = None
             batches = self._batches()
             self._kept = center.keep(model.initial_state)
-            self.local = LocalParameters(
+            self._local = LocalParameters(
                 center,
                 model,
                 batches,
@@ -76,22 +76,20 @@ class WorkerGraph:
                 begin_workers=self._begin_workers if settings.max_workers else None,
                 must_be_finite=True,
             )
-            self._calls = build_calls(scheme, center, self.local, settings, dataset.num_samples)
-            self._waits = center.waits(self.local)
-            self.of_gradient = samples_per_gradient(settings, self.local)
+            calls = build_calls(scheme, center, self._local, settings, dataset.num_samples)
+            last, next_call, self._rounds_per_call, self.local_steps = calls
+            self._waits = center.waits(self._local)
+            self._of_gradient = samples_per_gradient(settings, self._local)
             if self._index == 0:
                 self._say_what()
-
-    @property
-    def local_steps(self):
-        return self._calls[3]
+        self.plan = self._plan(last, next_call)
 
     def _batches(self):
         settings, dataset, index = self._settings, self._dataset, self._index
         if not settings.max_workers:
             self._position = position_of(settings, index, self._num_workers, dataset.num_samples)
             return batches_of(dataset, settings, index, self._num_workers, self._position)
-        center = self.center
+        center = self._center
         center.present, ledger = membership.Present(center.step.device), Ledger(center.step.device)
         x, y, *weights = dataset.train
         self._leased = LeasedBatches(
@@ -108,13 +106,13 @@ class WorkerGraph:
 
     def _say_what(self):
         more = [str(each) for each in (self._schedule, self._compression) if each]
-        optimizers = ", ".join([optimizers_of(self.center, self.local), *more])
+        optimizers = ", ".join([optimizers_of(self._center, self._local), *more])
         is_own, are_leased = ":" in self._settings.data, self._leased is not None
-        tell(what_is_trained(self._model, self._dataset, self._begin_workers, optimizers, is_own, self.unit, are_leased))
+        tell(what_is_trained(self._model, self._dataset, self._begin_workers, optimizers, is_own, self._unit, are_leased))
 
-    def plan(self, had_left=False):
-        """Builds the rest, for a main loop, and returns its `Plan`. `had_left`: see there."""
-        settings, center, local, leased = self._settings, self.center, self.local, self._leased
+    def _plan(self, last, next_call):
+        """Builds evaluation, checkpoints and the start of a session, and returns the `Plan`."""
+        settings, center, local, leased = self._settings, self._center, self._local, self._leased
         with tf.device(self._task and self._task.device):
             evaluation, final, copies = self._evaluation() if self._index == 0 else (None, None, [])
             keeper = self._keeper(copies)
@@ -136,7 +134,6 @@ class WorkerGraph:
             goal = settings.epochs * self._dataset.num_samples
         farewell = [local.dynamic.leave()] if local.dynamic else []
         farewell += [leased.leave, center.present.leave(self._index)] if leased else []
-        last, next_call, *_ = self._calls
         return Plan(
             last=last,
             step=center.step,
@@ -146,25 +143,24 @@ class WorkerGraph:
             scaffold=scaffold,
             gate=gate,
             waits=self._waits,
-            gradients_per_update=self._gradients,
+            gradients_per_update=self._gradients_per_update,
             keeper=keeper,
             position=self._position,
-            unit=self.unit,
+            unit=self._unit,
             rows=(local.told_of_tables(), functools.partial(local_rows.numbers_of, self._model.tables)),
             goal=goal,
             farewell=farewell,
             lease=[leased.begin, center.present.enter(self._index)] if leased else None,
-            had_left=had_left,
-            samples_per_gradient=self.of_gradient,
+            samples_per_gradient=self._of_gradient,
         )
 
     @property
-    def _gradients(self):
+    def _gradients_per_update(self):
         return self._waits.gradients_per_update if self._waits else 1
 
     def _evaluation(self):
         """Returns the chief's evaluation, the tensors to fetch at the end, and operations that copy its state to the ps."""
-        center, local, model, dataset = self.center, self.local, self._model, self._dataset
+        center, local, model, dataset = self._center, self._local, self._model, self._dataset
         parameters, step = center.read()
         # The state of the chief's own x is not the state of x̃.
         final = parameters, local.state_at(parameters)
@@ -179,39 +175,39 @@ class WorkerGraph:
     def _keeper(self, copies):
         settings, model, task = self._settings, self._model, self._task
         keeper = Keeper(
-            self.center,
+            self._center,
             Path(settings.run_dir, "checkpoints"),
             settings.checkpoint_secs,
             index=self._index,
             device=task and task.device,
-            samples_per_update=unit_of_samples(settings, self.center, self.local),
+            samples_per_update=unit_of_samples(settings, self._center, self._local),
             copies=copies,
-            samples_per_gradient=self.of_gradient,
+            samples_per_gradient=self._of_gradient,
         )
         if self._index == 0 and not model.tables:
             keeper.export = functools.partial(model.save, path=Path(settings.run_dir, "model.keras"))
         return keeper
 
-    def write(self, outcome):
+    def write_result(self, outcome):
         """Writes `model.keras` and `result.json` of a run's `Outcome`, if this is the chief."""
         settings, model = self._settings, self._model
         if outcome.final:
             save_model(model, outcome.final, settings)
         if not outcome.evaluated:
             return
-        is_dynamic = self.center.local_steps is not None
+        is_dynamic = self._center.local_steps is not None
         more = {"samples": outcome.samples, "dropped": outcome.dropped, "parameters": model.size}
-        more["optimizer"] = ", ".join(sorted(self.center.optimizers.names | self.local.optimizers.names))
+        more["optimizer"] = ", ".join(sorted(self._center.optimizers.names | self._local.optimizers.names))
         more["minimizes"] = model.minimizes
-        more |= {"unit": self.unit} if self.unit else {}
+        more |= {"unit": self._unit} if self._unit else {}
         more |= {name: getattr(settings, name) for name in ("compress", "compress_pull", "topk")}
         if model.tables:
             more |= self._of_tables(outcome.rows)
         more |= {"given_up": outcome.given_up} if outcome.given_up else {}
-        more |= {"delays": settings.delays or [], "rounds_per_call": self._calls[2]}
+        more |= {"delays": settings.delays or [], "rounds_per_call": self._rounds_per_call}
         more["flags_of_scheme"] = {name: _as_json(value) for name, value in settings.of_scheme.items()}
-        more["samples_per_gradient"] = self.of_gradient
-        more["gradients_per_update"] = 1 if is_dynamic else self._gradients
+        more["samples_per_gradient"] = self._of_gradient
+        more["gradients_per_update"] = 1 if is_dynamic else self._gradients_per_update
         write_result(settings, self._task, outcome.reports, *outcome.evaluated, is_dynamic=is_dynamic, **more)
 
     def _of_tables(self, rows):

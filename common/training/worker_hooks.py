@@ -15,10 +15,10 @@ from common.training.result import REPORT, STAY
 
 # Files in the run's folder. STOP, written by an evaluator or the chief, ends training; the chief then writes ENDED.
 STOP, ENDED = "evaluator-says-stop", "training-has-ended"
-SIZE = len(REPORT) + len(PARTS) + len(STAY)  # of a worker's report
+REPORT_SIZE = len(REPORT) + len(PARTS) + len(STAY)  # of a worker's report
 
 
-class Parts:
+class WorkerHooks:
     """The hooks of a worker, in the order in which the session calls them.
 
     Args:
@@ -30,7 +30,7 @@ class Parts:
 
     Attributes:
       index: number of the worker.
-      hooks: list of `tf.train.SessionRunHook`.
+      all: list of `tf.train.SessionRunHook`.
       log, metrics, interruption: the worker's `MetricsLog`, `MetricsHook` and `Interruption`.
       meeting, early_stopping: a `MeetingHook` and an `EarlyStoppingHook`, or None.
       rendezvous: a `common.cluster.Rendezvous`, or None without a cluster.
@@ -45,9 +45,9 @@ class Parts:
         if plan.keeper:
             plan.keeper.log, self.log.trained = self.log, plan.keeper.clock.seconds
             plan.keeper.clock.waits = bool(plan.waits)
-        self._kept = functools.partial(run_folder.read_left, settings.run_dir, task.num_workers if task else 1, SIZE)
+        self._kept = functools.partial(run_folder.read_left, settings.run_dir, task.num_workers if task else 1, REPORT_SIZE)
         elastic = task and settings.max_workers
-        self.begin_workers = settings.begin_workers if elastic else task and task.num_workers
+        self._begin_workers = settings.begin_workers if elastic else task and task.num_workers
         self.rendezvous = self._rendezvous()
         self.meeting = self._meeting()
         self.metrics, self.evaluation, self.early_stopping = self._metrics(), self._evaluation(), self._early_stopping()
@@ -55,8 +55,8 @@ class Parts:
         gives_up = task and not os.environ.get("LAUNCHER_KEY")  # a launcher restarts dead tasks
         giving_up = GiveUpHook(task, server, settings, plan.step, self.rendezvous) if gives_up else None
         evaluation = None if settings.num_evaluators else self.evaluation
-        hooks = [interruption, self.meeting, self.metrics, evaluation, self.early_stopping, lease, self._start(), giving_up]
-        self.hooks = [hook for hook in hooks if hook]
+        every = [interruption, self.meeting, self.metrics, evaluation, self.early_stopping, lease, self._start(), giving_up]
+        self.all = [hook for hook in every if hook]
 
     def _metrics(self):
         plan, settings = self._plan, self._settings
@@ -101,25 +101,25 @@ class Parts:
             return None
         if settings.warm_start_steps:
             return WarmStartHook(plan.gate, plan.step, settings.warm_start_steps)
-        return StartHook(plan.gate, self.begin_workers, settings.start_secs, lambda: self.interruption.requested, self._kept)
+        return StartHook(plan.gate, self._begin_workers, settings.start_secs, lambda: self.interruption.requested, self._kept)
 
     def _rendezvous(self) -> Any:
         if not self._task:
             return None
         gate, expected = self._plan.gate, None
         if self._settings.max_workers and gate:
-            expected = lambda opened: {*range(self.begin_workers), *gate.who_came(opened)}  # noqa: E731
-        return membership.Rendezvous(self._task, SIZE, self._kept, expected)
+            expected = lambda opened: {*range(self._begin_workers), *gate.who_came(opened)}  # noqa: E731
+        return membership.Rendezvous(self._task, REPORT_SIZE, self._kept, expected)
 
     def missing(self):
         """Returns the workers that this one waits for in a call, as ["worker 3"]."""
         return self.meeting.missing() if self.meeting else nobody()
 
-    def come_back(self, session):
-        """Revokes an earlier departure of this worker, and notes in an elastic run that it has come."""
+    def register(self, session):
+        """Revokes an earlier departure of this worker, and notes the arrival of a worker in an elastic run."""
         settings, index = self._settings, self.index
         is_back = (index > 0 and self.rendezvous.come_back(session)) or self._plan.had_left
-        if settings.max_workers and (is_back or index >= self.begin_workers) and not self.interruption.leaves:
+        if settings.max_workers and (is_back or index >= self._begin_workers) and not self.interruption.leaves:
             self.log.write(session.run(self._plan.step), came=True)
 
     def stop_listening(self):
