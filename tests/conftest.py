@@ -230,6 +230,9 @@ class KnownBatches:
                 "position", initializer=0, trainable=False, collections=[tf.GraphKeys.LOCAL_VARIABLES], use_resource=True
             )
 
+    def begin_call(self):
+        """Nothing."""
+
     def next(self, window):
         """Returns the numbers `[window]` of the next batches."""
         return (self._position.assign_add(window) - window + tf.range(window)) % self.count

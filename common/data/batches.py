@@ -81,6 +81,9 @@ class Batches:
             self.init_feed_dict.update(feeds)
             self._position = local_variable("position", position.start() if position else tf.zeros([], tf.int64))
 
+    def begin_call(self):
+        """Called in each session call before its rounds draw; adds what they need first. Here: nothing."""
+
     def next(self, window, most=None):
         """Returns the indices `[window, batch_size]` of the next samples.
 

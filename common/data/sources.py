@@ -211,8 +211,6 @@ def _of_datasets(settings, pairs, shards_itself, known):
         raise UserError(f"{name}: the training set never ends: give --steps or --seconds")
     if None in known["train"] and not settings.steps and getattr(settings, "learning_rate_schedule", None):
         raise UserError(f"{name}: the training set never ends: --learning_rate_schedule needs --steps")
-    if None in known["train"] and getattr(settings, "weigh_by_samples", False):
-        raise UserError(f"{name}: the training set never ends, so --weigh_by_samples cannot know a worker's share of it")
     sets, counts, held_out = [train for train, _ in pairs], known["train"], None
     if validation:
         if None in counts:

@@ -229,6 +229,9 @@ class StreamedBatches:
     def _check_batch(self, window):
         datasets.check_batch(self._stream.first.x_train, self._stream.first.y_train, self.batch_size, window)
 
+    def begin_call(self):
+        """As of `common.data.Batches`: nothing."""
+
     def next(self, window, most=None):
         """Returns the arguments of `samples` for the next batches, `[window]`; see `common.data.Batches.next`.
 

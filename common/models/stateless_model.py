@@ -2,7 +2,6 @@
 
 import contextlib
 import contextvars
-import functools
 import os
 import re
 import threading
@@ -349,6 +348,7 @@ def as_user_error(what):
 
 
 _by_value: contextvars.ContextVar[bool] = contextvars.ContextVar("_by_value", default=False)
+_overriding = threading.RLock()  # one thread at a time, as each restores the comparisons that it found
 
 
 @contextlib.contextmanager
@@ -357,26 +357,27 @@ def _compared_by_value():
 
     In a graph outside of a `tf.function`, TensorFlow compares the objects, so the mask would always be True.
     """
-    _override_comparisons()
     token = _by_value.set(True)
     try:
-        yield
+        with _overriding, _overridden("__eq__", tf.math.equal), _overridden("__ne__", tf.math.not_equal):
+            yield
     finally:
         _by_value.reset(token)
 
 
-@functools.cache
-def _override_comparisons():
-    def override(name, by_value):
-        otherwise = getattr(tf.Tensor, name)
+@contextlib.contextmanager
+def _overridden(name, by_value):
+    """Replaces a comparison of `tf.Tensor` within this context; other threads still get the original one."""
+    otherwise = getattr(tf.Tensor, name)
 
-        def compare(tensor, other):
-            return by_value(tensor, other) if _by_value.get() and other is not None else otherwise(tensor, other)
+    def compare(tensor, other):
+        return by_value(tensor, other) if _by_value.get() and other is not None else otherwise(tensor, other)
 
-        setattr(tf.Tensor, name, compare)
-
-    override("__eq__", tf.math.equal)
-    override("__ne__", tf.math.not_equal)
+    setattr(tf.Tensor, name, compare)
+    try:
+        yield
+    finally:
+        setattr(tf.Tensor, name, otherwise)
 
 
 def _is_in(error, file):

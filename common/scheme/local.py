@@ -223,7 +223,7 @@ class LocalParameters:
             raise UserError("--max_workers: workers lease samples piece by piece, so none has a known share: leave it out")
         counts = self._samples_of_each or [1] * self.num_workers
         if None in counts:
-            raise UserError("the training set never ends, so no worker has a known share of it")
+            raise UserError("the training set never ends, so workers cannot be weighed by their shares of it (local.share)")
         shares = [count / sum(counts) for count in counts]
         return tf.gather(tf.constant(shares), self.index) if isinstance(self.index, tf.Tensor) else shares[self.index]
 

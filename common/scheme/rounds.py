@@ -157,7 +157,7 @@ class _Chain:
 
     Args:
       here, there: operations on the worker and on the ps that must end before the first round.
-      local: the worker's parameters; the `begin_call` of its batches, if defined, is called.
+      local: the worker's parameters.
 
     Attributes:
       here, there: the last operations on the worker and on the ps.
@@ -166,9 +166,8 @@ class _Chain:
     """
 
     def __init__(self, here, there, local):
-        if hasattr(local.batches, "begin_call"):
-            with tf.control_dependencies([*here, *there]):
-                local.batches.begin_call()
+        with tf.control_dependencies([*here, *there]):
+            local.batches.begin_call()
         self.here, self.there = here, there
         self.training_ended: Any = None
         self.timer: _Timer | None = None

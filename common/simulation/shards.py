@@ -109,6 +109,9 @@ class ScheduledBatches:
         with tf.variable_scope("samples"):
             self._samples = tuple(fed(name, part, feeds) for name, part in zip(("x", "y", "weights"), shards.samples))
 
+    def begin_call(self):
+        pass
+
     def next(self, window):
         size = window * self.batch_size
         indices = tf.slice(self._order, [self.at + self.drawn], [size])

@@ -45,7 +45,8 @@ def check(settings, dataset, scheme=None):
         raise UserError("--num_evaluators: an evaluator needs the whole model, but its tables (common.Embedding) are on the ps")
     sets = [dataset.train, dataset.test, *([held_out.test] if held_out and not is_stream else [])]
     tables.check_data(model, [x for x, *_ in sets], is_stream)
-    if scheme and (compression or model.tables or settings.max_workers or schedule):
+    never_ends = num_samples is None
+    if scheme and (compression or model.tables or settings.max_workers or schedule or never_ends):
         with tf.Graph().as_default():
             pieces = {"num_ps": settings.num_ps or 1, "fragments": fragments_of(settings), "tables": model.tables}
             pieces["max_rows"] = settings.max_rows
@@ -53,7 +54,8 @@ def check(settings, dataset, scheme=None):
             center.present = membership.Present("") if settings.max_workers else None
             batches = batches_of(dataset, settings, 0, 1, None)
             own = center, model, batches, "worker_0", 0, settings.max_workers or settings.num_workers
-            local = LocalParameters(*own, begin_workers=settings.begin_workers if settings.max_workers else None)
+            begin_workers = settings.begin_workers if settings.max_workers else None
+            local = LocalParameters(*own, samples_of_each=[None] if never_ends else None, begin_workers=begin_workers)
             build_steps(scheme, center, local, hyperparameters(settings, center, local))
             of_update = samples_per_update(settings, center, local)
             if settings.max_workers and schedule and not settings.steps and isinstance(center.waits(local), Together):
