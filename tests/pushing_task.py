@@ -28,7 +28,7 @@ class Ones(LocalParameters):
     """Local parameters whose every gradient is one, and whose x stays as it was pulled."""
 
     def __init__(self, center, name):
-        nothing = types.SimpleNamespace(init_feed_dict={})
+        nothing = types.SimpleNamespace(init_feed_dict={}, begin_call=lambda: None)
         super().__init__(center, types.SimpleNamespace(size=SIZE, initial_state=[]), nothing, name)
 
     def train(self, window, optimizer, at=None, accumulate=False):

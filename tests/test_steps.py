@@ -20,7 +20,8 @@ class Ones(LocalParameters):
     """Local parameters whose every gradient is one, and whose x stays as it was pulled."""
 
     def __init__(self, center, index=0, num_workers=1):
-        batches, model = types.SimpleNamespace(init_feed_dict={}), types.SimpleNamespace(size=center.size, initial_state=[])
+        batches = types.SimpleNamespace(init_feed_dict={}, begin_call=lambda: None)
+        model = types.SimpleNamespace(size=center.size, initial_state=[])
         super().__init__(center, model, batches, f"worker_{index}", index, num_workers)
 
     def train(self, window, optimizer, at=None, accumulate=False):
