@@ -1,15 +1,12 @@
 """Pull and push as atomic actions over all ps tasks, with the exact staleness known on the ps at the update."""
 
-import contextlib
 import math
-from typing import Any
 
 from common import tf
 from common.core import UserError
 from common.data import local_variable
-from common.scheme.learning_rates import factor_is
-from common.scheme.messages import AtUpdate, arrived, gradient_of, tensors_of
-from common.scheme.optimizers import check_pieces
+from common.scheme import update
+from common.scheme.messages import AtUpdate, gradient_of
 from common.scheme.steps import Step, before_read
 
 
@@ -94,9 +91,8 @@ class Exact:
             update; returns the gradient for the optimizer, float32.
         """
         center, dynamic = self._center, getattr(self._local, "dynamic", None)
-        (parts, keep), here = center.parts(message), []
-        sent, begun = [tensor.op for part in parts for tensor in tensors_of(part)], []
-        made = []  # local steps, if they are to be counted
+        parts, keep = center.parts(message)
+        begun, made = [], []  # `made`: local steps, if they are to be counted
         if dynamic is not None:
             if self.threshold is not None:
                 raise UserError("center.dynamic counts the local steps of each push, so a threshold must not discard any")
@@ -105,17 +101,10 @@ class Exact:
             with tf.device(center.step.device), tf.control_dependencies(None):
                 made = [tf.identity(steps)]
         with tf.control_dependencies(None):  # the part itself carries the dependency on the worker's earlier operations
-            for piece, part in zip(center.targets, parts, strict=True):
-                with tf.device(piece.device):
-                    here.append(arrived(part))
-            with center.lock.held([tensor.op for part in [*here, *made] for tensor in tensors_of(part)]) as done:
-                step, late, staleness, read = None, None, None, []  # reads that must precede the count of this update
-                is_fresh = None
-                scheduled: Any = contextlib.nullcontext()
-                if center.schedule is not None:
-                    with tf.device(center.step.device):
-                        factor = tf.convert_to_tensor(center.schedule(center.step.read_value()))
-                    scheduled, read = factor_is(factor), [factor.op]
+            here = update.arrive(center.targets, parts)
+            with center.lock.held(update.operations_of([*here, *made])) as done:
+                step, late, staleness = None, None, None
+                rates, read = update.rates_at(center)  # `read`: reads of the global step that must precede its count
                 if self._step is not None:
                     with tf.device(center.step.device):
                         # A restarted ps may have lost updates already pulled by this worker.
@@ -129,54 +118,39 @@ class Exact:
                         pulled = self._pieces[i].read_value() if self._pieces else None
                         return gradient_of(here[i], at_ps, AtUpdate(center, i, pulled, staleness, step))
 
-                with scheduled:
-                    if self.threshold is not None:
-                        applied, updated, step_before, is_fresh = self._apply_if_fresh(optimizer, gradient, late, read)
+                step_before = is_fresh = None
+                with rates:
+                    if self.threshold is None:
+                        applied, updated = update.update(center, optimizer, gradient, read)
                     else:
-                        optimizer, applied, step_before = center.optimizers.use(optimizer), [], None
-                        for i, piece in enumerate(center.targets):
-                            with tf.device(piece.device):
-                                applied.append(center.apply(optimizer, [(gradient(i), piece)]))
-                        check_pieces(optimizer, center.targets)
-                        count, updated = center.count(read)
-                        applied.append(count)
+                        applied, updated, step_before, is_fresh = self._update_if_fresh(optimizer, gradient, late, read)
                     if made:
                         with tf.device(center.step.device):
                             applied = [*applied, center.local_steps.assign_add(made[0], read_value=False)]
                 done += applied
         kept, done_words = tuple(keep(is_fresh)), ((self, "push"), *([(dynamic, "count")] if made else []))
-        operations, of_answer = (*sent, *begun, *kept, *done), kept if self.threshold is not None else ()
+        operations, of_answer = (*update.operations_of(parts), *begun, *kept, *done), kept if self.threshold is not None else ()
         return Step(operations, updated=updated, step_before=step_before, kept=of_answer, done=done_words)
 
-    def _apply_if_fresh(self, optimizer, gradient, late, read):
-        """Applies the gradients of all pieces, and counts the update, if the staleness is below the threshold.
-
-        Args:
-          optimizer: a `tf.train.Optimizer`.
-          gradient: function of a piece number that returns its gradient.
-          late: the staleness, an int64 scalar.
-          read: reads of the global step that must precede its change.
+    def _update_if_fresh(self, optimizer, gradient, late, read):
+        """Applies the gradients of all pieces, and counts the update, if the staleness `late` is below the threshold.
 
         Returns:
           Operations, `updated` and `step_before` of the `common.scheme.Step`, and whether the gradients are applied.
         """
         center = self._center
-        # `tf.cond` branches cannot create slots, so create them here; this operation never runs.
-        pairs = [(gradient(i), piece) for i, piece in enumerate(center.targets)]
-        optimizer = center.optimizers.use(optimizer, lambda own: center.make_slots(own, pairs))
 
-        def apply():
-            return center.apply(optimizer, [(gradient(i), piece) for i, piece in enumerate(center.targets)])
+        def pairs():
+            return [(gradient(i), piece) for i, piece in enumerate(center.targets)]
 
+        optimizer = update.with_slots(center, optimizer, pairs())
         with tf.device(center.step.device):
             is_fresh = late < math.ceil(min(self.threshold, 2**62))
             made = tf.cast(is_fresh, tf.int64)  # updates
             present = center.step.read_value()
-            with tf.control_dependencies([present.op, *read]):
-                applied = tf.cond(is_fresh, apply, tf.no_op).op
-            with tf.control_dependencies([applied]):
-                counted = [center.step.assign_add(made, read_value=False), center.drop(1 - made)]
-            return [applied, *counted], present + made, present - made * late, is_fresh
+            change = lambda: update.apply(center, optimizer, pairs())  # noqa: E731
+            applied = update.update_if(center, is_fresh, is_fresh, change, [present.op, *read])
+            return applied, present + made, present - made * late, is_fresh
 
     def check_round(self, name, words):
         """Raises a `UserError` if a push precedes the first pull; with a threshold each push needs its own pull."""

@@ -10,8 +10,8 @@ from typing import Any
 from common import tf
 from common.core import AWAY, FINISHED, UserError
 from common.data import assign_part, local_variable
-from common.scheme.learning_rates import factor_is
-from common.scheme.messages import AtUpdate, arrived, gradient_of, parts_of, tensors_of
+from common.scheme import update
+from common.scheme.messages import AtUpdate, gradient_of, parts_of
 from common.scheme.steps import Step, before_all, before_early_read, before_read, spent
 
 
@@ -163,13 +163,12 @@ class Together:
         center, clocks, index = self._center, self._clocks, self._local.index
         numbers = range(len(center.targets)) if fragment is None else center.numbers(fragment)
         pieces, sums = [center.targets[i] for i in numbers], [self._sums[i] for i in numbers]
-        (parts, keep), gradients = center.parts(message, fragment=fragment), []
-        found = [AtUpdate(center, i) for i in numbers]
-        sent = [tensor.op for part in parts for tensor in tensors_of(part)]
+        parts, keep = center.parts(message, fragment=fragment)
+        gradients, found = [], [AtUpdate(center, i) for i in numbers]
         with tf.control_dependencies(None):  # the part itself carries the dependency on the worker's earlier operations
-            for piece, part, at_update in zip(pieces, parts, found, strict=True):
+            for piece, part, at_update in zip(pieces, update.arrive(pieces, parts), found, strict=True):
                 with tf.device(piece.device):
-                    gradient = gradient_of(arrived(part), at_ps, at_update)
+                    gradient = gradient_of(part, at_ps, at_update)
                     if isinstance(gradient, tf.IndexedSlices) and not at_update.is_of_table:
                         gradient = tf.math.unsorted_segment_sum(gradient.values, gradient.indices, at_update.size)
                     gradients.append(gradient)
@@ -177,9 +176,7 @@ class Together:
                     if of_all:
                         gradient_of(gradients[-1], of_all, at_update, "of_all")
             made = gradients if fragment is None else [tf.zeros(piece.shape) for piece in center.pieces]
-            optimizer = center.optimizers.use(
-                optimizer, lambda own: center.make_slots(own, list(zip(made, center.targets, strict=True)))
-            )
+            optimizer = update.with_slots(center, optimizer, list(zip(made, center.targets, strict=True)))
             if fragment is not None and center.fragments > 1 and optimizer._non_slot_dict:
                 raise UserError(
                     f"{type(optimizer).__qualname__} keeps numbers for all parameters together, as Adam does, but each "
@@ -196,12 +193,12 @@ class Together:
                 if self.go:
                     own = tf.where(clocks.goes(index) & ~ended, tf.constant(AWAY, tf.int64), own)
                 after = clocks.with_clock(before, index, own)
-                is_last = clocks.low(after) > low
+                is_nth = clocks.low(after) > low
                 step_before = center.step.read_value()
                 updated = step_before + tf.cast(counts, tf.int64)
                 added = [total.add(part, counts) for total, part in zip(sums, gradients, strict=True)]
 
-                def apply():
+                def change():
                     counted = self._count_gradients(sums[0])
                     with tf.control_dependencies(counted):
                         taken = [total.take() for total in sums]
@@ -209,22 +206,16 @@ class Together:
                         for i, (piece, at_update) in enumerate(zip(pieces, found, strict=True)):
                             with tf.device(piece.device):
                                 taken[i] = gradient_of(taken[i], of_all, at_update, "of_all")
-                    pairs = list(zip(taken, pieces, strict=True))
-                    if center.schedule is None:
-                        return _both(counted, center.apply(optimizer, pairs))
-                    with factor_is(center.schedule(step_before)):
-                        return _both(counted, center.apply(optimizer, pairs))
+                    rates, _ = update.rates_at(center, step_before)
+                    with rates:
+                        applied = update.apply(center, optimizer, list(zip(taken, pieces, strict=True)))
+                    return tf.group(*counted, applied) if counted else applied
 
-                with tf.control_dependencies([step_before, *added]):
-                    applied = tf.cond(is_last, apply, tf.no_op).op
-                # `step_before` again: if `apply` does not use it, TensorFlow's graph optimizer removes the condition's
-                # dependency on it, and it might be read after the update is counted.
-                with tf.control_dependencies([step_before, applied]):
-                    counted = center.step.assign_add(tf.cast(is_last, tf.int64), read_value=False)
+                counted, *others = update.update_if(center, is_nth, counts, change, [step_before, *added])
                 with tf.control_dependencies([counted]):
-                    done += [counted, center.drop(1 - tf.cast(counts, tf.int64)), *clocks.change(before, after, index)]
+                    done += [counted, *others, *clocks.change(before, after, index)]
         kept, words = tuple(keep(counts)), ((self, "push" if fragment is None else f"send {fragment}"),)
-        operations = *sent, *kept, *done
+        operations = *update.operations_of(parts), *kept, *done
         return Step(operations, updated=updated, step_before=step_before, training_ended=ended, done=words, kept=kept)
 
     def _count_gradients(self, total):
@@ -347,10 +338,6 @@ class Ring:
             with tf.device(center.step.device):
                 operations.append(center.step.assign(newest, read_value=False))
         return Step(tuple(operations), updated=step_before + 1, step_before=step_before, training_ended=ended)
-
-
-def _both(operations, operation):
-    return tf.group(*operations, operation) if operations else operation
 
 
 def _left(local):

@@ -9,17 +9,17 @@ from typing import Any
 
 from common import tf
 from common.core import ROOM, Clocks, Lock, UserError
+from common.scheme import update
 from common.scheme.atomic import Exact
 from common.scheme.barriers import Pace, Ring, Together
-from common.scheme.compression import Packed, PackedPieces, Packing, pack_sparse, read_packed
-from common.scheme.learning_rates import factor_is
+from common.scheme.compression import PackedPieces, Packing, pack_sparse, read_packed
 from common.scheme.local_rows import WithRows
 from common.scheme.local_steps import Dynamic
-from common.scheme.messages import AtUpdate, arrived, gradient_of, parts_of, tensors_of
+from common.scheme.messages import AtUpdate, gradient_of, parts_of
 from common.scheme.optimizers import Optimizers, check_pieces
 from common.scheme.sharded_tables import Table, find_on_ps
-from common.scheme.steps import Step, before_read, before_write, made_with, number_of_packed, worker
-from common.scheme.tables import ROW_BY_ROW_ON_PS, SCHEMES
+from common.scheme.steps import Step, before_read, made_with, number_of_packed, worker
+from common.scheme.tables import SCHEMES
 from common.scheme.unbounded import Vocabulary
 
 
@@ -47,7 +47,7 @@ class GlobalParameters:
       step: the global step, a variable: the number of updates.
       lock: lock for actions that must be atomic over all ps tasks.
       optimizers: the `common.scheme.Optimizers` that change x̃.
-      decay: η λ of weight decay, see `apply`; None for none.
+      decay: η λ of weight decay, see `update.apply`; None for none.
       has_decayed: whether there is an update with it.
       present: the current workers of an elastic run, a `common.cluster.Present`; None in other runs.
       local_steps: number of local steps in all updates so far, an int64 variable; None if it is the same for every update, see
@@ -242,11 +242,11 @@ class GlobalParameters:
         """
         optimizer = self.optimizers.use(optimizer)
 
-        def apply(i, piece, part):
-            return self.apply(optimizer, [(gradient_of(part, at_ps, AtUpdate(self, i)), piece)])
+        def change(i, part):
+            return update.apply(self, optimizer, [(gradient_of(part, at_ps, AtUpdate(self, i)), self.targets[i])])
 
         parts, keep = self.parts(message)
-        step = self._update(parts, keep(), apply)
+        step = self._update(parts, keep(), change)
         check_pieces(optimizer, self.targets)
         return step
 
@@ -259,96 +259,13 @@ class GlobalParameters:
         parts, keep = self.parts(difference, gives=True)
         kept = keep()
         done = ((worker(), "give"),) if kept else ()
-        return self._update(parts, kept, lambda i, piece, part: piece.assign_add(part, read_value=False), done)
+        return self._update(parts, kept, lambda i, part: self.pieces[i].assign_add(part, read_value=False), done)
 
-    def _update(self, parts, kept, apply, done=()):
-        """Calls `apply(i, piece, part)` for each piece i of x̃ and the message part that arrived there; counts one update."""
-        sent, applied = [tensor.op for part in parts for tensor in tensors_of(part)], []
+    def _update(self, parts, kept, change, done=()):
+        """Returns the step of an update without a lock, see `update.update_at_once`."""
         with tf.control_dependencies(None):  # the part itself carries the dependency on the worker's earlier operations
-            for i, (piece, part) in enumerate(zip(self.targets, parts, strict=True)):
-                if any(isinstance(each, Packed) for each in tf.nest.flatten(part, expand_composites=True)):
-                    with tf.device(piece.device):
-                        part = arrived(part)
-                # The learning rate is computed on that ps, too: otherwise it would be a further message.
-                with tf.device(piece.device), tf.control_dependencies(before_write(piece.device)):
-                    is_scheduled = self.schedule is not None and piece.device == self.step.device
-                    applied.append((self._scheduled(apply) if is_scheduled else apply)(i, piece, part))
-            count, updated = self.count([op for op in applied if op.device == self.step.device])
-        return Step((*sent, *kept, *applied, count), updated=updated, done=done)
-
-    def _scheduled(self, apply):
-        """Returns `apply` with the learning rates of the global step at the arrival of the message part.
-
-        Only the ps of the global step uses it. The other ps get the rates of the worker's last pulled step from the worker, so
-        that no ps has to ask another.
-        """
-
-        def scheduled(i, piece, part):
-            part = arrived(part)
-            with tf.control_dependencies([tensor.op for tensor in tensors_of(part)]):
-                factor = self.schedule(self.step.read_value())
-            with factor_is(factor):
-                return apply(i, piece, part)
-
-        return scheduled
-
-    def apply(self, optimizer, pairs):
-        """piece ← optimizer(piece, gradient) for pairs (gradient, piece), on the ps of the piece; returns the operation.
-
-        Weight decay λ is decoupled, piece ← piece − η λ piece before the step: AdamW, if the optimizer is Adam
-        (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101).
-        """
-        if self.tables:
-            return self._apply_with_rows(optimizer, pairs)
-        if self.decay is None:
-            return optimizer.apply_gradients(pairs)
-        self.has_decayed, decayed, here = True, [], []
-        for gradient, piece in pairs:
-            with tf.device(piece.device):
-                here.append(arrived(gradient))
-                with tf.control_dependencies([tensor.op for tensor in tensors_of(here[-1])]):  # they may depend on the piece
-                    decayed.append(piece.assign_sub(self.decay * piece.read_value(), read_value=False))
-        with tf.control_dependencies(decayed):
-            return optimizer.apply_gradients([(gradient, piece) for gradient, (_, piece) in zip(here, pairs, strict=True)])
-
-    def make_slots(self, optimizer, pairs):
-        """Creates an optimizer's slots by an operation that never runs, since `tf.cond` branches cannot create variables."""
-        if not self.tables:
-            return optimizer.apply_gradients(pairs)
-        of_vector, of_rows = self._by_kind(pairs)
-        optimizer.apply_gradients(of_vector if self.optimizer_of_rows else pairs)
-        if self.optimizer_of_rows:
-            self.optimizer_of_rows.apply_gradients([(gradient, piece) for gradient, piece, _ in of_rows])
-
-    def _by_kind(self, pairs):
-        """Returns the pairs of x̃, and triples (gradient, piece, table) of the tables."""
-        owner = {piece.ref(): table for table in self.tables for piece in table.pieces}
-        return (
-            [pair for pair in pairs if pair[1].ref() not in owner],
-            [(gradient, piece, owner[piece.ref()]) for gradient, piece in pairs if piece.ref() in owner],
-        )
-
-    def _apply_with_rows(self, optimizer, pairs):
-        """As `apply`, with further pairs of `tf.IndexedSlices` and pieces of tables."""
-        own = self.optimizer_of_rows or optimizer
-        if type(own).__name__ not in ROW_BY_ROW_ON_PS:
-            raise UserError(
-                f"{type(own).__qualname__} changes every row of a table (common.Embedding) at each update: give "
-                "--table_optimizer=sgd, adagrad or rowwise_adagrad, which change only rows that have a gradient"
-            )
-        if self.decay is not None:
-            raise UserError("--weight_decay changes every row of a table (common.Embedding) at each update: leave it out")
-        of_vector, of_rows = self._by_kind(pairs)
-        applied = [optimizer.apply_gradients(of_vector)] if of_vector else []
-        applied += [table.apply(own, gradient, piece) for gradient, piece, table in of_rows]
-        return applied[0] if len(applied) == 1 else tf.group(*applied)
-
-    def count(self, after):
-        """Counts one update after these operations; returns the operation and the new global step."""
-        with tf.device(self.step.device), tf.control_dependencies(after):
-            # An atomic fetch-and-add; assign_add and a read would be two operations.
-            count = tf.raw_ops.ResourceCountUpTo(resource=self.step.handle, limit=tf.int64.max, T=tf.int64)
-            return count.op, count + 1
+            operations, updated = update.update_at_once(self, parts, change)
+        return Step((*update.operations_of(parts), *kept, *operations), updated=updated, done=done)
 
     def exact(self, local, remember, threshold=None):
         """Returns the `common.scheme.Exact` of this worker: pull and push as atomic actions over all ps tasks.
