@@ -53,7 +53,6 @@ def train(task, settings):
         Interruption,
         build_model,
         fed_test_set,
-        samples_per_update,
         updates_before,
         write_result,
     )
@@ -72,7 +71,7 @@ def train(task, settings):
             center = GlobalParameters(built[0].initial_parameters)
         workers = [Worker(i, model, dataset, center, settings) for i, model in enumerate(built)]
         chief, last = workers[0], workers[0].log.last_step
-        of_update = samples_per_update(settings, center, chief.local)
+        size = chief.calls.size
         parameters, step = center.read()
         final = parameters, chief.local.state_at(parameters)
         # A copy of a reference variable asks for its initial value, too, in case it has none yet.
@@ -88,11 +87,11 @@ def train(task, settings):
             local_init_feed_dict=local_init_feed_dict,
         )
         checkpoints, every_secs = str(Path(settings.run_dir, "checkpoints")), settings.checkpoint_secs
-        keeper = Keeper(center, checkpoints, every_secs, samples_per_update=of_update)
+        keeper = Keeper(center, checkpoints, every_secs, samples_per_update=size.samples_per_update)
         with monitored_session(None, "", scaffold, checkpoints, every_secs, [interruption, evaluation], keeper) as session:
             # Hooks are not made for several threads: these run on the plain session inside, and this one calls the hooks.
             shared = session.run_step_fn(lambda step_context: step_context.session)
-            done = updates_before(session.run(keeper.samples_before), settings, of_update)
+            done = updates_before(session.run(keeper.samples_before), settings, size.samples_per_update)
             most_seconds = settings.seconds or math.inf
             with keeper.clock.call("first"):
                 session.run(center.step)
@@ -120,7 +119,7 @@ def train(task, settings):
     for worker in workers:
         worker.log.close()
     built[0].save(values, state, Path(settings.run_dir, "model.keras"))
-    write_result(settings, None, results, *evaluated, samples=samples, samples_per_gradient=of_update)
+    write_result(settings, None, results, *evaluated, samples=samples, size=size)
     return 0
 
 
@@ -143,7 +142,7 @@ class Worker:
     """
 
     def __init__(self, index, model, dataset, center, settings):
-        from common.training import MetricsHook, MetricsLog, build_calls, samples_per_gradient
+        from common.training import MetricsHook, MetricsLog, build_calls
 
         self._index, self._center = index, center
         x, y, *weights = datasets.shard(dataset, index, settings.num_threads)
@@ -151,16 +150,16 @@ class Worker:
         batches = Batches(x, y, settings.batch_size, settings.seed + index, name, weights[0] if weights else None)
         names = f"worker_{index}", index, settings.num_threads
         self.local = LocalParameters(center, model, batches, *names, must_be_finite=True)
-        last, self._next_call, *_ = build_calls(hogwild, center, self.local, settings, dataset.num_samples)
-        self.log = MetricsLog(settings.run_dir, index, last)
-        self._metrics = MetricsHook(self.log, samples_per_gradient(settings, self.local))
+        self.calls = build_calls(hogwild, center, self.local, settings, dataset.num_samples)
+        self.log = MetricsLog(settings.run_dir, index, self.calls.last)
+        self._metrics = MetricsHook(self.log, self.calls.size.samples_per_gradient)
 
     def train(self, session, last, done, stop):
         """Runs rounds up to step `last` - `done`, or until `stop()`; returns its report, as `common.training.result.REPORT`."""
         first_time, first_step = time.monotonic(), session.run(self._center.step)
         present = first_step
         while present + done < last and not stop():
-            present = self._run(session, *self._next_call(present + done)).steps[-1, 1]
+            present = self._run(session, *self.calls.next_call(present + done)).steps[-1, 1]
         stop_time = time.monotonic()
         self._metrics.flush()
         return self._index, first_time, first_step, stop_time, *self._metrics.totals()

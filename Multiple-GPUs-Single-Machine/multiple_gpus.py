@@ -56,7 +56,7 @@ class Towers:
             self.init_feed_dict.update(tower.init_feed_dict)
         self.state = self.towers[0].state
         self.batches = [tower.batches for tower in self.towers]
-        self.name, self.steps_per_update = "towers", None
+        self.name, self.round, self.dynamic = "towers", None, None
 
     @property
     def windows(self):
@@ -151,7 +151,6 @@ def train(task, settings):
         build_model,
         fed_test_set,
         run_worker,
-        samples_per_update,
         write_result,
     )
 
@@ -170,7 +169,7 @@ def train(task, settings):
             return lambda name: Batches(x, y, settings.batch_size, settings.seed + i, name, weights[0] if weights else None)
 
         towers = Towers(center, built, [batches_of(i) for i in range(n)], names)
-        last, next_call, *_ = build_calls(multiple_gpus, center, towers, whole, dataset.num_samples)
+        calls = build_calls(multiple_gpus, center, towers, whole, dataset.num_samples)
         parameters, step = center.read()
         final = parameters, [v.read_value() for v in towers.state]
         feeds = dict(towers.init_feed_dict)
@@ -182,14 +181,22 @@ def train(task, settings):
             local_init_feed_dict=feeds,
         )
         checkpoints = Path(settings.run_dir, "checkpoints")
-        of_update = samples_per_update(whole, center, towers)
-        keeper = Keeper(center, checkpoints, settings.checkpoint_secs, samples_per_update=of_update)
-        plan = Plan(last, center.step, next_call, evaluation, final, scaffold, keeper=keeper)
+        keeper = Keeper(center, checkpoints, settings.checkpoint_secs, samples_per_update=calls.size.samples_per_update)
+        plan = Plan(
+            last=calls.last,
+            step=center.step,
+            next_call=calls.next_call,
+            evaluation=evaluation,
+            final=final,
+            scaffold=scaffold,
+            size=calls.size,
+            keeper=keeper,
+        )
         outcome = run_worker(plan, None, whole, None, interruption, functools.partial(monitored_session, keeper=keeper))
     if outcome.final:
         built[0].save(*outcome.final, Path(settings.run_dir, "model.keras"))
     if outcome.evaluated:
-        write_result(whole, None, outcome.reports, *outcome.evaluated, samples=outcome.samples)
+        write_result(whole, None, outcome.reports, *outcome.evaluated, samples=outcome.samples, size=calls.size)
         end(settings, names)
     return outcome.status
 

@@ -203,9 +203,9 @@ class Run:
             calibrate.check(run, settings, self.model.description)
         self.engine: Any = None if settings.clock_only else self._engine(settings)
         known = self.engine or self._facts(settings)
-        self.actions, self.waiting, self.costs = known.actions, known.waiting, costs_of(settings)
+        self.actions, self.waiting, self.costs, self._size = known.actions, known.waiting, costs_of(settings), known.size
         self.optimizers, self.calibration = known.optimizers, None
-        self.last = self._last_of(known.samples_per_update)
+        self.last = self._last_of(known.size.samples_per_update)
         if measured:
             self._calibrate(measured)
 
@@ -242,7 +242,7 @@ class Run:
             facts = facts_of(scheme, settings, self.model, shards, settings.num_ps, compression)
         self._check_overlap(facts.actions)
         if schedule := schedule_of(settings):  # is refused as in a run
-            schedule.ask = lambda: self._last_of(facts.samples_per_update)
+            schedule.ask = lambda: self._last_of(facts.size.samples_per_update)
             with tf.Graph().as_default():
                 schedule(tf.constant(0))
         return facts
@@ -265,10 +265,8 @@ class Run:
 
         clocks = [self._clock_of(run) for run in runs]
         found = calibrate.fit(clocks, self.settings.latency_given)
-        windows = sum(action.local_steps > 0 for action in self.actions)
-        updates, n = sum(action.writes for action in self.actions), self.settings.num_workers
-        at_once, steps = n if self.waiting.quorum is None else 1, sum(action.local_steps for action in self.actions)
-        rounds = rounds_of_call(self.settings, self.model, windows, steps, updates, at_once, self.last)
+        at_once = self.settings.num_workers if self.waiting.quorum is None else 1
+        rounds = rounds_of_call(self.settings, self.model, self._size, at_once, self.last)
         self.costs = found.costs(dataclasses.replace(self.costs, rounds_per_call=rounds))
         fits = [calibrate.report(clock, found) for clock in clocks]
         known = {name: None if value == math.inf else value for name, value in found._asdict().items()}

@@ -21,7 +21,6 @@ import threading
 import time
 import types
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -29,7 +28,7 @@ from common import Scheme, UserError, flags, main, tf
 from common.core import write_json
 from common.data import datasets
 from common.models import keras_model
-from common.scheme import Rounds
+from common.scheme import Rounds, RoundSize
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from plain_tensorflow import feeds, mean_loss, network, textbook_session
@@ -99,8 +98,17 @@ def train(task, settings):
         accuracy = tf.reduce_mean(tf.cast(hits, tf.float32))
         evaluation = global_step, {"loss": mean_loss(logits, dataset.y_test), "accuracy": accuracy}
         final = tf.trainable_variables()
-        about: dict[str, Any] = {"waits": waits, "gradients_per_update": num_workers}
-        plan = Plan(last, global_step, next_call, evaluation, final, tf.train.Scaffold(), **about)
+        size = RoundSize(batch_size=settings.batch_size, gradients_per_update=num_workers)
+        plan = Plan(
+            last=last,
+            step=global_step,
+            next_call=next_call,
+            evaluation=evaluation,
+            final=final,
+            scaffold=tf.train.Scaffold(),
+            size=size,
+            waits=waits,
+        )
 
         def open_session(task, target, scaffold, checkpoint_dir, checkpoint_secs, hooks):
             hooks = [*hooks, optimizer.make_session_run_hook(index == 0, settings.num_tokens)]
@@ -123,7 +131,7 @@ def train(task, settings):
     if outcome.evaluated:
         model = keras_model.build(settings.model, dataset)
         model.save(np.concatenate([w.ravel() for w in outcome.final]), [], Path(settings.run_dir, "model.keras"))
-        more = {"parameters": model.size, "optimizer": sgd.get_name(), "gradients_per_update": num_workers}
+        more = {"size": size, "parameters": model.size, "optimizer": sgd.get_name()}
         write_result(settings, task, outcome.reports, *outcome.evaluated, **more)
     return outcome.status
 

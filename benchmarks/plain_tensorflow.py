@@ -12,7 +12,7 @@ import numpy as np
 from common import Scheme, UserError, main, tf
 from common.data import datasets
 from common.models import keras_model
-from common.scheme import Rounds
+from common.scheme import Rounds, RoundSize
 
 SIZES = (64, 128, 128, 10)  # --model=mlp on --data=digits
 
@@ -99,7 +99,15 @@ def train(task, settings):
         accuracy = tf.reduce_mean(tf.cast(hits, tf.float32))
         evaluation = global_step, {"loss": mean_loss(logits, dataset.y_test), "accuracy": accuracy}
         last = last_step(settings, len(dataset.x_train))
-        plan = Plan(last, global_step, next_call, evaluation, tf.trainable_variables(), tf.train.Scaffold())
+        plan = Plan(
+            last=last,
+            step=global_step,
+            next_call=next_call,
+            evaluation=evaluation,
+            final=tf.trainable_variables(),
+            scaffold=tf.train.Scaffold(),
+            size=RoundSize(batch_size=settings.batch_size),
+        )
         # The main loop and the measurement are those of the schemes; the session is the textbooks'.
         outcome = run_worker(plan, task, settings, server, interruption, textbook_session)
     if outcome.evaluated:

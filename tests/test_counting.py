@@ -18,7 +18,7 @@ from common.scheme.learning_rates import Schedule
 from common.scheme.local import LocalParameters
 from common.simulation.engine import Engine
 from common.simulation.shards import shards_of
-from common.training import calls, sample_counts
+from common.training import calls
 from common.training.metrics import MetricsHook
 
 BATCH, EPOCHS = 4, 10
@@ -96,7 +96,7 @@ def built(graph, problem, monkeypatch):
         pace = "together" if scheme is together else "own"
         given: dict[str, Any] = {"seconds": None, "rounds_per_call": 1, "delays": None, "window": 1, "steps": None}
         settings = Settings(**{"pace": pace, "batch_size": BATCH, "epochs": EPOCHS, "learning_rate": 0.1, **given, **flags})
-        last, next_call, *_, local_steps = calls.build_calls(scheme, center, local, settings, dataset.num_samples)
+        last, next_call, _, local_steps, size = calls.build_calls(scheme, center, local, settings, dataset.num_samples)
         return types.SimpleNamespace(**{name: value for name, value in locals().items() if name not in ("given", "flags")})
 
     return built
@@ -109,8 +109,8 @@ SIZES = [(five, 5, 1), (two_and_three, 5, 1), (two_pushes, Fraction(3, 2), 1), (
 def test_epochs_are_those_of_what_a_round_trains(built, problem, scheme, local_steps, gradients):
     found, samples = built(scheme, window=3), EPOCHS * problem[0].num_samples
     assert found.last == -(-samples // (BATCH * local_steps * gradients))
-    assert sample_counts.samples_per_gradient(found.settings, found.local) == BATCH * local_steps
-    assert sample_counts.samples_per_update(found.settings, found.center, found.local) == BATCH * local_steps * gradients
+    assert found.size.samples_per_gradient == BATCH * local_steps
+    assert found.size.samples_per_update == BATCH * local_steps * gradients
     at_once = 1 if gradients > 1 else 3
     assert found.local_steps == pytest.approx(found.last * local_steps / at_once)
 
@@ -121,7 +121,7 @@ def test_epochs_are_those_of_what_a_round_trains(built, problem, scheme, local_s
 def test_what_a_checkpoint_counts(built, scheme, begin_workers, unit):
     """Updates, gradients where an update is of all who are there, or local steps."""
     found = built(scheme, begin_workers)
-    assert sample_counts.unit_of_samples(found.settings, found.center, found.local) == unit
+    assert found.size.samples_per_count == unit
 
 
 @pytest.mark.parametrize(("scheme", "per_call"), [(five, 2 * 20), (two_and_three, 2 * 20), (two_pushes, 2 * 12)])
@@ -129,7 +129,7 @@ def test_a_worker_counts_what_it_draws(built, initialized, scheme, per_call):
     """So its metrics have it, and a worker that is started again draws what comes next."""
     found, drawn = built(scheme, rounds_per_call=2), list[int]()
     log = types.SimpleNamespace(write=lambda *step, **values: None)
-    hook = MetricsHook(log, sample_counts.samples_per_gradient(found.settings, found.local), drawn=drawn.append)
+    hook = MetricsHook(log, found.size.samples_per_gradient, drawn=drawn.append)
     session, position = initialized(found.center, found.local), found.batches._position
     before = session.run(position)
     rounds = session.run(found.next_call(0)[0])
@@ -176,7 +176,7 @@ def test_the_simulator_counts_the_same(problem, scheme, local_steps, gradients):
         last_of=last_of,
         optimize=False,
     )
-    assert asked == [engine.samples_per_update] == [BATCH * local_steps * gradients]
+    assert asked == [engine.size.samples_per_update] == [BATCH * local_steps * gradients]
     assert sum(action.local_steps for action in engine.actions) in (3, 5)
     engine.close()
 

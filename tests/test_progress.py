@@ -17,7 +17,7 @@ from rich.console import Console
 
 from common.core import plots, progress, task_status
 from common.core.progress import Progress
-from common.scheme.steps import PARTS
+from common.scheme import PARTS, RoundSize
 from common.training.result import REPORT, summarize, write_result
 from common.training.sample_counts import last_step
 
@@ -561,7 +561,7 @@ def test_an_outage_leaves_no_rate_that_is_negative(step, stop):
 
 
 def test_local_steps_count_in_the_speed():
-    result = summarize(settings(), None, [report(**FIRST)], 200, samples_per_gradient=Fraction(320))
+    result = summarize(settings(), None, [report(**FIRST)], 200, size=RoundSize(steps_per_update=Fraction(10), batch_size=32))
     assert result["samples_per_second"] == pytest.approx(200 * 320 / 10)
     assert result["num_ps"] == 0
 
@@ -569,7 +569,8 @@ def test_local_steps_count_in_the_speed():
 def test_an_update_of_several_gradients_counts_all_of_them_in_the_speed():
     """Not those that were dropped, though these are among the samples that were processed."""
     reports = [report(**FIRST), report(**SECOND, dropped=7)]
-    result = summarize(settings(), types.SimpleNamespace(num_ps=1), reports, 200, gradients_per_update=2)
+    size = RoundSize(batch_size=32, gradients_per_update=2)
+    result = summarize(settings(), types.SimpleNamespace(num_ps=1), reports, 200, size=size)
     assert result["samples_per_second"] == pytest.approx((200 - 50) * 64 / 9)
     assert (result["samples"], result["gradients_dropped"]) == (11200, 7)
 

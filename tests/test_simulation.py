@@ -104,7 +104,7 @@ def test_many_steps_a_call_equal_one_step_a_call(engine, load_scheme, model, reg
     facts = facts_of(rule, hp, model, shards_of(regression, WORKERS, BATCH, seed=0), num_ps)
     messages = [(action.up, action.down) for action in facts.actions]
     ours = engine(rule, hp, model, num_ps=num_ps, schedule=schedule, messages=messages)
-    assert facts == (ours.actions, ours.waiting, ours.samples_per_update, ours.optimizers)
+    assert facts == (ours.actions, ours.waiting, ours.size, ours.optimizers)
     outcomes, graph = with_graph(lambda: ours.run(*np.array(taken).T), ours.session)
     assert races(graph) == []
     assert np.abs(replay.center - model.initial_parameters).max() > 0.02

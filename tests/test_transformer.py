@@ -15,6 +15,7 @@ from common.cli.api import Run
 from common.core import flags
 from common.data import datasets
 from common.models import builtin_models, keras_model
+from common.scheme import RoundSize
 from common.training.calls import rounds_worth_a_call
 from common.training.model_and_data import unit_of
 
@@ -213,7 +214,7 @@ def test_a_sequence_makes_a_round_long():
     """So a call need not have many rounds, and its graph is soon prepared."""
     text, digits = load("text"), load("digits")
     names = ("transformer", text), ("linear", text), ("mlp", digits)
-    rounds = [rounds_worth_a_call(keras_model.build(name, of_name), 1, 1) for name, of_name in names]
+    rounds = [rounds_worth_a_call(keras_model.build(name, of_name), RoundSize()) for name, of_name in names]
     assert rounds == [1, 10, 10]
 
 

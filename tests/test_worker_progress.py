@@ -1,12 +1,12 @@
 """The end of a worker's training: by steps, samples, seconds, a request or a vote, and again after a ps was lost."""
 
 import types
-from fractions import Fraction
 from unittest import mock
 
 import pytest
 
 from common.core import UserError
+from common.scheme import RoundSize
 from common.training.worker_progress import WorkerProgress
 
 
@@ -46,7 +46,7 @@ def hooks(index=0, meeting=None):
 def plan(**changes):
     keeper = types.SimpleNamespace(clock=Clock(), samples_before="before", samples="samples", samples_per_update=8)
     values = {"last": 100, "step": "step", "keeper": keeper, "gate": None, "goal": None, "waits": None}
-    return types.SimpleNamespace(**values | {"samples_per_gradient": 8, "gradients_per_update": 1} | changes)
+    return types.SimpleNamespace(**values | {"size": RoundSize(batch_size=8)} | changes)
 
 
 def call_until(step, local_steps=0, ended=False):
@@ -146,7 +146,7 @@ def test_a_worker_that_comes_after_the_end_makes_no_call(ps):
 def test_the_last_step_follows_the_samples_of_updates(ps):
     """Updates of fewer gradients than at first: more of them are needed until the goal."""
     own, waits = hooks(), object()
-    found = plan(goal=800, waits=waits, gradients_per_update=2)
+    found = plan(goal=800, waits=waits, size=RoundSize(batch_size=8, gradients_per_update=2))
     progress = WorkerProgress(found, settings(), own)
     progress.begin(ps)
     assert progress.last == 50 == own.log.last_step
@@ -158,7 +158,7 @@ def test_the_last_step_follows_the_samples_of_updates(ps):
 
 def test_samples_of_another_batch_size_count(ps):
     ps.before, ps.step = 160, 10
-    found = plan(samples_per_gradient=Fraction(8))
+    found = plan()
     progress = WorkerProgress(found, settings(), hooks())
     progress.begin(ps)
     assert progress.last == 80 and progress.step_of_plan == 30

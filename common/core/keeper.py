@@ -60,7 +60,6 @@ class Keeper(tf.train.SessionRunHook):
       dropped: a tensor, int64 `[2]`: numbers of dropped gradients and of their samples.
       samples_before: a tensor, int64: samples trained under an earlier batch size or window, not counted by the steps (or local
         steps) × samples_per_update.
-      is_of_local_steps: whether samples_per_update counts the samples of a local step, not of an update.
       log: a `common.training.MetricsLog`, if set: there the chief notes the source of a session's parameters.
       export: the chief's, if set: a function of parameters `[size]` and state that writes them as a model. It is called in the
         saving thread after each checkpoint; no round waits for it.
@@ -77,7 +76,6 @@ class Keeper(tf.train.SessionRunHook):
         copies=(),
         samples_per_gradient=1,
     ):
-        self.is_of_local_steps = center.local_steps is not None
         self._folder, self._every_secs, self._is_chief, self._copies = str(folder), every_secs, index == 0, list(copies)
         self.samples_per_update = samples_per_update
         self._turn, self._thread, self._ended = threading.Lock(), None, threading.Event()

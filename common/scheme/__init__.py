@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # the front door: public names of the package
     from common.scheme.definition import Scheme
     from common.scheme.learning_rates import Rate, check_rates, hyperparameters, schedule_of
     from common.scheme.local import LocalParameters
+    from common.scheme.round_size import RoundSize, size_of
     from common.scheme.rounds import Rounds, build_rounds, build_steps, repeat_rounds, steps_apart, timed_rounds
     from common.scheme.sharded_tables import first_rows, place_of
     from common.scheme.steps import PARTS, Step, is_on_ps

@@ -11,6 +11,7 @@ from common.data import assign_part, local_variable, make_local
 from common.scheme.learning_rates import factor_is
 from common.scheme.local_rows import Window
 from common.scheme.optimizers import Optimizers
+from common.scheme.round_size import RoundSize
 from common.scheme.steps import (
     ReadAhead,
     Step,
@@ -58,7 +59,7 @@ class LocalParameters:
       dynamic: the `common.scheme.Dynamic` of this worker, if it has one.
       window: local steps between two pulls, if there are tables; `common.scheme.hyperparameters` sets it.
       local_steps: total local steps of all calls of `train`; with `dynamic`, the maximum.
-      steps_per_update: local steps per update of this worker, a `Fraction`; None before a round is built.
+      round: the `common.scheme.RoundSize` of the first round that was built, for `size_of`; None before.
       present: in an elastic run, the number of workers at the last read of `compare`, a float32 variable; None elsewhere.
     """
 
@@ -106,7 +107,7 @@ class LocalParameters:
         self.decay = None
         self.optimizers = Optimizers()
         self.windows, self.local_steps = 0, 0
-        self.steps_per_update: Any = None
+        self.round: RoundSize | None = None
         self.tables, self.find, self.window = center.tables, center.find, 1
         self._window: Any = None
         self._left = 0  # remaining local steps with pulled rows

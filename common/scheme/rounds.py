@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from common import tf
 from common.core import UserError
+from common.scheme.round_size import RoundSize
 from common.scheme.steps import ReadAhead, RoundState, Step, building, is_on_ps, own_operations
 
 
@@ -27,7 +28,7 @@ def build_steps(scheme, center, local, hp):
     Raises:
       UserError: if the round breaks a rule, see `build_rounds`.
     """
-    steps, generator, begun = [], scheme(center, local, hp), local.local_steps
+    steps, generator, begun = [], scheme(center, local, hp), (local.windows, local.local_steps)
     with building(RoundState([], [], [], local)) as round:
         while (step := _next_step(scheme, generator, round)) is not None:
             steps.append(step)
@@ -188,7 +189,7 @@ class _Chain:
         for i in range(rounds):
             made = _variables()
             round.optimizers, round.num_packed, steps, generator = {}, 0, [], scheme(center, local, hp)
-            begun = local.local_steps
+            begun = local.windows, local.local_steps
             while True:
                 with building(round), tf.control_dependencies(self.here):
                     step = _next_step(scheme, generator, round)
@@ -418,16 +419,21 @@ def _check_round(scheme, steps):
 
 
 def _count_round(scheme, steps, local, begun):
-    """Records the local steps per update of a round, the basis of the counts of samples and epochs and of the speed.
+    """Records the size of a round, see `common.scheme.RoundSize`.
+
+    Args:
+      begun: the worker's windows and local steps before this round was built.
 
     Raises:
       UserError: if an earlier round had another number.
     """
     updates = sum(step.updated.shape.num_elements() for step in steps if step.updated is not None)
-    found = Fraction(local.local_steps - begun, updates)
-    if local.steps_per_update not in (None, found):
+    windows, local_steps = begun
+    found = RoundSize(updates, local.windows - windows, Fraction(local.local_steps - local_steps, updates))
+    if local.round and local.round.steps_per_update != found.steps_per_update:
         raise UserError(
-            f"{_name(scheme)} makes {found} local steps for an update in one round, and {local.steps_per_update} in another: "
-            "all rounds must be alike, as samples are counted by the rounds that were built"
+            f"{_name(scheme)} makes {found.steps_per_update} local steps for an update in one round, and "
+            f"{local.round.steps_per_update} in another: all rounds must be alike, as samples are counted by the rounds that "
+            "were built"
         )
-    local.steps_per_update = found
+    local.round = local.round or found

@@ -12,8 +12,8 @@ import numpy as np
 from common import tf
 from common.core import ROOM, UserError
 from common.data import arrays_in, mapped
-from common.scheme import LocalParameters, Step, build_steps, found_by, fragments_of, hyperparameters, steps_apart
-from common.simulation.facts import actions_of, samples_per_update, waiting_of
+from common.scheme import LocalParameters, Step, build_steps, found_by, fragments_of, hyperparameters, size_of, steps_apart
+from common.simulation.facts import actions_of, waiting_of
 from common.simulation.shards import ScheduledBatches
 from common.simulation.virtual_cluster import SHARED, VirtualCenter, per_worker, write_row
 from common.simulation.virtual_time import RESTART
@@ -31,7 +31,7 @@ class Engine:
       shards: the `Shards` of the workers.
       num_ps: pieces of the global parameters.
       schedule: a `common.scheme.Schedule` of the learning rate; None for none.
-      last_of: function of `samples_per_update` that returns the global step at which the schedule ends; None if the schedule
+      last_of: function of the samples per update that returns the global step at which the schedule ends; None if the schedule
         knows.
       clip_norm: see `common.scheme.LocalParameters`.
       compression: see `common.scheme.GlobalParameters`.
@@ -42,7 +42,7 @@ class Engine:
       actions: the `common.simulation.Action`s of a round.
       waiting: the `common.simulation.Waiting` of the scheme.
       steps: the `common.scheme.Step`s of a round.
-      samples_per_update: of all workers, a `Fraction`.
+      size: the `common.scheme.RoundSize`.
       graph, session: of TensorFlow.
 
     Raises:
@@ -84,9 +84,9 @@ class Engine:
             self._local = local
             own = per_worker(hyperparameters(hp, center, local), local)
             self.steps = build_steps(scheme, center, local, own)
-            self.samples_per_update = samples_per_update(waiting_of(center, local), shards, local)
+            self.size = size_of(center, local, shards.batch_size)
             if schedule and last_of:
-                schedule.ask = lambda: last_of(self.samples_per_update)
+                schedule.ask = lambda: last_of(self.size.samples_per_update)
             mine = [v for v in tf.local_variables() if v not in before]
             self._rows = {v.ref(): _rows(v, n, i) for i, v in enumerate(mine)}
             uses = [_uses(step.operations, mine) for step in self.steps]

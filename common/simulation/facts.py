@@ -8,11 +8,13 @@ from common import tf
 from common.scheme import (
     LocalParameters,
     Pace,
+    RoundSize,
     Together,
     build_steps,
     fragments_of,
     hyperparameters,
     is_on_ps,
+    size_of,
     steps_apart,
 )
 from common.simulation.shards import ScheduledBatches, Shards
@@ -40,7 +42,7 @@ class Facts(NamedTuple):
 
     actions: list
     waiting: Waiting
-    samples_per_update: Any
+    size: RoundSize
     optimizers: Any
 
 
@@ -64,8 +66,8 @@ def facts_of(scheme, hp, model, shards, num_ps, compression=None):
                 messages.append(_bytes_of(step, earlier))
                 earlier, begun = set(graph.get_operations()), local.local_steps
     waiting = waiting_of(center, local)
-    samples = samples_per_update(waiting, shards, local)
-    return Facts(actions_of(steps, trained, messages), waiting, samples, (center.optimizers.names, local.optimizers.names))
+    size = size_of(center, local, shards.batch_size)
+    return Facts(actions_of(steps, trained, messages), waiting, size, (center.optimizers.names, local.optimizers.names))
 
 
 def facts_of_size(scheme, hp, parameters, num_workers, num_ps, compression=None):
@@ -79,11 +81,6 @@ def facts_of_size(scheme, hp, parameters, num_workers, num_ps, compression=None)
         actions = [each._replace(up=round(scale * each.up), down=round(scale * each.down)) for each in facts.actions]
         facts = facts._replace(actions=actions)
     return facts
-
-
-def samples_per_update(waiting, shards, local):
-    """Returns the number of samples of an update, of all workers, given the `Waiting` of the scheme."""
-    return (waiting.quorum or 1) * shards.batch_size * local.steps_per_update
 
 
 def waiting_of(center, local):

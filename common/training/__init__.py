@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # the front door: what others may import
     from common.training.model_and_data import build_model, evaluation_of, fed_test_set, samples_of, split
     from common.training.plan import Plan
     from common.training.result import write_result
-    from common.training.sample_counts import last_step, samples_per_gradient, samples_per_update, updates_before
+    from common.training.sample_counts import last_step, updates_before
     from common.training.worker_hooks import ENDED, STOP
 
 __getattr__, __dir__ = front_door(__name__)

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from typing import Any, NamedTuple
 
 from common import tf
 from common.core import UserError
@@ -14,9 +15,10 @@ from common.scheme import (
     check_rates,
     hyperparameters,
     repeat_rounds,
+    size_of,
     timed_rounds,
 )
-from common.training.sample_counts import last_step, samples_per_update
+from common.training.sample_counts import last_step
 
 # After LONG_RUN calls, each call takes about LONG_CALL_SECS: see `repeat_rounds`.
 LONG_RUN = 2000
@@ -42,49 +44,63 @@ def run_rounds(session, plan, log, step):
         return session.run(fetches, *feeds)
 
 
+class Calls(NamedTuple):
+    """The session calls of a worker.
+
+    Attributes:
+      last: the global step to stop at.
+      next_call: the function that chooses the rounds, see `plan.Plan.next_call`.
+      rounds_per_call: the number of rounds in a normal call.
+      local_steps: the approximate number of local steps of this worker.
+      size: the `common.scheme.RoundSize`.
+    """
+
+    last: int
+    next_call: Any
+    rounds_per_call: int
+    local_steps: float
+    size: Any
+
+
 def build_calls(scheme, center, local, settings, num_samples):
     """Builds the rounds of a normal call, and one round; for a long run also a loop whose length adapts to 0.25 s per call.
 
     Returns:
-      The global step to stop at, the function that chooses the rounds, see `plan.Plan.next_call`, the number of rounds in a
-      normal call, and the approximate number of local steps of this worker.
+      `Calls`.
     """
     hp = hyperparameters(settings, center, local)
     one = build_rounds(scheme, center, local, hp)
-    updates, windows = int(one.steps.shape[0]), local.windows  # of one round
-    waits = center.waits(local)
+    size, waits = size_of(center, local, settings.batch_size), center.waits(local)
     _check_pace(scheme, waits, settings.pace)
-    gradients = waits.gradients_per_update if waits else 1
-    last = last_step(settings, num_samples, samples_per_update(settings, center, local))
+    last = last_step(settings, num_samples, size.samples_per_update)
     if center.schedule is not None:  # rebuilt, as the learning rates depend on the last step, known only from the round
         center.schedule.ask = lambda: last
         one = build_rounds(scheme, center, local, hp)
     check_rates(center, last)
-    local_steps = updates * local.steps_per_update  # of one round
     # Number of workers with updates of their own; 1 if an update takes all of them.
     are_together = isinstance(waits, Together) and local.begin_workers is not None
-    at_once = 1 if gradients > 1 or are_together else local.num_workers
+    at_once = 1 if size.gradients_per_update > 1 or are_together else local.num_workers
     in_ring = isinstance(waits, Ring)
 
     def build(rounds):
         if in_ring:  # a round with `steps_per_call` is itself a loop of that many steps
             built = build_rounds(scheme, center, local, hp.but(steps_per_call=rounds))
-            if int(built.steps.shape[0]) == rounds * updates:
+            if int(built.steps.shape[0]) == rounds * size.updates:
                 return built
         return build_rounds(scheme, center, local, hp, rounds)
 
-    most = rounds_of_call(settings, local.model, windows, local_steps, updates, at_once, last, in_ring)
-    is_long = last > 10 * LONG_RUN * at_once * most * updates and not (settings.seconds and settings.seconds <= 60)
+    most = rounds_of_call(settings, local.model, size, at_once, last, in_ring)
+    is_long = last > 10 * LONG_RUN * at_once * most * size.updates and not (settings.seconds and settings.seconds <= 60)
     if is_long and in_ring and local.model.size < 20_000 and not settings.rounds_per_call and not settings.delays:
         most *= 10  # fixed, not adapted by a clock, as all workers must make the same calls
-    many, size = build(most) if most > 1 else one, at_once * most * updates
+    many, step = build(most) if most > 1 else one, at_once * most * size.updates  # `step`: of the global step, in a call
     loop_call = None
     if is_long and not in_ring and "/job:ps" in center.step.device:
         times = tf.placeholder(tf.int32, [], "times")
         loop_call = repeat_rounds(scheme, center, local, hp, most, times)
     few = 2 if most > 1 else 1  # rounds of a timed call
-    timed_size, timed = at_once * few * updates, None
-    if last >= LEAST_TIMED * timed_size and isinstance(local, LocalParameters):  # not several workers in one
+    timed_step, timed = at_once * few * size.updates, None
+    if last >= LEAST_TIMED * timed_step and isinstance(local, LocalParameters):  # not several workers in one
         timed = timed_rounds(scheme, center, local, hp, few)
     calls, factor, began, turn = 0, 1, time.monotonic(), _Turn(in_ring)
 
@@ -92,43 +108,43 @@ def build_calls(scheme, center, local, settings, num_samples):
         nonlocal calls, factor, began
         now = time.monotonic()
         calls, began, taken = calls + 1, now, now - began
-        if timed and turn.is_it(calls, now, taken) and present + timed_size <= last:
+        if timed and turn.is_it(calls, now, taken) and present + timed_step <= last:
             return (timed,)
         if loop_call and calls > LONG_RUN:
             if not settings.rounds_per_call:
                 factor = 2 * factor if taken < LONG_CALL_SECS / 2 else max(1, factor // 2) if taken > LONG_CALL_SECS else factor
-            if present + factor * size <= last:
+            if present + factor * step <= last:
                 return loop_call, {times: factor}
         # Towards the end one round per call: the smallest overshoot of the last step without a lock.
-        return (many if present + size <= last else one,)
+        return (many if present + step <= last else one,)
 
-    return last, next_call, most, float(last * local.steps_per_update / at_once)
+    return Calls(last, next_call, most, float(last * size.steps_per_update / at_once), size)
 
 
 # A run of fewer calls has fewer rounds per call, as building one round takes as long as a hundred calls.
 SHORT_RUN = 20
 
 
-def rounds_of_call(settings, model, windows, local_steps, updates, at_once, last, in_ring=False):
+def rounds_of_call(settings, model, size, at_once, last, in_ring=False):
     """Returns the number of rounds in a worker's call.
 
     Args:
       settings: all flags.
       model: a `common.models.Model`.
-      windows, local_steps, updates: numbers of local trainings, of their steps, and of updates in a round.
+      size: the `common.scheme.RoundSize`.
       at_once: number of workers with updates of their own.
       last: global step to end at.
       in_ring: whether the workers average among themselves (all-reduce).
     """
-    own = last // (updates * at_once)  # rounds of this worker in the whole run
-    most = settings.rounds_per_call or rounds_worth_a_call(model, windows, local_steps, in_ring)
+    own = last // (size.updates * at_once)  # rounds of this worker in the whole run
+    most = settings.rounds_per_call or rounds_worth_a_call(model, size, in_ring)
     if not settings.rounds_per_call and not in_ring:
         own //= SHORT_RUN
     return min(most, max(1, own))
 
 
-def rounds_worth_a_call(model, windows, local_steps, in_ring=False):
-    """Returns the default number of rounds per call, for rounds of this many windows and local steps in all.
+def rounds_worth_a_call(model, size, in_ring=False):
+    """Returns the default number of rounds per call, for rounds of this `common.scheme.RoundSize`.
 
     The overhead of a call is about a round of a small model. It is small beside a larger model, a model applied at each place
     of a sequence, or many local steps, while each further window enlarges the graph and its preparation time, most of all a
@@ -136,8 +152,8 @@ def rounds_worth_a_call(model, windows, local_steps, in_ring=False):
     """
     if in_ring:
         return 50 if model.size < 1_000_000 else 10
-    most = 10 if local_steps == windows else 5
-    return max(1, min(most // windows, int(400 // local_steps))) if is_small(model) else 1
+    most = 10 if size.local_steps == size.windows else 5
+    return max(1, min(most // size.windows, int(400 // size.local_steps))) if is_small(model) else 1
 
 
 def is_small(model):

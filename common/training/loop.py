@@ -46,7 +46,7 @@ def train(scheme, task, settings):
     with tf.Graph().as_default():
         graph = WorkerGraph(scheme, task, settings, model, dataset, held_out)
         plan = graph.plan._replace(had_left=had_left)
-        is_short = graph.local_steps < OPTIMIZED and is_small(model)
+        is_short = graph.calls.local_steps < OPTIMIZED and is_small(model)
         open_session = functools.partial(monitored_session, keeper=plan.keeper, is_short=is_short)
         with streams.reading(dataset):
             outcome = run_worker(plan, task, settings, server, interruption, open_session)
@@ -94,7 +94,7 @@ def run_worker(plan, task, settings, server, interruption, open_session):
       An `Outcome`.
     """
     hooks = WorkerHooks(plan, task, settings, server, interruption)  # one for each feature
-    progress, stopwatch = WorkerProgress(plan, settings, hooks), Stopwatch(plan, settings)
+    progress, stopwatch = WorkerProgress(plan, settings, hooks), Stopwatch(plan)
     ending = Ending(plan, task, settings, server, hooks)
     target, folder = server.target if server else "", str(Path(settings.run_dir, "checkpoints"))
     waits = bool(plan.waits)

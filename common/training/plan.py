@@ -12,9 +12,9 @@ class Plan(NamedTuple):
     evaluation: Any  # the chief's: the global step, and loss and metrics on the test set, {name: scalar tensor}
     final: Any  # the chief's: tensors to fetch at the very end
     scaffold: Any  # a `tf.train.Scaffold`
+    size: Any  # the `common.scheme.RoundSize` of the rounds
     gate: Any = None  # a `common.cluster.Gate`, the start barrier
     waits: Any = None  # a `common.scheme.Pace`, `Together` or `Ring`, for workers that wait for each other
-    gradients_per_update: int = 1  # number of workers that contribute one each
     keeper: Any = None  # a `common.core.Keeper`; None if the session saves checkpoints
     position: Any = None  # a `common.data.Position`, if the position is kept
     unit: Any = None  # unit of the loss, see `model_and_data.unit_of`
@@ -23,7 +23,6 @@ class Plan(NamedTuple):
     farewell: Any = ()  # operations of a worker that leaves for good
     lease: Any = None  # operations for the start of a session in an elastic run
     had_left: bool = False  # whether a worker of this number had left, as far as this machine knows
-    samples_per_gradient: Any = None  # see `sample_counts.samples_per_gradient`; None: a batch
 
 
 class Outcome(NamedTuple):

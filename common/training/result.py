@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from common.core import checkpoints_in, limits, plots, run_folder, tell
-from common.scheme import PARTS, saved_tables
+from common.scheme import PARTS, RoundSize, saved_tables
 from common.training.metrics import measured, shares_of_parts
 
 # Fields of a worker's final report to the chief, as float64. Times are in seconds of training, or by one process's clock.
@@ -27,17 +27,16 @@ def write_result(
     *,
     samples=None,
     dropped=None,
-    samples_per_gradient=None,
-    gradients_per_update=1,
-    is_dynamic=False,
+    size=None,
     **more,
 ):
     """Writes `result.json`, with the entries of `more`, and `curve.png`, from all workers' reports and the last evaluation.
 
-    `samples` and `dropped` are those of `plan.Outcome`, `samples_per_gradient` that of `plan.Plan`.
+    Args:
+      samples, dropped: as of `plan.Outcome`.
+      size: the `common.scheme.RoundSize`; None for one batch in each update.
     """
-    how = samples, dropped, samples_per_gradient, gradients_per_update, is_dynamic
-    result = summarize(settings, task, reports, global_step, *how)
+    result = summarize(settings, task, reports, global_step, samples, dropped, size)
     numbers = {name: value if math.isfinite(value) else None for name, value in measured(evaluated).items()}
     result.update(numbers, restarts=0, restarts_of_workers=[], **more)
     result["of_last_start"] = [name for name in OF_LAST_START if name in result]
@@ -52,24 +51,14 @@ OF_LAST_START = (
 )
 
 
-def summarize(
-    settings,
-    task,
-    reports,
-    global_step,
-    samples=None,
-    dropped=None,
-    samples_per_gradient=None,
-    gradients_per_update=1,
-    is_dynamic=False,
-):
-    """Returns the part of `result.json` about speed and staleness; `is_dynamic` if `Keeper` counts no updates."""
-    of_gradient = samples_per_gradient or settings.batch_size
+def summarize(settings, task, reports, global_step, samples=None, dropped=None, size=None):
+    """Returns the part of `result.json` about speed and staleness; arguments as of `write_result`."""
+    size = size or RoundSize(batch_size=settings.batch_size)
     columns = dict(zip((*REPORT, *PARTS, *STAY), np.array(reports, float).T, strict=False))
-    if is_dynamic:
-        progress = samples / of_gradient  # in the same unit as the reports
-    else:
-        progress = global_step
+    if size.counted == "updates":
+        progress, of_each = global_step, size.samples_per_update
+    else:  # in the same unit as the reports
+        progress, of_each = samples / size.samples_per_gradient, size.samples_per_gradient
     trained = columns["updates"] > 0
     train_seconds = samples_per_second = staleness = None
     if trained.any():
@@ -79,14 +68,14 @@ def summarize(
         seconds_of_all = float(columns["stop_time"].max() - columns["first_time"][latest])
         if seconds_of_all > 0 and updates > 0:  # otherwise its updates were rolled back and not repeated
             train_seconds = seconds_of_all
-            samples_per_second = updates * float(of_gradient * gradients_per_update) / train_seconds
+            samples_per_second = updates * float(of_each) / train_seconds
         staleness = columns["staleness_sum"].sum() / columns["updates"].sum()
     told = [part for part in PARTS if part in columns]
     seconds = [{part: float(columns[part][i]) for part in told if columns[part][i] > 0} for i in range(len(reports))]
     left: Any = np.flatnonzero(columns["left"]) if "left" in columns else []
     if dropped is None:
         number = int(columns["dropped"].sum())
-        dropped = number, number * of_gradient
+        dropped = number, number * size.samples_per_gradient
     samples = columns["samples"].sum() if samples is None else samples + dropped[1]
     return {
         "scheme": settings.scheme,

@@ -14,10 +14,11 @@ from common.scheme import (
     fragments_of,
     hyperparameters,
     schedule_of,
+    size_of,
     tables,
 )
 from common.training.model_and_data import batches_of, samples_of, split
-from common.training.sample_counts import last_step, samples_per_update
+from common.training.sample_counts import last_step
 
 
 def check(settings, dataset, scheme=None):
@@ -57,7 +58,7 @@ def check(settings, dataset, scheme=None):
             begin_workers = settings.begin_workers if settings.max_workers else None
             local = LocalParameters(*own, samples_of_each=[None] if never_ends else None, begin_workers=begin_workers)
             build_steps(scheme, center, local, hyperparameters(settings, center, local))
-            of_update = samples_per_update(settings, center, local)
+            of_update = size_of(center, local, settings.batch_size).samples_per_update
             if settings.max_workers and schedule and not settings.steps and isinstance(center.waits(local), Together):
                 raise UserError(
                     "--max_workers: the number of updates in an epoch depends on the number of workers, so the end of the "

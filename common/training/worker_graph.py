@@ -22,7 +22,6 @@ from common.training.model_and_data import (
 )
 from common.training.plan import Plan
 from common.training.result import save_model, write_result
-from common.training.sample_counts import samples_per_gradient, unit_of_samples
 
 
 class WorkerGraph:
@@ -37,7 +36,7 @@ class WorkerGraph:
 
     Attributes:
       plan: the `Plan` for the main loop.
-      local_steps: approximate number of local steps of this worker in the whole run.
+      calls: the `common.training.Calls`.
     """
 
     def __init__(self, scheme, task, settings, model, dataset, held_out):
@@ -76,13 +75,11 @@ class WorkerGraph:
                 begin_workers=self._begin_workers if settings.max_workers else None,
                 must_be_finite=True,
             )
-            calls = build_calls(scheme, center, self._local, settings, dataset.num_samples)
-            last, next_call, self._rounds_per_call, self.local_steps = calls
+            self.calls = build_calls(scheme, center, self._local, settings, dataset.num_samples)
             self._waits = center.waits(self._local)
-            self._of_gradient = samples_per_gradient(settings, self._local)
             if self._index == 0:
                 self._say_what()
-        self.plan = self._plan(last, next_call)
+        self.plan = self._plan()
 
     def _batches(self):
         settings, dataset, index = self._settings, self._dataset, self._index
@@ -110,7 +107,7 @@ class WorkerGraph:
         is_own, are_leased = ":" in self._settings.data, self._leased is not None
         tell(what_is_trained(self._model, self._dataset, self._begin_workers, optimizers, is_own, self._unit, are_leased))
 
-    def _plan(self, last, next_call):
+    def _plan(self):
         """Builds evaluation, checkpoints and the start of a session, and returns the `Plan`."""
         settings, center, local, leased = self._settings, self._center, self._local, self._leased
         with tf.device(self._task and self._task.device):
@@ -135,15 +132,15 @@ class WorkerGraph:
         farewell = [local.dynamic.leave()] if local.dynamic else []
         farewell += [leased.leave, center.present.leave(self._index)] if leased else []
         return Plan(
-            last=last,
+            last=self.calls.last,
             step=center.step,
-            next_call=next_call,
+            next_call=self.calls.next_call,
             evaluation=evaluation,
             final=final,
             scaffold=scaffold,
             gate=gate,
             waits=self._waits,
-            gradients_per_update=self._gradients_per_update,
+            size=self.calls.size,
             keeper=keeper,
             position=self._position,
             unit=self._unit,
@@ -151,12 +148,7 @@ class WorkerGraph:
             goal=goal,
             farewell=farewell,
             lease=[leased.begin, center.present.enter(self._index)] if leased else None,
-            samples_per_gradient=self._of_gradient,
         )
-
-    @property
-    def _gradients_per_update(self):
-        return self._waits.gradients_per_update if self._waits else 1
 
     def _evaluation(self):
         """Returns the chief's evaluation, the tensors to fetch at the end, and operations that copy its state to the ps."""
@@ -180,9 +172,9 @@ class WorkerGraph:
             settings.checkpoint_secs,
             index=self._index,
             device=task and task.device,
-            samples_per_update=unit_of_samples(settings, self._center, self._local),
+            samples_per_update=self.calls.size.samples_per_count,
             copies=copies,
-            samples_per_gradient=self._of_gradient,
+            samples_per_gradient=self.calls.size.samples_per_gradient,
         )
         if self._index == 0 and not model.tables:
             keeper.export = functools.partial(model.save, path=Path(settings.run_dir, "model.keras"))
@@ -195,7 +187,6 @@ class WorkerGraph:
             save_model(model, outcome.final, settings)
         if not outcome.evaluated:
             return
-        is_dynamic = self._center.local_steps is not None
         more = {"samples": outcome.samples, "dropped": outcome.dropped, "parameters": model.size}
         more["optimizer"] = ", ".join(sorted(self._center.optimizers.names | self._local.optimizers.names))
         more["minimizes"] = model.minimizes
@@ -204,11 +195,9 @@ class WorkerGraph:
         if model.tables:
             more |= self._of_tables(outcome.rows)
         more |= {"given_up": outcome.given_up} if outcome.given_up else {}
-        more |= {"delays": settings.delays or [], "rounds_per_call": self._rounds_per_call}
+        more |= {"delays": settings.delays or [], "rounds_per_call": self.calls.rounds_per_call}
         more["flags_of_scheme"] = {name: _as_json(value) for name, value in settings.of_scheme.items()}
-        more["samples_per_gradient"] = self._of_gradient
-        more["gradients_per_update"] = 1 if is_dynamic else self._gradients_per_update
-        write_result(settings, self._task, outcome.reports, *outcome.evaluated, is_dynamic=is_dynamic, **more)
+        write_result(settings, self._task, outcome.reports, *outcome.evaluated, size=self.calls.size, **more)
 
     def _of_tables(self, rows):
         settings, found = self._settings, local_rows.what_travelled(self._model.tables, *rows)

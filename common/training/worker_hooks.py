@@ -61,8 +61,7 @@ class WorkerHooks:
     def _metrics(self):
         plan, settings = self._plan, self._settings
         drawn = plan.position.add if plan.position else None
-        of_gradient = plan.samples_per_gradient or settings.batch_size
-        return MetricsHook(self.log, of_gradient, drawn=drawn, batch_size=settings.batch_size)
+        return MetricsHook(self.log, plan.size.samples_per_gradient, drawn=drawn, batch_size=settings.batch_size)
 
     def _evaluation(self):
         if self.index > 0:

@@ -26,7 +26,6 @@ class WorkerProgress:
 
     def __init__(self, plan, settings, hooks):
         self._plan, self._settings, self._hooks = plan, settings, hooks
-        self._of_gradient = plan.samples_per_gradient or settings.batch_size
         self._seconds = plan.keeper.clock.seconds if plan.keeper else time.monotonic
         self.step, self.last, self.calls, self.rounds = 0, plan.last, 0, Rounds(None, None, None)
         self._is_stopped = self._is_late = False  # whether training ends before the last step, and whether by --seconds
@@ -48,7 +47,7 @@ class WorkerProgress:
     def _begin_counting(self, session):
         plan, settings = self._plan, self._settings
         self._samples_before = session.run(plan.keeper.samples_before)
-        fewer = updates_before(self._samples_before, settings, self._of_gradient * plan.gradients_per_update)
+        fewer = updates_before(self._samples_before, settings, plan.size.samples_per_update)
         if fewer and (settings.learning_rate_schedule or settings.warmup_steps):
             raise UserError(
                 "--resume: this run trained with another --batch_size or --window, so the learning-rate schedule would not "
@@ -57,7 +56,7 @@ class WorkerProgress:
         self.last -= fewer
         if plan.goal is not None:
             self._counted = session.run(plan.keeper.samples)
-            self.last = self._last_of(self._counted, plan.gradients_per_update)
+            self.last = self._last_of(self._counted, plan.size.gradients_per_update)
         self._hooks.log.last_step = self.last
 
     @property
@@ -105,13 +104,13 @@ class WorkerProgress:
             return
         now, gradients = self._samples_before + times(rounds.local_steps[1], plan.keeper.samples_per_update), 1
         if plan.waits and self.step > before:  # as in the last call
-            gradients = max(1, round((now - self._counted) / (self.step - before) / self._of_gradient))
+            gradients = max(1, round((now - self._counted) / (self.step - before) / plan.size.samples_per_gradient))
         self._counted, self.last = now, self._last_of(now, gradients)
         self._hooks.log.last_step = self.last
 
     def _last_of(self, samples, gradients):
         """Returns the present step + remaining samples / samples per update, rounded up."""
-        left = math.ceil(max(0, self._plan.goal - int(samples)) / (self._plan.samples_per_gradient * gradients))
+        left = math.ceil(max(0, self._plan.goal - int(samples)) / (self._plan.size.samples_per_gradient * gradients))
         return int(self.step) + left
 
 
@@ -120,14 +119,12 @@ class Stopwatch:
 
     Args:
       plan: a `Plan`.
-      settings: all flags.
     """
 
-    def __init__(self, plan, settings):
-        of_gradient = plan.samples_per_gradient or settings.batch_size
-        is_dynamic = plan.keeper is not None and plan.keeper.is_of_local_steps
-        # In updates, to measure the speed.
-        self._updates = tf.cast(plan.keeper.samples, tf.float64) / float(of_gradient) if is_dynamic else plan.step
+    def __init__(self, plan):
+        self._updates = plan.step  # or the same unit, to measure the speed
+        if plan.size.counted != "updates":
+            self._updates = tf.cast(plan.keeper.samples, tf.float64) / float(plan.size.samples_per_gradient)
         self._clock, self._step = plan.keeper and plan.keeper.clock, plan.step
         self._seconds = self._clock.seconds if self._clock else time.monotonic
 
