@@ -1,6 +1,7 @@
 """x, a worker's local parameters: pull, local training of a window, and further local vectors."""
 
 import contextlib
+import functools
 import math
 import time
 from typing import Any
@@ -10,6 +11,7 @@ from common.core import UserError, must_be_finite
 from common.data import assign_part, local_variable, make_local
 from common.scheme.learning_rates import factor_is
 from common.scheme.local_rows import Window
+from common.scheme.local_steps import loop_of
 from common.scheme.optimizers import Optimizers
 from common.scheme.round_size import RoundSize
 from common.scheme.steps import (
@@ -357,19 +359,11 @@ class LocalParameters:
         else:
             slept = [tf.py_func(lambda: time.sleep(self.delay), [], [])] if self.delay else []
         with tf.control_dependencies(slept):
-            if self.tables:
-                indices = self._window.batches_of(first, window)
-                begun = self._window.begin(optimizer, accumulate, self.optimizers)
-            else:
-                indices = spent("input", lambda: self.batches.next(window, *([dynamic.most] if dynamic else [])), slept)
-                begun = []
+            indices = self._draw(window, first, slept)
+            begun = self._window.begin(optimizer, accumulate, self.optimizers) if self.tables else []
         x, before = self.value, self._gradient.read_value() if accumulate else tf.zeros([self.model.size])
 
-        def change(g, of_rows=()):
-            if of_rows:
-                return self._change_rows(optimizer, g, of_rows)
-            with tf.control_dependencies([] if self.decay is None else [self._shrink(self.decay)]):
-                return self.apply(optimizer, g) if isinstance(optimizer, tf.train.Optimizer) else optimizer(g)
+        change = functools.partial(self._change, optimizer)
 
         def step(t):
             present = x.read_value()
@@ -382,11 +376,6 @@ class LocalParameters:
             with tf.control_dependencies(first), self._scheduled(t):
                 return loss, g, change(g, of_rows)
 
-        def next_step(t, total, loss):
-            step_loss, g, changed = step(t)
-            with tf.control_dependencies([changed]):
-                return t + 1, total + g, loss + step_loss
-
         with self._scheduled():
             if window == 1:
                 loss, total, changed = step(0)
@@ -395,10 +384,7 @@ class LocalParameters:
                 # An unrolled window would cost tens of seconds of graph optimization. An optimizer's slots cannot be
                 # created inside the loop, hence the call beforehand, whose operation is never run.
                 change(before)
-                with tf.control_dependencies(begun):  # the loop body has no other dependency on operations outside of it
-                    zero = tf.constant(0)
-                walk = tf.while_loop(lambda t, *_: t < window, next_step, (zero, before, 0.0), parallel_iterations=1)
-                changed, total, loss = walk
+                loss, total, changed = loop_of(step, window, before, begun)
                 loss /= tf.cast(window, tf.float32) if dynamic else window
         loss = tf.identity(loss)
         checked = self._checked(loss, total)
@@ -407,6 +393,19 @@ class LocalParameters:
                 changed = tf.group(changed, *self._window.keep())
         timed = dynamic.end(window, slept[0], [changed, loss]) if dynamic else []
         return Step((self._gradient.assign(total, read_value=False), loss.op, changed, *checked, *timed), (loss,))
+
+    def _draw(self, window, first, after):
+        """Returns the indices of the next batches, after these operations; with tables those of local step `first` on."""
+        if self.tables:
+            return self._window.batches_of(first, window)
+        return spent("input", lambda: self.batches.next(window, *([self.dynamic.most] if self.dynamic else [])), after)
+
+    def _change(self, optimizer, g, of_rows=()):
+        """Returns the operation x ← optimizer(x, g), with weight decay before it; likewise for rows."""
+        if of_rows:
+            return self._change_rows(optimizer, g, of_rows)
+        with tf.control_dependencies([] if self.decay is None else [self._shrink(self.decay)]):
+            return self.apply(optimizer, g) if isinstance(optimizer, tf.train.Optimizer) else optimizer(g)
 
     def _checked(self, loss, *gradients):
         """Returns the finiteness checks that must end before others get the results of a local training."""

@@ -1,4 +1,7 @@
-"""Local steps of each worker by its speed: dynamic local updates (Liu et al. 2024, arXiv:2401.09135)."""
+"""Local steps in a loop; and a number of them by the speed of each worker: dynamic local updates.
+
+Liu et al. 2024, arXiv:2401.09135.
+"""
 
 import time
 
@@ -104,3 +107,23 @@ class Dynamic:
         """Raises a `UserError` if an update does not count its local steps."""
         if words.count("count") != words.count("change"):
             raise UserError(f"{name}: center.dynamic needs center.exact, whose push counts the local steps")
+
+
+def loop_of(step, window, total, begun):
+    """Runs local steps in a loop; returns the sum of losses, `total` plus that of gradients, and a tensor made after them.
+
+    Args:
+      step: function of the number of a local step that returns its loss, gradient and change.
+      window: number of local steps.
+      begun: operations that must end before; the loop's body has no other dependency on operations outside of it.
+    """
+
+    def next_step(t, total, loss):
+        step_loss, g, changed = step(t)
+        with tf.control_dependencies([changed]):
+            return t + 1, total + g, loss + step_loss
+
+    with tf.control_dependencies(begun):
+        zero = tf.constant(0)
+    done, total, loss = tf.while_loop(lambda t, *_: t < window, next_step, (zero, total, 0.0), parallel_iterations=1)
+    return loss, total, done

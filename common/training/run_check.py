@@ -54,9 +54,14 @@ def check(settings, dataset, scheme=None):
             center = GlobalParameters(model.initial_parameters, **pieces, compression=compression)
             center.present = membership.Present("") if settings.max_workers else None
             batches = batches_of(dataset, settings, 0, 1, None)
-            own = center, model, batches, "worker_0", 0, settings.max_workers or settings.num_workers
-            begin_workers = settings.begin_workers if settings.max_workers else None
-            local = LocalParameters(*own, samples_of_each=[None] if never_ends else None, begin_workers=begin_workers)
+            local = LocalParameters(
+                center,
+                model,
+                batches,
+                num_workers=settings.max_workers or settings.num_workers,
+                samples_of_each=[None] if never_ends else None,
+                begin_workers=settings.begin_workers if settings.max_workers else None,
+            )
             build_steps(scheme, center, local, hyperparameters(settings, center, local))
             of_update = size_of(center, local, settings.batch_size).samples_per_update
             if settings.max_workers and schedule and not settings.steps and isinstance(center.waits(local), Together):
