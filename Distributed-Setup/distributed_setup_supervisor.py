@@ -34,7 +34,7 @@ def train(task, settings):
 
     interruption = Interruption()
     server = task.create_server()  # from here on this process and the ps can talk
-    dataset = datasets.plain(datasets.load(settings.data, settings.seed), settings.scheme)
+    dataset = datasets.plain(datasets.load(settings.data, settings.seed), settings.run.scheme)
     model = build_model(settings, dataset)
     last = last_step(settings, dataset.num_samples)
     with tf.Graph().as_default():

@@ -177,7 +177,7 @@ def train(task, settings):
     from common.training import Interruption, MetricsLog, build_model, last_step
 
     interruption = Interruption()
-    dataset = datasets.plain(datasets.load(settings.data, settings.seed), settings.scheme)
+    dataset = datasets.plain(datasets.load(settings.data, settings.seed), settings.run.scheme)
     datasets.check_batch(dataset.x_train, dataset.y_train, settings.batch_size)
     model = compiled(build_model(settings, dataset), settings.learning_rate)
     checkpoint = checkpoint_of(model)

@@ -76,11 +76,7 @@ def parse(arguments):
     if "window" in scheme.without and flags.present(values, "window"):
         raise UserError(f"{name} takes no --window")
     settings = settings.but(
-        scheme=name,
-        began=time.monotonic(),
-        optimizer_on=scheme.optimizer_on,
-        decay=0 if "weight_decay" in scheme.own_flags else settings.weight_decay,
-        steps_per_call=1,
+        run=scheme.facts(name, settings.num_workers),
         latency_given=bool(flags.present(values, "latency_ms")),
         evaluation_secs_given=bool(flags.present(values, "evaluation_secs")),
     )
@@ -250,7 +246,7 @@ class Run:
     def _check_overlap(self, actions):
         if any(action.ahead and not actions[k - 1].writes for k, action in enumerate(actions)):
             raise UserError(
-                f"{self.settings.scheme} prefetches elsewhere than right after a push, which the simulator does not know: "
+                f"{self.settings.run.scheme} prefetches elsewhere than right after a push, which the simulator does not know: "
                 "leave out --overlap, or let each pull come right after a push"
             )
 
@@ -417,7 +413,7 @@ class Run:
         samples, seconds = self._samples(0, None), self.clock.now
         shares = self.shares()
         self.result = {
-            "scheme": settings.scheme,
+            "scheme": settings.run.scheme,
             "simulated": True,
             "num_ps": settings.num_ps,
             "num_workers": settings.num_workers,
@@ -430,7 +426,7 @@ class Run:
             "samples_per_worker": self._samples(0, None, settings.num_workers),
             "virtual_seconds": seconds,
             "train_seconds": seconds,
-            "wall_seconds": time.monotonic() - settings.began,
+            "wall_seconds": time.monotonic() - settings.run.began,
             "samples_per_second": samples / seconds if seconds else None,
             "parts": shares,
             "staleness_mean": float(np.mean(stale)) if len(stale) else None,
@@ -491,7 +487,7 @@ def program(arguments):
         return 0
     scheme, settings = parse(arguments)
     run = Run(scheme, settings)
-    path, held = run_folder.prepare_run_dir(settings.but(scheme=f"Simulation-{settings.scheme}"))
+    path, held = run_folder.prepare_run_dir(settings.but(run=settings.run._replace(scheme=f"Simulation-{settings.run.scheme}")))
     run_folder.watch_locks(path)
     with held:
         return write(run, Path(path))
@@ -502,14 +498,14 @@ def write(run, where):
     settings = run.settings
     say = lambda line: print(line, flush=True)  # noqa: E731
     on = [f"{' and '.join(sorted(names))} on the {side}" for side, names in zip(("ps", "workers"), run.optimizers) if names]
-    say(f"{settings.scheme}: {settings.num_workers:,} virtual workers, {settings.num_ps} ps")
+    say(f"{settings.run.scheme}: {settings.num_workers:,} virtual workers, {settings.num_ps} ps")
     say(f"minimizes {run.model.minimizes}, by {', '.join(on).replace('GradientDescent', 'SGD') or 'the steps of the scheme'}")
     up, down = (sum(getattr(action, name) for action in run.actions) for name in ("up", "down"))
     say(f"a round sends {up:,} bytes to the ps and receives {down:,}")
     for line in calibrated(run.calibration):
         say(line)
     run.tell_time()
-    took = time.monotonic() - settings.began
+    took = time.monotonic() - settings.run.began
     say(f"{run.clock.updates:,} updates in {run.clock.now:.4g} virtual seconds, scheduled in {took:.1f} s")
     if line := too_few(run):
         say(line)

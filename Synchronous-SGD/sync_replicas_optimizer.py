@@ -43,7 +43,7 @@ def train(task, settings):
         raise UserError("this script takes only --model=mlp and --data=digits; the schemes take any model and data")
     if (settings.rounds_per_call or 1) > 1:
         raise UserError("--rounds_per_call must be 1 here: it needs a feed_dict for every step")
-    settings = settings.but(scheme="SyncReplicasOptimizer")
+    settings = settings.but(run=settings.run._replace(scheme="SyncReplicasOptimizer"))
     from common.training import Interruption, Plan, delay_of, last_step, run_worker, write_result
 
     interruption = Interruption()

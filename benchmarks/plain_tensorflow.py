@@ -59,7 +59,7 @@ def train(task, settings):
         raise UserError("plain TensorFlow takes only --model=mlp and --data=digits here; the schemes take any model and data")
     if (settings.rounds_per_call or 1) > 1:
         raise UserError("--rounds_per_call must be 1 here: plain TensorFlow needs a feed_dict for every step")
-    settings = settings.but(scheme="plain TensorFlow")
+    settings = settings.but(run=settings.run._replace(scheme="plain TensorFlow"))
     # Imported only now: the launcher reads this file too, and does not need tensorflow.
     from common.training import Interruption, Plan, last_step, run_worker, write_result
 

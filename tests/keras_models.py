@@ -803,8 +803,7 @@ def train(name, path, folder):
     given = [*SCHEMES[path], "--batch_size=12", f"--steps={steps}", "--rounds_per_call=1"]
     spec = f"--model={__file__}:{name}", f"--data={__file__}:data_of_{name}"
     settings = flags.parse(scheme.flag_values(), [*given, *spec, f"--run_dir={folder}"], f"{Path(path).name}.py")
-    more = {"scheme": path.partition("/")[0], "began": 0.0, "pace": scheme.pace, "of_scheme": {}}
-    settings = settings.but(**more, num_evaluators=0, steps_per_call=1, num_ps=0, num_workers=1)
+    settings = settings.but(run=scheme.facts(path.partition("/")[0], 1), num_ps=0, num_workers=1)
     for part in ("checkpoints", "metrics", "logs"):
         Path(folder, part).mkdir(parents=True)
     if path == row.schemes[0]:

@@ -29,6 +29,7 @@ from common.core import run_folder as folders
 from common.core import signals, task_status
 from common.core.checkpoints import checkpoints_in
 from common.core.flags import TrainingFailed
+from common.core.run_facts import RunFacts
 from common.launch import control, launcher, supervisor
 from common.launch.fork_server import EARLY, LEFT
 from common.launch.task import Task
@@ -129,7 +130,7 @@ def two_workers(tmp_path):
 
     def two_workers(pace):
         tasks = [Task(job, i, [], str(tmp_path)) for job, i in (("ps", 0), ("worker", 0), ("worker", 1))]
-        settings = types.SimpleNamespace(pace=pace, ends_with_chief=True, num_evaluators=0, scheme="Synchronous-SGD")
+        settings = types.SimpleNamespace(run=RunFacts("Synchronous-SGD", pace))
         said: list = []
         return supervisor.Supervisor(tasks, None, settings, said.append), said, tasks[1:]
 

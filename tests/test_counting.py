@@ -10,6 +10,7 @@ from runs import ROOT, metrics_of, result_of, run
 
 from common import tf
 from common.core.flags import Settings
+from common.core.run_facts import RunFacts
 from common.data import datasets
 from common.data.batches import Batches
 from common.models import keras_model
@@ -95,7 +96,8 @@ def built(graph, problem, monkeypatch):
         local = LocalParameters(center, model, batches, num_workers=3, begin_workers=begin_workers)
         pace = "together" if scheme is together else "own"
         given: dict[str, Any] = {"seconds": None, "rounds_per_call": 1, "delays": None, "window": 1, "steps": None}
-        settings = Settings(**{"pace": pace, "batch_size": BATCH, "epochs": EPOCHS, "learning_rate": 0.1, **given, **flags})
+        given |= {"batch_size": BATCH, "epochs": EPOCHS, "learning_rate": 0.1, "weight_decay": 0}
+        settings = Settings(run=RunFacts("scheme", pace), **{**given, **flags})
         last, next_call, _, local_steps, size = calls.build_calls(scheme, center, local, settings, dataset.num_samples)
         return types.SimpleNamespace(**{name: value for name, value in locals().items() if name not in ("given", "flags")})
 

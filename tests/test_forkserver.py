@@ -17,6 +17,7 @@ from runs import SECONDS, processes, wait_until_gone
 
 from common.core import exit_reasons, task_status
 from common.core.flags import TrainingFailed, UserError
+from common.core.run_facts import RunFacts
 from common.launch import supervisor
 from common.launch.fork_server import ForkServer
 from common.launch.task import Task
@@ -363,7 +364,7 @@ def run(server, folder, command, monkeypatch):
     """
     monkeypatch.setattr(supervisor, "PS_SECONDS", 0)  # a ps does not end by itself here
 
-    def run(programs, hear=lambda line, settings: None, **changes):
+    def run(programs, hear=lambda line, settings: None, pace="own", num_evaluators=0, ends_with_chief=False, **changes):
         lines: list[str] = []
 
         def say(line):
@@ -374,12 +375,12 @@ def run(server, folder, command, monkeypatch):
         for name, code in programs.items():
             job, index = name.split()
             tasks[name] = Task(job, int(index), command(code), str(folder))
-        known: dict = {"max_restarts": 3, "hang_secs": None, "check_secs": {}, "num_evaluators": 0}
-        known |= {"pace": "own", "ends_with_chief": False} | changes
-        settings = types.SimpleNamespace(**known)
+        facts = RunFacts("HogWild", pace, num_evaluators=num_evaluators)
+        settings = types.SimpleNamespace(**{"max_restarts": 3, "hang_secs": None, "run": facts} | changes)
         result = types.SimpleNamespace(tasks=tasks, lines=lines, status=None, error=None)
         try:
-            result.status = supervisor.Supervisor(list(tasks.values()), server, settings, say).run()
+            run = supervisor.Supervisor(list(tasks.values()), server, settings, say, ends_with_chief=ends_with_chief)
+            result.status = run.run()
         except (UserError, TrainingFailed) as error:
             result.error = error
         return result

@@ -15,6 +15,7 @@ from common import tf
 from common.cluster.task_spec import TaskSpecDef
 from common.core import devices, exit_reasons
 from common.core.flags import Settings, TrainingFailed
+from common.core.run_facts import RunFacts
 from common.core.task_status import PROGRESS
 from common.launch import launcher, supervisor
 from common.launch.fork_server import EARLY, ForkServer
@@ -183,7 +184,7 @@ def launched(parse, tmp_path, monkeypatch):
         monkeypatch.setattr(launcher, "Supervisor", lambda *_: types.SimpleNamespace(run=does))
         monkeypatch.setattr(launcher, "_complete_result", lambda *_: None)
         monkeypatch.setattr(launcher.progress, "summary", lambda *_: None)
-        settings = parse(f"--run_dir={tmp_path}").but(scheme="Scheme", num_evaluators=num_evaluators)
+        settings = parse(f"--run_dir={tmp_path}").but(run=RunFacts("Scheme", num_evaluators=num_evaluators))
         return launcher._launch("scheme.py", [], settings)
 
     return launched

@@ -12,6 +12,7 @@ from runs import ENDLESS, ROOT, delete, finish, is_training, metrics_of, read_un
 
 from common import tf
 from common.core.checkpoints import checkpoints_in, newest_good_checkpoint
+from common.core.run_facts import RunFacts
 from common.launch import launcher, task
 
 pytestmark = pytest.mark.cluster
@@ -188,7 +189,7 @@ def test_runs_that_go_on_with_another_count_together(run_dir, tmp_path, parse, m
     flags = f"--steps={first}", "--batch_size=10"
     if launched:
         settings = parse(*alike, *flags, f"--run_dir={run_dir}", epochs=1, batch_size=32, learning_rate=0.1)
-        settings = settings.but(scheme="scheme", num_evaluators=0, pace="own", began=time.monotonic())
+        settings = settings.but(run=RunFacts("scheme", began=time.monotonic()))
         with monkeypatch.context() as patch:
             patch.setattr(launcher, "Task", Task)
             assert launcher.launch(ROOT / script, [*alike, *flags], settings) == 0

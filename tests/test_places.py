@@ -31,6 +31,7 @@ from runs import (
 from runs import run as run_to_the_end
 
 from common import tf
+from common.core.run_facts import RunFacts
 from common.launch import control, launcher, supervisor
 from common.launch.fork_server import LEFT
 from common.launch.task import Task
@@ -131,7 +132,7 @@ def run(tmp_path):
     tasks = [Task("ps", 0, [], str(tmp_path)), *(Task("worker", i, [], str(tmp_path)) for i in range(4))]
     for task in tasks[3:]:
         task.status, task.has_left = 0, True
-    settings = types.SimpleNamespace(pace="own", ends_with_chief=True, num_evaluators=0, scheme="HogWild")
+    settings = types.SimpleNamespace(run=RunFacts("HogWild"))
     said: list = []
     run: Any = supervisor.Supervisor(tasks, Server(), settings, said.append)
     run.server, run.said = run._server, said

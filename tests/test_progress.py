@@ -17,6 +17,7 @@ from rich.console import Console
 
 from common.core import plots, progress, task_status
 from common.core.progress import Progress
+from common.core.run_facts import RunFacts
 from common.scheme import PARTS, RoundSize
 from common.training.result import REPORT, summarize, write_result
 from common.training.sample_counts import last_step
@@ -498,7 +499,7 @@ def test_no_summary_of_a_run_that_failed(tmp_path, capsys):
 
 
 def settings(**changes):
-    defaults = dict(scheme="HogWild", data="digits", batch_size=32, window=1, steps=None, epochs=60.0, began=0.0)
+    defaults = dict(run=RunFacts("HogWild"), data="digits", batch_size=32, window=1, steps=None, epochs=60.0)
     return types.SimpleNamespace(**defaults | changes)
 
 

@@ -22,6 +22,7 @@ import common.run
 from common.cluster.task_spec import TaskSpecDef
 from common.core import run_folder as of_runs
 from common.core.flags import TrainingFailed
+from common.core.run_facts import RunFacts
 from common.core.run_folder import open_own, prepare_run_dir, write_json
 from common.launch import control
 from common.launch.fork_server import reserved_port
@@ -39,7 +40,8 @@ def hold():
 
     @contextlib.contextmanager
     def hold(run_dir, resume=False, task=None):
-        settings = types.SimpleNamespace(run_dir=None if run_dir is None else str(run_dir), resume=resume, scheme="HogWild")
+        where = None if run_dir is None else str(run_dir)
+        settings = types.SimpleNamespace(run_dir=where, resume=resume, run=RunFacts("HogWild"))
         settings.run_dir, held = prepare_run_dir(settings, task)
         with held:
             yield settings
@@ -312,9 +314,11 @@ def test_lock_that_is_removed_while_it_is_taken(hold, user_error, tmp_path, monk
 
 HOLDER = """
 import os, signal, sys, types
+from common.core.run_facts import RunFacts
 from common.core.run_folder import prepare_run_dir
 
-prepare_run_dir(types.SimpleNamespace(run_dir=sys.argv[1], resume=False, scheme="HogWild"))  # nobody keeps what it returns
+settings = types.SimpleNamespace(run_dir=sys.argv[1], resume=False, run=RunFacts("HogWild"))
+prepare_run_dir(settings)  # nobody keeps what it returns
 if os.fork() == 0:  # the child says so when it has given up what it inherited
     print(os.getppid(), os.getpid(), flush=True)
 signal.pause()

@@ -13,6 +13,7 @@ import pytest
 
 from common.core import task_status
 from common.core.flags import TrainingFailed
+from common.core.run_facts import RunFacts
 from common.launch import supervisor
 from common.launch.task import Task
 
@@ -63,7 +64,7 @@ def test_say_without_a_launcher(pipe, monkeypatch):
 class Looking:
     """A run of some workers and ps tasks that were heard of at second 0."""
 
-    def __init__(self, monkeypatch, workers=3, ps=0, **settings):
+    def __init__(self, monkeypatch, workers=3, ps=0, num_evaluators=0, **options):
         self.killed: list = []
         self.now = 0.0
         self.server: Any = types.SimpleNamespace(signal=lambda *arguments: self.killed.append(arguments))
@@ -71,9 +72,8 @@ class Looking:
         self.server.heard, self.server_lives = 0.0, True
         self.tasks = [Task("worker", i, [], "") for i in range(workers)]
         self.tasks += [Task("ps", i, [], "") for i in range(ps)]
-        known = {"pace": "own", "hang_secs": 60, "num_evaluators": 0, "check_secs": {}}
-        self.settings = types.SimpleNamespace(**known | settings)
-        self.run = supervisor.Supervisor(self.tasks, self.server, self.settings, lambda line: None)
+        self.settings = types.SimpleNamespace(hang_secs=60, run=RunFacts("HogWild", num_evaluators=num_evaluators))
+        self.run = supervisor.Supervisor(self.tasks, self.server, self.settings, lambda line: None, **options)
         for module in "supervisor", "task":
             clock = types.SimpleNamespace(monotonic=lambda: self.now, time=time.time)
             monkeypatch.setattr(f"common.launch.{module}.time", clock)
@@ -300,7 +300,7 @@ def test_restarts_count_for_an_hour(looking, monkeypatch):
     """The pause before each grows. Meanwhile the launcher goes on to listen."""
     task, shown = looking.tasks[1], list[str]()
     task.command = ["python", "scheme.py"]
-    looking.settings.__dict__.update(max_restarts=3, ends_with_chief=False)
+    looking.settings.max_restarts, looking.run._ends_with_chief = 3, False
     looking.run._say = shown.append
     moments: list = []
     monkeypatch.setattr(looking.run, "_start_again", lambda task, moment: moments.append(moment))

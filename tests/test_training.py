@@ -10,6 +10,7 @@ from common import tf
 from common.cluster import session
 from common.cluster.task_spec import TaskSpecDef
 from common.core.flags import Settings
+from common.core.run_facts import RunFacts
 from common.data import datasets
 from common.data.batches import Batches
 from common.models import keras_model
@@ -54,8 +55,8 @@ def built(problem, graph, load_scheme):
             index, num_workers = (task.shard_index, task.num_workers) if task else (0, 1)
             local = LocalParameters(center, model, batches, index=index, num_workers=num_workers)
             pace = "ring" if scheme == ALL_REDUCE else "own"
-            given = {"pace": pace, "seconds": None, "rounds_per_call": None, "delays": None, "window": 1, **flags}
-            settings = Settings(steps_per_call=1, learning_rate=0.1, batch_size=32, steps=last, **given)
+            given = {"seconds": None, "rounds_per_call": None, "delays": None, "window": 1, "weight_decay": 0, **flags}
+            settings = Settings(run=RunFacts("scheme", pace), learning_rate=0.1, batch_size=32, steps=last, **given)
             found, next_call, *more = calls.build_calls(load_scheme(*scheme), center, local, settings, len(dataset.x_train))
         assert found == last
         return center, local, next_call, more

@@ -15,7 +15,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 
 from absl import flags as absl
@@ -175,18 +174,7 @@ def _settings_of(scheme, script, arguments):
     """
     values = scheme.flag_values()
     settings = flags.parse(values, arguments, script.name, scheme.without)
-    has_own_decay = "weight_decay" in scheme.own_flags
-    settings = settings.but(
-        scheme=script.parent.name,
-        began=time.monotonic(),
-        pace=scheme.pace,
-        steps_per_call=1,
-        optimizer_on=scheme.optimizer_on,
-        decay=0 if has_own_decay else settings.weight_decay,
-        of_scheme={name: getattr(settings, name) for name in scheme.own_flags},
-        begin_workers=settings.num_workers,
-        code=None,
-    )
+    settings = settings.but(run=scheme.facts(script.parent.name, settings.num_workers))
     task = _task_of(scheme, settings, script)
     flags.check_keras()
     if settings.run_dir == "":
@@ -195,8 +183,8 @@ def _settings_of(scheme, script, arguments):
     if settings.max_workers:
         has_launcher = launches or os.environ.get("LAUNCHER_KEY")
         _check_places(scheme, settings, has_launcher, task, flags.present(values, "num_workers"))
-    settings = settings.but(num_evaluators=1 if scheme.evaluate and (task or launches) else 0)
-    if scheme.evaluate and not settings.num_evaluators:  # a process that trains alone uses all samples
+    settings = settings.but(run=settings.run._replace(num_evaluators=1 if scheme.evaluate and (task or launches) else 0))
+    if scheme.evaluate and not settings.run.num_evaluators:  # a process that trains alone uses all samples
         settings = settings.but(validation=None, patience=None)
     _check_present(settings, values, task, launches)
     if not launches:  # the task counts that a scheme may read
@@ -228,20 +216,20 @@ def _task_of(scheme, settings, script):
 
 def _check_places(scheme, settings, has_launcher, task, num_workers_given):
     """Raises a `UserError` if workers cannot join and leave this run."""
-    flag = f"--max_workers={settings.max_workers}"
+    flag, name = f"--max_workers={settings.max_workers}", settings.run.scheme
     if scheme.pace == "ring":
-        raise UserError(f"{flag}: the workers of {settings.scheme} average among themselves, so none can join: leave it out")
+        raise UserError(f"{flag}: the workers of {name} average among themselves, so none can join: leave it out")
     if scheme.evaluate:
-        raise UserError(f"{flag}: {settings.scheme} has an evaluator in the last place: leave it out")
+        raise UserError(f"{flag}: {name} has an evaluator in the last place: leave it out")
     if not has_launcher and not task:
-        raise UserError(f"{flag} needs --launch, which `bash {settings.scheme}/run.sh` adds: workers join through the launcher")
+        raise UserError(f"{flag} needs --launch, which `bash {name}/run.sh` adds: workers join through the launcher")
     if not has_launcher and task.num_workers != settings.max_workers:
         raise UserError(f"{flag}, but the cluster names {task.num_workers} of them: each place needs an address of its own")
     if (settings.gpus is not None or not has_launcher) and not num_workers_given:
         why = "with --gpus" if has_launcher else "in a cluster that no launcher has started"
         raise UserError(f"{flag}: {why} give --num_workers, too, the number at the start")
-    if settings.max_workers < settings.begin_workers:
-        raise UserError(f"{flag} is less than --num_workers={settings.begin_workers}, the number at the start")
+    if settings.max_workers < settings.run.begin_workers:
+        raise UserError(f"{flag} is less than --num_workers={settings.run.begin_workers}, the number at the start")
 
 
 def _check_present(settings, values, task, launches):
@@ -253,7 +241,7 @@ def _check_present(settings, values, task, launches):
     if task is None and not launches:
         for name in flags.present(values, "num_ps", "num_workers", "gpus"):
             raise UserError(
-                f"--{name} needs --launch, which `bash {settings.scheme}/run.sh` adds; without it, one process trains"
+                f"--{name} needs --launch, which `bash {settings.run.scheme}/run.sh` adds; without it, one process trains"
             )
 
 
@@ -267,7 +255,7 @@ def _check_counts(settings, launches):
             "bits can count: choose fewer steps or smaller batches"
         )
     if launches:
-        limits.check_tasks(settings.num_ps, (settings.max_workers or settings.num_workers) + settings.num_evaluators)
+        limits.check_tasks(settings.num_ps, (settings.max_workers or settings.num_workers) + settings.run.num_evaluators)
 
 
 def _check_input(scheme, settings, launches):
@@ -299,10 +287,10 @@ def _hold_run_folder(settings, task, script, arguments):
     path, _ = run_folder.prepare_run_dir(settings, task)
     run_folder.watch_locks(path)
     if os.environ.get("PLACES") and task and task.is_master():
-        about = {"scheme": settings.scheme, "ps": task.ps_hosts, "worker": task.worker_hosts, "arguments": arguments}
+        about = {"scheme": settings.run.scheme, "ps": task.ps_hosts, "worker": task.worker_hosts, "arguments": arguments}
         run_folder.write_json(Path(path, slurm.CLUSTER), about)
     _log_to(Path(path, "logs", f"{run_folder.task_name(task)}.log"))
-    return settings.but(run_dir=path, code=code)
+    return settings.but(run_dir=path, run=settings.run._replace(code=code))
 
 
 def _train(scheme, settings, task):

@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from common.core import TrainingFailed, UserError, devices, flags, limits, progress, run_folder, signals
+from common.core import RunFacts, TrainingFailed, UserError, devices, flags, limits, progress, run_folder, signals
 from common.launch import Task, launcher, supervisor
 
 PROGRAM = "common.run"
@@ -49,7 +49,7 @@ def _run(arguments):
     if settings.gpus is not None:
         settings = devices.with_gpus(settings, flags.present(values, "num_workers"))
     limits.check_tasks(settings.num_ps, settings.num_workers)
-    settings = settings.but(pace="own", ends_with_chief=False, num_evaluators=0, hang_secs=None, check_secs={})
+    settings = settings.but(hang_secs=None, run=RunFacts(script.stem))  # without heartbeats
     launcher.check_isolation(settings)
     log_dir = Path(settings.log_dir or f"runs/{script.stem}/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S.%f}")
     with (
@@ -71,5 +71,9 @@ def _run(arguments):
         if server.problem:
             progress.say(f"the ports of this run can be reached from outside: {server.problem}")
         return supervisor.Supervisor(
-            [task(job, index) for job in hosts for index in range(len(hosts[job]))], server, settings, progress.say
+            [task(job, index) for job in hosts for index in range(len(hosts[job]))],
+            server,
+            settings,
+            progress.say,
+            ends_with_chief=False,
         ).run()

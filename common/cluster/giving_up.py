@@ -68,7 +68,7 @@ class GiveUpHook(tf.train.SessionRunHook):
             self._rendezvous.give_up(workers)
             return
         how = "restart all tasks with --resume, which continues from the newest checkpoint"
-        print(f"{self._settings.scheme}: {who}: {how}", file=sys.stderr, flush=True)
+        print(f"{self._settings.run.scheme}: {who}: {how}", file=sys.stderr, flush=True)
         what = self._task, self._server, sorted(workers)
         saying = threading.Thread(target=membership.say_done, args=what, daemon=True)
         saying.start()

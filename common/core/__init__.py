@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # the front door: what others may import
     from common.core.locks import AWAY, FINISHED, Clocks, Lock
     from common.core.plots import median_and_range, read_metrics
     from common.core.progress import counted
+    from common.core.run_facts import RunFacts
     from common.core.run_folder import (
         SOCKET,
         check_contents,

@@ -61,7 +61,7 @@ def prepare_run_dir(settings, task=None):
     """
     if settings.run_dir is None and settings.resume:
         raise UserError("--resume needs --run_dir=FOLDER, the folder of the run to continue")
-    run_dir = Path(settings.run_dir or f"runs/{settings.scheme}/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S.%f}")
+    run_dir = Path(settings.run_dir or f"runs/{settings.run.scheme}/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S.%f}")
     is_chief = task is None or task.is_master()
 
     def check():

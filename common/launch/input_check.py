@@ -7,7 +7,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from common.core import FITTING, KNOWN, NOTHING, UserError, last_error, of_memory, progress, task_status
+from common.core import FITTING, KNOWN, NOTHING, RunFacts, UserError, last_error, of_memory, progress, task_status
 from common.launch.fork_server import EARLY, ForkServer
 from common.launch.supervisor import Supervisor
 from common.launch.task import Task
@@ -55,8 +55,8 @@ class _Check(Supervisor):
     """Supervises the task that checks data and model."""
 
     def __init__(self, task, server, settings, shown):
-        known = {"check_secs": {}, "num_evaluators": 0, "pace": "own", "ends_with_chief": False}
-        super().__init__([task], server, settings.but(**known), progress.say)
+        alone = settings.but(run=RunFacts(settings.run.scheme))
+        super().__init__([task], server, alone, progress.say, ends_with_chief=False)
         self._task, self._began, self._is_told, self._shown = task, time.monotonic(), False, shown
         self.seconds: dict[str, float] = {}
         self._doing, self._since = "starting", self._began

@@ -37,23 +37,23 @@ def launch(script, arguments, settings):
         check_secs, known = check_input(script, arguments, settings, process, shared.fileno())
         check_isolation(settings)
         run_dir, held = prepare_run_dir(settings)
-        settings = settings.but(run_dir=run_dir, check_secs=check_secs, ends_with_chief=True)
+        settings = settings.but(run_dir=run_dir)
         with held:
             write_json(Path(run_dir, "data.json"), known)
-            return _launch(script, arguments, settings, process, shared.fileno())
+            return _launch(script, arguments, settings, process, shared.fileno(), check_secs)
 
 
-def _launch(script, arguments, settings, process=None, shared=None):
+def _launch(script, arguments, settings, process=None, shared=None, check_secs=None):
     result = Path(settings.run_dir, "result.json")
     before = _version(result)
     with contextlib.ExitStack() as stack:
         most = settings.max_workers or settings.num_workers
-        shown = [*range(most), *(["evaluator"] if settings.num_evaluators else [])]
+        shown = [*range(most), *(["evaluator"] if settings.run.num_evaluators else [])]
         display = stack.enter_context(progress.Display(settings, shown, range(settings.num_workers, most)))
         where = progress.as_typed(Path(settings.run_dir))
-        display.say(f"{settings.scheme}: --num_ps={settings.num_ps} --num_workers={settings.num_workers} --run_dir={where}")
+        display.say(f"{settings.run.scheme}: --num_ps={settings.num_ps} --num_workers={settings.num_workers} --run_dir={where}")
         server = stack.enter_context(fork_server(settings, settings.run_dir, True, shared, process))
-        hosts = reserved_hosts(server, settings.num_ps, most + settings.num_evaluators)
+        hosts = reserved_hosts(server, settings.num_ps, most + settings.run.num_evaluators)
         command = [
             *(sys.executable, str(script)),
             *(argument for argument in arguments if argument != "--launch"),
@@ -80,7 +80,7 @@ def _launch(script, arguments, settings, process=None, shared=None):
         if settings.gpus is not None:
             display.say(devices.say_gpus(settings))
         display.doing = functools.partial(_doing, {task.index: task for task in tasks if task.job == "worker"})
-        run = Supervisor(tasks, server, settings, display.say)
+        run = Supervisor(tasks, server, settings, display.say, check_secs)
         if settings.max_workers:
             run.code = control.code_of(Path(script).parent)
             stack.enter_context(control.heard(settings.run_dir, run.hear_request))
@@ -125,7 +125,7 @@ def _complete_result(settings, tasks):
     result.update(
         restarts=sum(task.restarts for task in tasks),
         restarts_of_workers=[worker.restarts for worker in workers],
-        wall_seconds=time.monotonic() - settings.began,
+        wall_seconds=time.monotonic() - settings.run.began,
         worker_seconds=sum(worker.lived() for worker in workers),
     )
     write_json(path, result)

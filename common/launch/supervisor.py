@@ -55,20 +55,22 @@ class Supervisor:
     Args:
       tasks: every `Task`.
       server: the `ForkServer` that starts them.
-      settings: `max_restarts`, of each task within an hour; `hang_secs`, None for programs without heartbeat; `check_secs`, as
-        `check_input` returns it; `pace`: with "ring" one restart restarts all; `ends_with_chief`: whether worker 0 ends the
-        training of all others, and `num_evaluators`: number of evaluators, the last workers, that the run then still waits for.
+      settings: `max_restarts`, of each task within an hour; `hang_secs`, None for programs without heartbeat; of `run` the
+        `pace`: with "ring" one restart restarts all; and `num_evaluators`, see `ends_with_chief`.
       say: function that shows a line to the user.
+      check_secs: as `check_input` returns it.
+      ends_with_chief: whether worker 0 ends the training of all others; the run then waits only for the evaluators.
     """
 
-    def __init__(self, tasks, server, settings, say):
+    def __init__(self, tasks, server, settings, say, check_secs=None, ends_with_chief=True):
         self._tasks, self._server, self._settings, self._say = {task.name: task for task in tasks}, server, settings, say
         self._events: queue.SimpleQueue = queue.SimpleQueue()  # `put` is reentrant, as needed in a signal handler
         self._workers = [task for task in tasks if task.job == "worker"]
         self._chief = (self._workers or tasks)[0]  # a check has no worker
-        self._evaluators = self._workers[len(self._workers) - settings.num_evaluators :]
+        self._evaluators = self._workers[len(self._workers) - settings.run.num_evaluators :]
+        self._check_secs, self._ends_with_chief = check_secs or {}, ends_with_chief
         self._looked, self._oom_kills, self._is_stopping = time.monotonic(), count_oom_kills(), False
-        self._is_interrupted, self._in_ring = False, settings.pace == "ring"
+        self._is_interrupted, self._in_ring = False, settings.run.pace == "ring"
         self.code: Any = None  # from `control.code_of`, in an elastic run
 
     def run(self):
@@ -153,15 +155,15 @@ class Supervisor:
 
     def _heed(self, task):
         """Ends the run when the chief, which saves checkpoints, was asked to end. Raises KeyboardInterrupt, as Ctrl-C does."""
-        if self._is_stopping or not self._settings.ends_with_chief or self._has_ended():
+        if self._is_stopping or not self._ends_with_chief or self._has_ended():
             return
         if task is self._chief:
             self._say(f"{task.name} was asked to end (SIGTERM): it writes the result, so the run stops with it")
             raise KeyboardInterrupt
-        if self._settings.pace != "own":
+        if self._settings.run.pace != "own":
             self._say(
-                f"{task.name} was asked to end (SIGTERM), but the workers of {self._settings.scheme} wait for each other, and "
-                "none can leave: it is restarted"
+                f"{task.name} was asked to end (SIGTERM), but the workers of {self._settings.run.scheme} wait for each other, "
+                "and none can leave: it is restarted"
             )
 
     def hear_request(self, request):
@@ -262,9 +264,9 @@ class Supervisor:
     def _limit(self, progress):
         """Returns the time limit, in seconds, of the task's current activity."""
         hang_secs, expected = self._settings.hang_secs, progress.longest
-        if expected is None and progress.what in self._settings.check_secs:
+        if expected is None and progress.what in self._check_secs:
             # The check had the cores to itself; now all tasks share them.
-            expected = self._settings.check_secs[progress.what] * max(1, len(self._tasks) / (os.cpu_count() or 1))
+            expected = self._check_secs[progress.what] * max(1, len(self._tasks) / (os.cpu_count() or 1))
         return 10 * hang_secs if expected is None else max(hang_secs, 10 * expected)
 
     def _kill(self, task, why):
@@ -273,7 +275,7 @@ class Supervisor:
         self._server.signal(task.name, signal.SIGKILL)
 
     def _watch(self):
-        needed = [self._chief, *self._evaluators] if self._settings.ends_with_chief else self._workers
+        needed = [self._chief, *self._evaluators] if self._ends_with_chief else self._workers
         while any(task.status != 0 for task in needed):
             task = self._next_end()
             if task.status != 0 and (task in needed or not self._has_ended()):
@@ -296,7 +298,7 @@ class Supervisor:
 
         The chief may have dismissed it before failing. If the ps has lost the report as well, the chief waits for a new one.
         """
-        if not self._settings.ends_with_chief or self._in_ring or self._has_ended():
+        if not self._ends_with_chief or self._in_ring or self._has_ended():
             return False
         is_one = task.job == "worker" and task is not self._chief and task not in self._evaluators
         if not is_one or task.has_left or task.status != 0:
@@ -304,7 +306,7 @@ class Supervisor:
         return not self._chief.is_running or self._chief.started > task.started
 
     def _has_ended(self):
-        return self._settings.ends_with_chief and self._chief.status == 0
+        return self._ends_with_chief and self._chief.status == 0
 
     def _mend(self, task):
         """Schedules the restart of a failed task, the first time at once.
@@ -347,7 +349,7 @@ class Supervisor:
             while any(other.is_running for other in others):
                 self._next_end()
         task.starts_at = moment
-        if (self._in_ring or self._settings.ends_with_chief) and not self._has_ended():
+        if (self._in_ring or self._ends_with_chief) and not self._has_ended():
             for other in others:
                 is_asked = self._in_ring or other not in self._evaluators and not other.has_left
                 if not other.is_running and other.starts_at is None and is_asked:
@@ -383,7 +385,7 @@ class Supervisor:
 
     def _signal_to_stop(self, worker):
         """Returns the stop signal for a worker: to a scheme's worker SIGTERM would mean leaving alone, hence SIGINT."""
-        is_of_scheme = self._settings.ends_with_chief and worker not in self._evaluators
+        is_of_scheme = self._ends_with_chief and worker not in self._evaluators
         return signal.SIGINT if is_of_scheme else signal.SIGTERM
 
 

@@ -1,8 +1,9 @@
 """A training scheme as its folder's script defines it: its function, its pace, and the flags of the script."""
 
 import difflib
+import time
 
-from common.core import UserError, flags
+from common.core import RunFacts, UserError, flags
 
 PACES = ("own", "together", "ring")
 # Flags without meaning for a script that has
@@ -93,6 +94,15 @@ class Scheme:
     def own_flags(self):
         """The names of the scheme's own flags, without aliases, sorted."""
         return sorted(flag.name for flag in self.flags if not isinstance(flag, flags.alias))
+
+    def facts(self, name, num_workers):
+        """Returns the `common.core.RunFacts` of a run of this scheme that begins now, with this many workers.
+
+        Args:
+          name: of the scheme's folder.
+          num_workers: number of workers at the beginning.
+        """
+        return RunFacts(name, self.pace, self.optimizer_on, self.own_flags, time.monotonic(), num_workers)
 
     def flag_values(self, *more, **defaults):
         """Returns the `absl.flags.FlagValues` of a command line: the flags of every scheme, the scheme's own, and `more`.

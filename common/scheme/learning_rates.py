@@ -175,11 +175,13 @@ def hyperparameters(hp, center, local):
     x̃ decays. With "worker", only the learning rate of the local steps does, and x decays.
 
     Args:
-      hp: all flags as a namespace.
+      hp: all settings; or only the flags that the scheme uses, with `optimizer_on` and `decay`, λ of the weight decay.
       center: the `common.scheme.GlobalParameters`.
       local: this worker's `common.scheme.LocalParameters`.
     """
-    values = dict(vars(hp))
+    values = {"steps_per_call": 1, **vars(hp)}
+    if run := values.pop("run", None):
+        values |= {"optimizer_on": run.optimizer_on, "decay": 0 if "weight_decay" in run.own_flags else hp.weight_decay}
     local.overlap, local.window = bool(values.get("overlap")), values.get("window", 1)
     of_worker = "learning_rate" if values.get("local_learning_rate") is None else "local_learning_rate"
     is_on_worker = values.get("optimizer_on") == "worker"

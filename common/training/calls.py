@@ -71,7 +71,7 @@ def build_calls(scheme, center, local, settings, num_samples):
     hp = hyperparameters(settings, center, local)
     one = build_rounds(scheme, center, local, hp)
     size, waits = size_of(center, local, settings.batch_size), center.waits(local)
-    _check_pace(scheme, waits, settings.pace)
+    _check_pace(scheme, waits, settings.run.pace)
     last = last_step(settings, num_samples, size.samples_per_update)
     if center.schedule is not None:  # rebuilt, as the learning rates depend on the last step, known only from the round
         center.schedule.ask = lambda: last

@@ -49,7 +49,7 @@ class Ending:
         if outcome.status == STOPPED:
             return
         self._hooks.close()
-        if self._settings.num_evaluators and self._index == 0:
+        if self._settings.run.num_evaluators and self._index == 0:
             Path(self._settings.run_dir, ENDED).touch()  # now that the last checkpoint is saved
         if self._task and self._leaves:
             membership.say_left(self._task, self._server)
@@ -79,7 +79,7 @@ class Ending:
         if leaves:
             hooks.log.write(stop_step, left=True)
         report = [self._index, *seconds, *hooks.metrics.totals(), *hooks.metrics.seconds_of_parts()]
-        return [*report, time.monotonic() - self._settings.began, hooks.log.now() if leaves else 0.0]
+        return [*report, time.monotonic() - self._settings.run.began, hooks.log.now() if leaves else 0.0]
 
     def _leave(self, session, report):
         """Leaves for good."""

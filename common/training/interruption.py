@@ -92,7 +92,7 @@ class Leaver:
         task, settings = self._task, self._settings
         if report is None:  # the worker has not trained yet
             report = [task.shard_index, *[0.0] * (len(REPORT) - 1), *[math.nan] * len(PARTS), 0.0, 0.0]
-        report = [*report[: -len(STAY)], time.monotonic() - settings.began, time.time()]
+        report = [*report[: -len(STAY)], time.monotonic() - settings.run.began, time.time()]
         run_folder.write_left(settings.run_dir, task.shard_index, report)
         self.server.wait()
         membership.say_gone(task, task.start_server(), report)

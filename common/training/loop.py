@@ -61,7 +61,7 @@ def _join(task, settings):
     Raises:
       UserError: if the code of this worker differs from that of worker 0, in an elastic run.
     """
-    waits_for_others = settings.pace != "own"
+    waits_for_others = settings.run.pace != "own"
     can_leave = task and task.shard_index > 0 and (settings.max_workers or not waits_for_others)
     leaver = Leaver(task, settings) if can_leave else None
     interruption = Interruption(leaver, waits_for_others)
@@ -70,9 +70,9 @@ def _join(task, settings):
     server = task.create_server() if task else None  # first, as the other tasks try to connect
     if leaver:
         leaver.server.set()
-    if settings.max_workers and settings.code and not interruption.leaves:
+    if settings.max_workers and settings.run.code and not interruption.leaves:
         doing("comparing its code with that of worker 0", whom=nobody)
-        if not membership.has_code_of_chief(task, server, settings.code):
+        if not membership.has_code_of_chief(task, server, settings.run.code):
             raise UserError(
                 "the code in common/ or of the scheme differs from that of worker 0: join with the code of the run"
             )

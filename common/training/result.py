@@ -78,7 +78,7 @@ def summarize(settings, task, reports, global_step, samples=None, dropped=None, 
         dropped = number, number * size.samples_per_gradient
     samples = columns["samples"].sum() if samples is None else samples + dropped[1]
     return {
-        "scheme": settings.scheme,
+        "scheme": settings.run.scheme,
         "num_ps": task.num_ps if task else 0,
         "num_workers": len(reports),
         "data": settings.data,
@@ -94,7 +94,7 @@ def summarize(settings, task, reports, global_step, samples=None, dropped=None, 
         ],
         "worker_seconds": float(columns["seconds"].sum()) if "seconds" in columns else None,
         "train_seconds": train_seconds,
-        "wall_seconds": time.monotonic() - settings.began,
+        "wall_seconds": time.monotonic() - settings.run.began,
         "samples_per_second": samples_per_second,
         **(shares_of_parts(seconds) if told else {}),
         "staleness_mean": staleness,

@@ -42,7 +42,7 @@ def check(settings, dataset, scheme=None):
     compression = compression_of(settings)
     if scheme:
         tables.check_flags(settings, model.tables)
-    if model.tables and settings.num_evaluators:
+    if model.tables and settings.run.num_evaluators:
         raise UserError("--num_evaluators: an evaluator needs the whole model, but its tables (common.Embedding) are on the ps")
     sets = [dataset.train, dataset.test, *([held_out.test] if held_out and not is_stream else [])]
     tables.check_data(model, [x for x, *_ in sets], is_stream)
@@ -60,7 +60,7 @@ def check(settings, dataset, scheme=None):
                 batches,
                 num_workers=settings.max_workers or settings.num_workers,
                 samples_of_each=[None] if never_ends else None,
-                begin_workers=settings.begin_workers if settings.max_workers else None,
+                begin_workers=settings.run.begin_workers if settings.max_workers else None,
             )
             build_steps(scheme, center, local, hyperparameters(settings, center, local))
             of_update = size_of(center, local, settings.batch_size).samples_per_update

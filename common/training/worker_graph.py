@@ -43,7 +43,7 @@ class WorkerGraph:
         self._task, self._settings, self._model, self._dataset, self._held_out = task, settings, model, dataset, held_out
         self._index: int = task.shard_index if task else 0
         self._num_workers: int = task.num_workers if task else 1
-        self._begin_workers = settings.begin_workers if settings.max_workers else self._num_workers
+        self._begin_workers = settings.run.begin_workers if settings.max_workers else self._num_workers
         self._schedule, self._compression = schedule_of(settings), compression_of(settings)
         self._center = center = GlobalParameters(
             model.initial_parameters,
@@ -158,7 +158,7 @@ class WorkerGraph:
         final = parameters, local.state_at(parameters)
         copies = [there.assign(here, read_value=False) for there, here in zip(self._kept, final[1], strict=True)]
         results = evaluation_of(model, final, dataset, local.init_feed_dict, center.find)
-        if self._held_out and not self._settings.num_evaluators:
+        if self._held_out and not self._settings.run.num_evaluators:
             with tf.variable_scope("validation"):
                 found = evaluation_of(model, final, self._held_out, local.init_feed_dict, center.find)
             results |= {f"validation_{name}": value for name, value in found.items()}
@@ -196,7 +196,7 @@ class WorkerGraph:
             more |= self._of_tables(outcome.rows)
         more |= {"given_up": outcome.given_up} if outcome.given_up else {}
         more |= {"delays": settings.delays or [], "rounds_per_call": self.calls.rounds_per_call}
-        more["flags_of_scheme"] = {name: _as_json(value) for name, value in settings.of_scheme.items()}
+        more["flags_of_scheme"] = {name: _as_json(getattr(settings, name)) for name in settings.run.own_flags}
         write_result(settings, self._task, outcome.reports, *outcome.evaluated, size=self.calls.size, **more)
 
     def _of_tables(self, rows):

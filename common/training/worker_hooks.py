@@ -47,14 +47,14 @@ class WorkerHooks:
             plan.keeper.clock.waits = bool(plan.waits)
         self._kept = functools.partial(run_folder.read_left, settings.run_dir, task.num_workers if task else 1, REPORT_SIZE)
         elastic = task and settings.max_workers
-        self._begin_workers = settings.begin_workers if elastic else task and task.num_workers
+        self._begin_workers = settings.run.begin_workers if elastic else task and task.num_workers
         self.rendezvous = self._rendezvous()
         self.meeting = self._meeting()
         self.metrics, self.evaluation, self.early_stopping = self._metrics(), self._evaluation(), self._early_stopping()
         lease = LeaseHook(plan.lease) if plan.lease is not None else None  # the chief's before the start of the others
         gives_up = task and not os.environ.get("LAUNCHER_KEY")  # a launcher restarts dead tasks
         giving_up = GiveUpHook(task, server, settings, plan.step, self.rendezvous) if gives_up else None
-        evaluation = None if settings.num_evaluators else self.evaluation
+        evaluation = None if settings.run.num_evaluators else self.evaluation
         every = [interruption, self.meeting, self.metrics, evaluation, self.early_stopping, lease, self._start(), giving_up]
         self.all = [hook for hook in every if hook]
 
@@ -80,13 +80,13 @@ class WorkerHooks:
 
     def _early_stopping(self):
         settings, index = self._settings, self.index
-        if not (settings.num_evaluators or settings.patience or settings.callback):
+        if not (settings.run.num_evaluators or settings.patience or settings.callback):
             return None
         stop = Path(settings.run_dir, STOP)
         if index == 0:
             for name in STOP, ENDED:  # stale files of a resumed run
                 Path(settings.run_dir, name).unlink(missing_ok=True)
-            if settings.patience and not settings.num_evaluators:
+            if settings.patience and not settings.run.num_evaluators:
                 self.log.listeners.append(Patience(settings.patience, stop.touch))
             if settings.callback:
                 function = user_function("--callback", settings.callback)
