@@ -1,4 +1,7 @@
-"""The packages of common/: imports go down the table in CONTRIBUTING.md, through front doors; each module says its job."""
+"""The packages of common/: imports go down the table in CONTRIBUTING.md, through front doors; each module says its job.
+
+Also the version, which three files have.
+"""
 
 import ast
 import graphlib
@@ -143,3 +146,9 @@ def test_no_function_has_the_name_of_a_module_beside_it(package):
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and str(node.module).count(".") == 2:
             assert not {alias.name for alias in node.names} & set(table()[package])
+
+
+def test_the_version_is_that_of_the_newest_release():
+    version, date = re.findall(r"^## (\d+\.\d+\.\d+) \((\d{4}-\d\d-\d\d)\)$", (ROOT / "CHANGELOG.md").read_text(), re.M)[0]
+    assert f'\nversion = "{version}"\n' in (ROOT / "pyproject.toml").read_text()
+    assert f"\nversion: {version}\ndate-released: {date}\n" in (ROOT / "CITATION.cff").read_text()
