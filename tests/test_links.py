@@ -66,5 +66,5 @@ def test_the_flags_of_the_guide_are_those_of_the_programs():
     script = module_of_book("flags")
     assert script.written(script.PAGE.read_text()) == script.PAGE.read_text()
     assert "## This program" not in script.PAGE.read_text()
-    grouped = [name for group in flags.GROUPS.values() for name in group]
+    grouped = [flag.name for group in flags.GROUPS.values() for flag in group]
     assert len(grouped) == len(set(grouped))

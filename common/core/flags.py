@@ -3,6 +3,7 @@
 import difflib
 import errno
 import functools
+import itertools
 import json
 import os
 import re
@@ -18,8 +19,6 @@ FLOAT32, LEAST_FLOAT32 = (2 - 2**-23) * 2.0**127, 2.0**-149  # the largest and t
 ABSL_READS = {"flagfile", "undefok"}  # flags that absl reads before all others, defined or not
 SECONDS = threading.TIMEOUT_MAX  # the longest wait that 64 bits of nanoseconds can count, 292 years
 ROOM = 1_000_000  # default capacity, in rows, of a table without a fixed size
-TABLE_OPTIMIZERS = ("scheme", "sgd", "adagrad", "rowwise_adagrad")  # see common.scheme.hyperparameters
-LOCAL_OPTIMIZERS = ("sgd", "momentum", "adagrad", "adam")  # see LocalParameters.optimizer
 
 SCHEDULES = ("cosine", "linear")
 COMPRESSIONS = ("none", "bf16", "int8", "int4", "sign", "topk")  # see common.scheme.pack
@@ -41,27 +40,6 @@ KNOWN = {
     "callback": (None,),
     "compress": ("none",),  # otherwise the scheme's messages have to be checked
     **dict.fromkeys(TRANSFORMER, (None,)),
-}
-
-
-# The order in --help and book/guide/flags.md; any other flag is a script's own
-GROUPS = {
-    "Cluster": (
-        *("num_ps", "num_workers", "max_workers", "gpus", "start_secs", "warm_start_steps", "delays"),
-        *("isolation", "require_isolation"),
-    ),
-    "Length of the run": ("epochs", "steps", "seconds", "patience"),
-    "Data": ("data", "test_data", "label", "parse", "validation"),
-    "Model": ("model", "layers", "width", "heads", "loss"),
-    "Training": (
-        *("batch_size", "window", "learning_rate", "learning_rate_schedule", "warmup_steps", "weight_decay", "clip_norm"),
-        *("local_optimizer", "local_learning_rate", "local_momentum", "seed"),
-    ),
-    "Messages": ("compress", "topk", "compress_pull", "rounds_per_call"),
-    "Tables on the ps": ("table_optimizer", "table_learning_rate", "max_rows", "save_tables"),
-    "Files and evaluation": ("run_dir", "evaluation_secs", "callback"),
-    "Faults": ("resume", "checkpoint_secs", "max_restarts", "hang_secs"),
-    "Tasks started by hand": ("launch", "job_name", "task_index", "ps_hosts", "worker_hosts", "give_up_secs"),
 }
 
 
@@ -165,26 +143,23 @@ class _Number(absl.ArgumentParser):
             value = self.convert(argument)
         except (TypeError, ValueError):
             raise UserError(f"--{self.name} must be {self.syntactic_help}, not {argument!r}") from None
-        if self.least is not None and not value >= self.least:
-            raise UserError(f"--{self.name} must be at least {self.least}, not {argument}")
-        if self.above is not None and not value > self.above:
-            raise UserError(f"--{self.name} must be greater than {self.above}, not {argument}")
-        if self.finite and value in (float("inf"), float("-inf")):
-            raise UserError(f"--{self.name} must be finite, not {argument}")
-        if self.finite and self.most is not None and not value <= self.most:
-            most = f"{self.most:g}" if isinstance(self.most, float) else self.most
-            raise UserError(f"--{self.name} must be at most {most}, not {argument}")
-        if self.below is not None and not value < self.below:
-            raise UserError(f"--{self.name} must be less than {self.below}, not {argument}")
-        if 0 < abs(value) < LEAST_FLOAT32:
-            raise UserError(f"--{self.name} must be at least {LEAST_FLOAT32:g}, or it is 0 as a float32, not {argument}")
+        most = f"{self.most:g}" if isinstance(self.most, float) else self.most
+        bounds = {
+            f"at least {self.least}": self.least is None or value >= self.least,
+            f"greater than {self.above}": self.above is None or value > self.above,
+            "finite": not self.finite or value not in (float("inf"), float("-inf")),
+            f"at most {most}": not self.finite or value <= self.most,
+            f"less than {self.below}": self.below is None or value < self.below,
+            f"at least {LEAST_FLOAT32:g}, or it is 0 as a float32": not 0 < abs(value) < LEAST_FLOAT32,
+        }
+        for bound, holds in bounds.items():
+            if not holds:
+                raise UserError(f"--{self.name} must be {bound}, not {argument}")
         return value
 
 
 class _Numbers(absl.ArgumentParser):
     """Numbers within bounds, separated by commas."""
-
-    syntactic_help = "numbers, separated by commas"
 
     def __init__(self, number):
         super().__init__()
@@ -198,11 +173,13 @@ class Flag(NamedTuple):
     """The definition of a flag; it can be pickled, unlike absl's."""
 
     name: str
-    make: Any  # function that returns the `absl.flags.Flag` for a command line
+    default: Any
+    help: str
+    make: Any  # function of default and help that returns the `absl.flags.Flag` for a command line
 
 
 def _flag(parser, serializer, name, default, help):
-    return Flag(name, functools.partial(absl.Flag, parser, serializer, name, default, help))
+    return Flag(name, default, help, functools.partial(absl.Flag, parser, serializer, name))
 
 
 def integer(name, default, help, least=None, most=INT64):
@@ -223,7 +200,7 @@ def numbers(name, default, help, least=None, above=None, most=FLOAT32):
 
 def boolean(name, default, help):
     """Returns a flag that is on or off: `--name` or `--noname`."""
-    return Flag(name, functools.partial(absl.BooleanFlag, name, default, help))
+    return Flag(name, default, help, functools.partial(absl.BooleanFlag, name))
 
 
 def string(name, default, help):
@@ -238,7 +215,7 @@ def strings(name, default, help):
 
 def choice(name, default, options, help):
     """Returns a flag for one of the strings `options`."""
-    return Flag(name, functools.partial(absl.EnumFlag, name, default, help, options))
+    return Flag(name, default, help, functools.partial(absl.EnumFlag, name, enum_values=options))
 
 
 class alias(NamedTuple):  # noqa: N801  (used as the functions beside it)
@@ -256,34 +233,17 @@ def overlap():
 
 def adamw():
     """Returns the flags of a worker's AdamW in DiLoCo and its relatives."""
-    return (
-        number("weight_decay", 0.1, "λ of AdamW", least=0),
-        number("local_learning_rate", 0.002, "η' of AdamW", above=0),
-    )
-
-
-def gpus():
-    """Returns the flag that `common.core.with_gpus` reads."""
-    text = "all, or numbers such as 0,2: one GPU per worker (default of --num_workers: one worker per GPU)"
-    return string("gpus", None, text)
-
-
-def isolation():
-    """Returns the flags that `common.launch.fork_server` reads."""
-    text = "run the tasks in a network of their own where the system allows it, see SECURITY.md (off: --noisolation)"
-    need = "fail if the tasks cannot have a network of their own"
-    return boolean("isolation", True, text), boolean("require_isolation", False, need)
+    return number("weight_decay", 0.1, "λ of AdamW", least=0), number("local_learning_rate", 0.002, "η' of AdamW", above=0)
 
 
 def table(*flags):
     """Returns the `absl.flags.FlagValues` that hold these flags, and --help; they read one command line."""
     values = absl.FlagValues()
-    for flag in (*flags, boolean("help", False, "show this help")):
-        if not isinstance(flag, alias):
-            values[flag.name] = flag.make()
-    for flag in flags:
+    for flag in sorted((*flags, boolean("help", False, "show this help")), key=lambda flag: isinstance(flag, alias)):
         if isinstance(flag, alias):
             _add_alias(values, *flag)
+        else:
+            values[flag.name] = flag.make(flag.default, flag.help)
     return values
 
 
@@ -302,110 +262,150 @@ def _add_alias(values, name, original):
     alias.parse = parse
 
 
-def of_every_scheme(defaults):
-    """Yields the flags of every scheme. `defaults` are a scheme's own, by flag name.
+def gpus():
+    """Returns the flag that `common.core.with_gpus` reads."""
+    text = "all, or numbers such as 0,2: one GPU per worker (default of --num_workers: one worker per GPU)"
+    return string("gpus", None, text)
 
-    Flags of the local optimizer are among them only if a scheme gives a default for `local_optimizer`.
-    """
 
-    def own(name, default=None):
-        return defaults.get(name, default)
+def isolation():
+    """Returns the flags that `common.launch.fork_server` reads."""
+    text = "run the tasks in a network of their own where the system allows it, see SECURITY.md (off: --noisolation)"
+    need = "fail if the tasks cannot have a network of their own"
+    return boolean("isolation", True, text), boolean("require_isolation", False, need)
 
-    yield integer("num_ps", own("num_ps", 1), "parameter servers to start", least=1)
-    yield integer("num_workers", own("num_workers", 2), "workers to start", least=1)
+
+def _of_cluster_and_input():
+    """Yields flags of every scheme; a title comes before each group."""
+    yield "Cluster"
+    yield integer("num_ps", 1, "parameter servers to start", least=1)
+    yield integer("num_workers", 2, "workers to start", least=1)
     text = "places for workers, which may join (common/join.sh) and leave (common/leave.sh) during training"
     yield integer("max_workers", None, text, least=1, most=MOST_PLACES)
     yield gpus()
+    text = "seconds for which workers that are ready wait for the others before the first update"
+    yield number("start_secs", 60, text, least=0, most=SECONDS)
+    text = "global updates that worker 0 makes before the others begin (asynchronous schemes)"
+    yield integer("warm_start_steps", 0, text, least=0)
+    text = "extra milliseconds of each worker's local training, as 0,0,50, to see the effect of a straggler"
+    yield numbers("delays", None, text, least=0, most=1000 * SECONDS)
+    yield from isolation()
+    yield "Length of the run"
     # At most 2**32, so that the samples of all epochs over a set of 2³¹ still fit in 64 bits.
-    yield number("epochs", own("epochs"), "passes over the training set, all workers together", above=0, most=2**32)
+    yield number("epochs", None, "passes over the training set, all workers together", above=0, most=2**32)
     text = "stop at this many global updates; an asynchronous worker finishes the call that it is in (default: from --epochs)"
     yield integer("steps", None, text, least=1)
     text = "stop after this many seconds of training, without outages of a ps and preparation of graphs"
     yield number("seconds", None, text, above=0, most=SECONDS)
+    yield integer("patience", None, "evaluations without a smaller validation loss after which training ends", least=1)
+    yield "Data"
     names = "digits, linear, mnist, mnist1d, quadratic, text"
     text = f"{names}; files, as 'DIR/*.csv', '*.parquet', '*.tfrecord'; or FILE.py:FUNCTION, which runs with your rights"
-    yield string("data", own("data", "digits"), text)
+    yield string("data", "digits", text)
     yield string("test_data", None, "files of the test set, for --data=FILES (default: every tenth record of these)")
     text = "label column of CSV and Parquet files (default: the last one called label, target or y, or else the last)"
     yield string("label", None, text)
     yield string("parse", None, "FILE.py:FUNCTION that parses a TFRecord, a scalar string tensor, into (x, y)")
+    text = "share of the training set that is held out; its loss and metrics are reported as validation_..."
+    yield number("validation", None, text, above=0, below=1)
+    yield "Model"
     names = "linear, dense (no bias), mlp, cnn (images), cnn1d (series), transformer (sequences of whole numbers)"
-    text = f"{names}; or FILE.py:FUNCTION"
-    yield string("model", own("model", "mlp"), text)
+    yield string("model", "mlp", f"{names}; or FILE.py:FUNCTION")
     for name, most, text in (
         ("layers", 1000, "blocks of --model=transformer"),  # each adds some 400 operations to the graph
         ("width", INT32, "embedding width of --model=transformer, a multiple of --heads"),
         ("heads", INT32, "attention heads of --model=transformer"),
     ):
-        yield integer(name, own(name), f"{text} (default: {TRANSFORMER[name]})", least=1, most=most)
-    text = "loss of a model that has none, by its name in Keras, such as huber (default: by the labels)"
-    yield string("loss", None, text)
-    yield integer("batch_size", own("batch_size"), "samples per step and worker", least=1)
-    yield number("learning_rate", own("learning_rate"), "step size", above=0)
+        yield integer(name, None, f"{text} (default: {TRANSFORMER[name]})", least=1, most=most)
+    yield string("loss", None, "loss of a model that has none, by its name in Keras, such as huber (default: by the labels)")
+
+
+def _of_training():
+    """Yields the next groups."""
+    yield "Training"
+    yield integer("batch_size", None, "samples per step and worker", least=1)
+    # At most INT32, as a loop in the graph counts the steps in 32 bits.
+    yield integer("window", 1, "local steps between two exchanges with the ps", least=1, most=INT32)
+    yield number("learning_rate", None, "step size", above=0)
     text = "learning rate as a function of the global step: cosine, linear, or FILE.py:FUNCTION (default: constant)"
     yield string("learning_rate_schedule", None, text)
     yield integer("warmup_steps", 0, "global updates during which the learning rate grows to its full size", least=0)
-    text = "λ of decoupled weight decay, as in AdamW, applied by the scheme's optimizer"
-    yield number("weight_decay", 0, text, least=0)
+    yield number("weight_decay", 0, "λ of decoupled weight decay, as in AdamW, applied by the scheme's optimizer", least=0)
     text = "maximum norm of a local gradient (Keras's global_clipnorm); longer ones are scaled"
     yield number("clip_norm", None, text, above=0)
-    # At most INT32, as a loop in the graph counts the steps in 32 bits.
-    yield integer("window", own("window", 1), "local steps between two exchanges with the ps", least=1, most=INT32)
-    text = "compression of the vectors that a worker sends to the ps"
-    yield choice("compress", own("compress", "none"), COMPRESSIONS, text)
-    yield number("topk", own("topk"), "share of the values that --compress=topk sends (default: 0.01)", above=0, most=1.0)
-    text = "compression of the parameters that the ps send to a worker for its training"
-    yield choice("compress_pull", own("compress_pull", "none"), PULL_COMPRESSIONS, text)
-    if "local_optimizer" in defaults:
-        text = "optimizer of a worker's local steps; its slots stay on the worker"
-        yield choice("local_optimizer", own("local_optimizer"), LOCAL_OPTIMIZERS, text)
-        otherwise = "" if own("local_learning_rate") else " (default: --learning_rate)"
-        yield number("local_learning_rate", own("local_learning_rate"), f"step size of --local_optimizer{otherwise}", above=0)
-        yield number("local_momentum", 0.9, "momentum of --local_optimizer=momentum", least=0, below=1)
-    text = "share of the training set that is held out; its loss and metrics are reported as validation_..."
-    yield number("validation", own("validation"), text, above=0, below=1)
-    text = "evaluations without a smaller validation loss after which training ends"
-    yield integer("patience", own("patience"), text, least=1)
-    text = "FILE.py:FUNCTION, called by the chief with the global step and the numbers of each line of metrics or evaluation"
-    yield string("callback", None, text)
-    text = "seconds for which workers that are ready wait for the others before the first update"
-    yield number("start_secs", own("start_secs", 60), text, least=0, most=SECONDS)
-    text = "global updates that worker 0 makes before the others begin (asynchronous schemes)"
-    yield integer("warm_start_steps", 0, text, least=0)
-    text = "extra milliseconds of each worker's local training, as 0,0,50, to see the effect of a straggler"
-    yield numbers("delays", None, text, least=0, most=1000 * SECONDS)
-    text = "maximum number of rounds in one session call (default: by model and length of the run)"
-    # A round takes at least 18 kB of the graph (HogWild), whose limit is 2 GB.
-    yield integer("rounds_per_call", own("rounds_per_call"), text, least=1, most=100_000)
+    text = "optimizer of a worker's local steps; its slots stay on the worker"
+    yield choice("local_optimizer", None, ("sgd", "momentum", "adagrad", "adam"), text)
+    yield number("local_learning_rate", None, "step size of --local_optimizer (default: --learning_rate)", above=0)
+    yield number("local_momentum", 0.9, "momentum of --local_optimizer=momentum", least=0, below=1)
     # At most 2**31, as Keras takes 32 bits and each worker adds its index.
-    yield integer("seed", own("seed", 0), "seed of initial values and of the order of samples", least=0, most=2**31)
-    yield string("run_dir", None, "folder of all files of the run (default: runs/SCHEME/TIME)")
-    text = "write model.keras for a model with tables on the ps (common.Embedding), with the whole tables"
-    yield choice("save_tables", "yes", ["yes", "no"], text)
+    yield integer("seed", 0, "seed of initial values and of the order of samples", least=0, most=2**31)
+    yield "Messages"
+    yield choice("compress", "none", COMPRESSIONS, "compression of the vectors that a worker sends to the ps")
+    yield number("topk", None, "share of the values that --compress=topk sends (default: 0.01)", above=0, most=1.0)
+    text = "compression of the parameters that the ps send to a worker for its training"
+    yield choice("compress_pull", "none", PULL_COMPRESSIONS, text)
+    # A round takes at least 18 kB of the graph (HogWild), whose limit is 2 GB.
+    text = "maximum number of rounds in one session call (default: by model and length of the run)"
+    yield integer("rounds_per_call", None, text, least=1, most=100_000)
+    yield "Tables on the ps"
     text = "optimizer of the rows of tables on the ps (common.Embedding); scheme: the scheme's own"
-    yield choice("table_optimizer", "scheme", TABLE_OPTIMIZERS, text)
+    yield choice("table_optimizer", "scheme", ("scheme", "sgd", "adagrad", "rowwise_adagrad"), text)
     yield number("table_learning_rate", None, "step size of --table_optimizer (default: --learning_rate)", above=0)
     text = "capacity in rows, over all ps, of each table without a fixed size (common.Embedding(None, width))"
     yield integer("max_rows", ROOM, text, least=1, most=2**31 - 1)
-    text = "continue from the newest checkpoint in --run_dir, on any number of ps and workers"
-    yield boolean("resume", False, text)
-    text = "seconds between checkpoints: the death of a ps costs at most this much training, and one call"
-    yield number("checkpoint_secs", own("checkpoint_secs", 5), text, above=0, most=SECONDS)
+    text = "write model.keras for a model with tables on the ps (common.Embedding), with the whole tables"
+    yield choice("save_tables", "yes", ("yes", "no"), text)
+
+
+def _of_the_run():
+    """Yields the last groups."""
+    yield "Files and evaluation"
+    yield string("run_dir", None, "folder of all files of the run (default: runs/SCHEME/TIME)")
     text = "seconds between evaluations on the test set during training; more if an evaluation takes long"
     yield number("evaluation_secs", 1, text, above=0, most=SECONDS)
+    text = "FILE.py:FUNCTION, called by the chief with the global step and the numbers of each line of metrics or evaluation"
+    yield string("callback", None, text)
+    yield "Faults"
+    yield boolean("resume", False, "continue from the newest checkpoint in --run_dir, on any number of ps and workers")
+    text = "seconds between checkpoints: the death of a ps costs at most this much training, and one call"
+    yield number("checkpoint_secs", 5, text, above=0, most=SECONDS)
     text = "maximum number of restarts of a task within an hour: the first at once, later ones after a pause that grows to 30 s"
     yield integer("max_restarts", 3, text, least=0)
     text = "seconds without progress after which a task is killed and restarted; also the limit for checking --data and --model"
     yield number("hang_secs", 60, text, least=2, most=SECONDS)
-    text = "seconds to wait for a task that cannot be reached; then the chief finishes without it, or training fails"
-    yield number("give_up_secs", 600, text, least=1, most=SECONDS)
-    yield from isolation()
+    yield "Tasks started by hand"
     yield boolean("launch", False, "start --num_ps and --num_workers processes on this machine, as run.sh does")
-    yield boolean("check", False, "check the flags, the data and the model, without training")
-    yield choice("job_name", None, ["ps", "worker"], "the job of this task, when started by hand")
+    yield choice("job_name", None, ("ps", "worker"), "the job of this task, when started by hand")
     yield integer("task_index", None, "the index of this task in its job", least=0)
     yield strings("ps_hosts", None, "host:port of each ps, separated by commas")
     yield strings("worker_hosts", None, "host:port of each worker, separated by commas")
+    text = "seconds to wait for a task that cannot be reached; then the chief finishes without it, or training fails"
+    yield number("give_up_secs", 600, text, least=1, most=SECONDS)
+
+
+# {title: flags}, in the order of --help and book/guide/flags.md; any other flag is a script's own
+GROUPS: dict[str, list[Flag]] = {}
+for _each in (*_of_cluster_and_input(), *_of_training(), *_of_the_run()):
+    if isinstance(_each, str):
+        GROUPS[_each] = _group = []
+    else:
+        _group.append(_each)
+
+CHECK = boolean("check", False, "check the flags, the data and the model, without training")  # set by the launcher
+LOCAL = ("local_optimizer", "local_learning_rate", "local_momentum")
+
+
+def of_every_scheme(defaults):
+    """Yields the flags of every scheme. `defaults` are a scheme's own, by flag name.
+
+    Flags of the local optimizer are among them only if a scheme gives a default for `local_optimizer`.
+    """
+    for flag in (*itertools.chain(*GROUPS.values()), CHECK):
+        if flag.name in LOCAL and "local_optimizer" not in defaults:
+            continue
+        if defaults.get(flag.name) is not None:
+            flag = flag._replace(default=defaults[flag.name], help=re.sub(r" \(default: [^)]*\)$", "", flag.help))
+        yield flag
 
 
 def parse(values, arguments, program, without=()):
@@ -466,9 +466,7 @@ def _refuse_absls_own(values, arguments):
 
     `--flagfile` would add unchecked flags, and `--undefok` hide the misspelling of a flag.
     """
-    for argument in arguments:
-        if argument == "--":
-            return
+    for argument in itertools.takewhile(lambda argument: argument != "--", arguments):
         named = re.match(r"--?([^=]+)", argument)
         if named and named[1] in ABSL_READS:
             raise _unknown(values, named[1])
@@ -482,9 +480,9 @@ def present(values, *names):
 def in_groups(values, without=()):
     """Yields (title, names) of the groups of flags that a user may give, the script's own first."""
     names = set(values) - {"check", "help", *without}
-    common = {name for group in GROUPS.values() for name in group}
-    yield "This program", sorted(names - common)
-    for title, group in GROUPS.items():
+    groups = {title: [flag.name for flag in group] for title, group in GROUPS.items()}
+    yield "This program", sorted(names.difference(*groups.values()))
+    for title, group in groups.items():
         yield title, [name for name in group if name in names]
 
 
