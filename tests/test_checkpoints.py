@@ -553,7 +553,7 @@ def test_a_worker_that_may_not_save_looks_how_old_the_newest_is(chief, tmp_path,
     monkeypatch.setattr(keeper, "LATE_SECS", 0.2)
     chief.begin()
     said: queue.Queue = queue.Queue()
-    monkeypatch.setattr(keeper, "say", said.put)
+    monkeypatch.setattr(keeper, "tell_and_log", said.put)
     joined = other.join()
     other.keeper.after_create_session(joined, None)
     line = said.get(timeout=SECONDS)

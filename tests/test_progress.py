@@ -167,7 +167,8 @@ def test_summary_says_how_many_lines_were_skipped(write, tmp_path, capsys, statu
 def test_picture_that_cannot_be_drawn_is_a_warning(write, tmp_path, capsys, monkeypatch):
     """The result is there before, the picture of an earlier part goes, and the launcher is told, too."""
     said: list[str] = []
-    monkeypatch.setattr(plots, "say", said.append)
+    monkeypatch.setenv("LAUNCHER_LOG", "log")
+    monkeypatch.setattr(task_status, "tell", said.append)
     write(0, a_line(1))
     (tmp_path / "curve.png").touch()
 

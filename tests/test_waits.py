@@ -17,8 +17,9 @@ HOSTS = {"ps": ["127.0.0.1:1"], "worker": ["host:1", "host:2"]}
 @pytest.fixture
 def waiting(monkeypatch):
     """The waits of a worker 0, a list of what it says, and a clock."""
-    wait, said, clock = task_status._Wait(), list[str](), types.SimpleNamespace(now=100.0)
-    monkeypatch.setattr(task_status, "_wait", wait)
+    wait, said, clock = task_status._wait, list[str](), types.SimpleNamespace(now=100.0)
+    for name, value in vars(task_status._Wait()).items():
+        monkeypatch.setattr(wait, name, value)
     monkeypatch.setattr(task_status, "_progress", (0, "", False, None, 0.0, None))
     fake = types.SimpleNamespace(
         monotonic=lambda: clock.now, time=lambda: clock.now, localtime=lambda at: at, strftime=lambda _, at: f"{at:.0f}"
@@ -26,7 +27,7 @@ def waiting(monkeypatch):
     monkeypatch.setattr(task_status, "time", fake)
     monkeypatch.setattr(task_status, "tell", said.append)
     monkeypatch.setattr(task_status, "_why_unreachable", lambda address: "")
-    wait.is_looked_at = True
+    wait._is_looked_at = True
     task_status.say_waits_of("worker 0", HOSTS)
 
     def look():

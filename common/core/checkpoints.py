@@ -17,7 +17,7 @@ import numpy as np
 from common import tf
 from common.core.checkpoint_parts import TABLES, rows_in
 from common.core.flags import TrainingFailed, UserError, why_unwritable
-from common.core.task_status import say
+from common.core.task_status import tell_and_log
 
 KEPT = 5  # checkpoints in a folder; older ones are removed
 PATIENCE_SECS = 2.0
@@ -96,9 +96,7 @@ def newest_good_checkpoint(folder):
         problem = _damage(path)
         if problem is None:
             return path
-        line = f"the checkpoint {path} is damaged: {problem}; looking for an older one"
-        print(line, flush=True)
-        say(line)
+        tell_and_log(f"the checkpoint {path} is damaged: {problem}; looking for an older one")
     if problem:
         raise UserError(f"all checkpoints in {folder} are damaged, {Path(paths[0]).name}: {problem}; give another folder")
     return None

@@ -17,7 +17,7 @@ from common.core.checkpoint_parts import TABLES
 from common.core.checkpoints import NotFinite, name_and_slice, write_checkpoint, writing_into
 from common.core.flags import TrainingFailed
 from common.core.locks import Lock
-from common.core.task_status import say
+from common.core.task_status import tell_and_log
 from common.core.training_clock import TrainingClock
 
 DROPPED = "gradients_dropped"
@@ -280,9 +280,8 @@ class Keeper(tf.train.SessionRunHook):
             self.export(np.concatenate([values[i] for i in self._parts]), state)
         except Exception as error:
             self.export = None
-            line = f"no model is written beside the checkpoints: {(str(error).splitlines() or [type(error).__name__])[0]}"
-            print(line, flush=True)
-            say(line)
+            why = (str(error).splitlines() or [type(error).__name__])[0]
+            tell_and_log(f"no model is written beside the checkpoints: {why}")
 
     def after_create_session(self, session, coord):
         """Starts the thread, and ends the one of an earlier session."""
@@ -333,9 +332,7 @@ class Keeper(tf.train.SessionRunHook):
         age = time.monotonic() - self._known[1]
         if saved and told != saved and age > max(LATE * self._every_secs, LATE_SECS):
             session.run(self._note_told, {self._time: saved})
-            line = f"no checkpoint has been saved for {age:.0f} s, with --checkpoint_secs={self._every_secs:g}"
-            print(line, flush=True)
-            say(line)
+            tell_and_log(f"no checkpoint has been saved for {age:.0f} s, with --checkpoint_secs={self._every_secs:g}")
 
     def before_run(self, run_context):
         """The worker trains: the clock runs."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from common.core import progress
-from common.core.task_status import say
+from common.core.task_status import tell_and_log
 
 
 def read_metrics(run_dir):
@@ -23,9 +23,8 @@ def draw_curve(run_dir):
         with contextlib.suppress(OSError):
             Path(run_dir, "curve.png").unlink(missing_ok=True)  # an outdated one of the resumed run
         why = " ".join(str(error).split()) or "no reason given"
-        line = f"no picture: {Path(run_dir, 'curve.png')} could not be drawn: {type(error).__name__}: {why[:200]}"
-        print(line, flush=True)
-        say(line)
+        what = f"no picture: {Path(run_dir, 'curve.png')} could not be drawn"
+        tell_and_log(f"{what}: {type(error).__name__}: {why[:200]}")
 
 
 def curve(run_dir):

@@ -50,28 +50,23 @@ def parsed(lines, needed=()):
       needed: keys that each line must have.
     """
     found = []
-    for line in lines:
+    for each in lines:
         with contextlib.suppress(ValueError, RecursionError):  # RecursionError: deeply nested brackets
-            found.append(json.loads(line.decode("ascii")))
-    return [
-        line for line in found if isinstance(line, dict) and all(line.get(key) is not None for key in needed) and _fits(line)
-    ]
+            line = json.loads(each.decode("ascii"))
+            if isinstance(line, dict) and all(line.get(key) is not None for key in needed) and _fits(line):
+                found.append(line)
+    return found
 
 
 def _fits(line):
     """Whether each value has the type and range of its key, so that it can be compared, shown and drawn."""
-    for key, kind in _KINDS.items():
-        value = line.get(key)
-        if value is not None and not isinstance(value, kind):
-            return False
-    if not all(isinstance(share, _NUMBER) and 0 <= share <= 1 for share in (line.get("parts") or {}).values()):
-        return False
     for key, value in line.items():
-        if key.startswith(_MEASURED) and not isinstance(value, (*_NUMBER, type(None))):
+        kind = _KINDS.get(key, _NUMBER if key.startswith(_MEASURED) else object)
+        if value is not None and not isinstance(value, kind):
             return False
         if isinstance(value, _NUMBER) and not abs(value) < 1e300:  # "not" also catches NaN
             return False
-    return True
+    return all(isinstance(share, _NUMBER) and 0 <= share <= 1 for share in (line.get("parts") or {}).values())
 
 
 _MEASURED = "test_", "validation_"  # prefixes of metric names
@@ -151,22 +146,11 @@ class Progress:
     def together(self):
         """Figures of all workers together, under the same keys; unknown ones are missing."""
         newest = [n for n in self.newest.values() if n]
-        total = {}
-        combine: Any
-        for key, combine in (
-            ("global_step", max),
-            ("last_step", max),
-            ("samples_per_second", sum),
-            ("loss", _mean),
-            ("staleness_mean", _mean),
-            ("train_seconds", max),
-            ("evaluated", max),
-            *[(key, max) for _, key, _ in measures(newest)],  # only one task reports them
-        ):
-            values = [n[key] for n in newest if n.get(key) is not None]
-            if values:
-                total[key] = combine(values)
-        return total
+        measured = [key for _, key, _ in measures(newest)]  # only one task reports them
+        combine: dict[str, Any] = dict.fromkeys(("global_step", "last_step", "train_seconds", "evaluated", *measured), max)
+        combine |= {"samples_per_second": sum, "loss": _mean, "staleness_mean": _mean}
+        known = {key: [n[key] for n in newest if n.get(key) is not None] for key in combine}
+        return {key: combine[key](values) for key, values in known.items() if values}
 
     def parts(self):
         """The parts' shares of a round's time, averaged over the workers, as text; empty if unknown."""
@@ -179,9 +163,10 @@ class Progress:
         return next((n["unit"] for n in self.newest.values() if n.get("unit")), "")
 
     def _columns(self):
+        """(name, key, format) of each figure; the step of the evaluation comes after its metrics."""
         speed, loss, staleness = _COLUMNS
         found = measures(self.newest.values()) or [("test loss", "test_loss", ".4f")]
-        return [speed, loss, *found, staleness]
+        return [speed, loss, *found, ("at step", "evaluated", ",d"), staleness]
 
     def line(self):
         """The figures of all workers together, in one line."""
@@ -189,13 +174,13 @@ class Progress:
         parts, left = [f"step {_steps(n)}"], self.left()
         if left is not None and self.share() < 1:
             parts.append(f"{as_time(left)} left")
-        columns = [column for column in self._columns() if column[1] in n]
-        evaluated = [key for _, key, _ in columns if key.startswith(_MEASURED)]
-        for name, key, form in columns:
-            text = _number(n, key, form)
-            parts.append(f"{name} {with_unit(text, {'unit': self.unit()}) if key == 'test_loss' else text}")
-            if evaluated and key == evaluated[-1] and n.get("evaluated") != n.get("global_step"):
-                parts[-1] += f" at step {_number(n, 'evaluated', ',d')}"
+        has_metric = any(key.startswith(_MEASURED) for key in n)
+        for name, key, form in self._columns():
+            if key == "evaluated" and has_metric and n.get(key) not in (None, n.get("global_step")):
+                parts[-1] += f" {name} {n[key]:{form}}"
+            elif key != "evaluated" and key in n:
+                text = _number(n, key, form)
+                parts.append(f"{name} {with_unit(text, {'unit': self.unit()}) if key == 'test_loss' else text}")
         return ", ".join([*parts, *filter(None, [self.parts()])])
 
     def table(self, doing=lambda worker: "starting"):
@@ -205,8 +190,6 @@ class Progress:
         table = Table(box=None, pad_edge=False, caption=self.parts() or None, caption_justify="left")
         columns = self._columns()
         unit = f", {self.unit()}" if self.unit() else ""
-        place = 1 + max((i for i, (_, key, _) in enumerate(columns) if key.startswith(_MEASURED)), default=0)
-        columns.insert(place, ("at step", "evaluated", ",d"))
         for name in ("", "step", *(f"{name}{unit if key == 'test_loss' else ''}" for name, key, _ in columns)):
             table.add_column(name, justify="right")
         rows = {i: n for i, n in self.newest.items() if n or i not in self._places}
@@ -424,60 +407,65 @@ def summary(settings, status):
         of_step = f", of step {step:,}" if step is not None else ""
         saved = ", and so is the model" if (run_dir / "model.keras").exists() else ""
         say(f"stopped; a checkpoint is saved{of_step}{saved}: --resume --run_dir={run_dir} goes on from there")
-    if status != 0:
-        return
-    result = json.loads((run_dir / "result.json").read_text())
+    if status == 0:
+        result = json.loads((run_dir / "result.json").read_text())
+        for line in (*_of_work(result, settings, lines), *_of_speed(result), *_of_best(run_dir)):
+            say(line)
+
+
+def _of_work(result, settings, lines):
+    """Yields lines of the summary about the work of each task."""
     count, what = (result["num_towers"], "tower") if "num_towers" in result else (result["num_workers"], "worker")
     workers = f"{count} {what}{'s' if count > 1 else ''}"
     tasks = f"{result['num_ps']} ps, {workers}" if result["num_ps"] else f"one process, {workers}"
-    if result["train_seconds"]:
-        speed = f"{result['train_seconds']:.1f} s of training, {result['samples_per_second']:,.0f} samples/s"
-    elif result["staleness_mean"] is not None:  # some worker has trained
-        speed = "no samples/s: too little training after the start of the last worker"
-    else:
-        speed = "nothing was left to do: --steps, --epochs or --seconds had been reached before"
-    measured = [f"{name} {result[key]:{form}}, " for name, key, form in measures([result]) if key != "test_loss"]
-    staleness = (
-        f"staleness {result['staleness_mean']:.2f} on average, {result['staleness_max']} at most, "
-        if result["staleness_mean"] is not None
-        else ""
-    )
     shares = result["samples_per_worker"]
     since = " since it began" if sum(shares) < result["samples"] else ""  # processes started later than the run
     each = f" ({min(shares):,} to {max(shares):,} of each worker{since})" if len(shares) > 1 else ""
-    say(f"{result['scheme']}, {tasks}: {result['global_steps']:,} updates, {result['samples']:,} samples{each}")
+    yield f"{result['scheme']}, {tasks}: {result['global_steps']:,} updates, {result['samples']:,} samples{each}"
     left = result.get("left") or []
     for gone in left:
-        say(f"worker {gone['worker']} has left after {gone['updates']:,} updates")
+        yield f"worker {gone['worker']} has left after {gone['updates']:,} updates"
     # A restarted worker may have trained on more samples before.
     restarts = result.get("restarts_of_workers", [])
     least = min((n for i, n in enumerate(shares) if not any(restarts[i : i + 1])), default=math.inf)
     if max(shares) > UNEQUAL * least and not settings.delays and not left:
-        say("some workers trained on far fewer samples, so the parameters mostly reflect the others' data: train for longer")
+        yield "some workers trained on far fewer samples, so the parameters mostly reflect the others' data: train for longer"
     reached = max((line["global_step"] for line in lines), default=0)
-    if reached > result["global_steps"]:
-        lost = reached - result["global_steps"]
-        say(f"step {reached:,} had been reached, but {lost:,} updates were lost with a ps and not all repeated")
-    say(f"{speed}; {result['wall_seconds']:.1f} s in all")
+    if lost := max(0, reached - result["global_steps"]):
+        yield f"step {reached:,} had been reached, but {lost:,} updates were lost with a ps and not all repeated"
+
+
+def _of_speed(result):
+    """Yields lines of the summary about the speed, the parts of a round, and the result."""
+    staleness = ""
+    if result["staleness_mean"] is not None:  # some worker has trained
+        staleness = f"staleness {result['staleness_mean']:.2f} on average, {result['staleness_max']} at most, "
+    if result["train_seconds"]:
+        speed = f"{result['train_seconds']:.1f} s of training, {result['samples_per_second']:,.0f} samples/s"
+    elif staleness:
+        speed = "no samples/s: too little training after the start of the last worker"
+    else:
+        speed = "nothing was left to do: --steps, --epochs or --seconds had been reached before"
+    yield f"{speed}; {result['wall_seconds']:.1f} s in all"
     if result.get("parts"):
-        say(f"a round takes {1000 * result['round_seconds']:.3g} ms: {parts_as_text(result['parts'])}")
+        yield f"a round takes {1000 * result['round_seconds']:.3g} ms: {parts_as_text(result['parts'])}"
     elif "parts" in result and result["train_seconds"] and "num_towers" not in result:
-        say("the parts of a round were not measured: too few rounds")
-    say(
-        f"{''.join(measured)}test loss {with_unit(_number(result, 'test_loss', '.4f'), result) or 'not finite'}; "
-        f"{staleness}{result['restarts']} restarts"
-    )
-    names = ["curve.png", "model.keras"]
-    best = run_dir / "best" / "evaluation.json"
+        yield "the parts of a round were not measured: too few rounds"
+    measured = "".join(f"{name} {result[key]:{form}}, " for name, key, form in measures([result]) if key != "test_loss")
+    loss = with_unit(_number(result, "test_loss", ".4f"), result) or "not finite"
+    yield f"{measured}test loss {loss}; {staleness}{result['restarts']} restarts"
+
+
+def _of_best(run_dir):
+    """Yields a line about the best checkpoint, if there is one, and the paths of the files for the user."""
+    names, best = ["curve.png", "model.keras"], run_dir / "best" / "evaluation.json"
     if best.exists():
+        names.append("best/model.keras")
         result = json.loads(best.read_text())
         of_test = [n for n in measures([result]) if n[1].startswith("test_") and n[1] != "test_loss"]
         accuracy = "".join(f"{name.removeprefix('test ')} {result[key]:{form}}, " for name, key, form in of_test)
-        say(
+        yield (
             f"best checkpoint, of step {result['global_step']:,} and validation loss {result['validation_loss']:.4f}: "
             f"test {accuracy}test loss {_number(result, 'test_loss', '.4f')}"
         )
-        names.append("best/model.keras")
-    for name in names:
-        if (run_dir / name).exists():  # a picture may be missing, as reported earlier
-            say(run_dir / name)
+    yield from (run_dir / name for name in names if (run_dir / name).exists())  # a picture may be missing, as reported earlier

@@ -98,14 +98,28 @@ class _Wait:
         self.said: Any = None
         self._lock, self._inquiry, self._next = threading.Lock(), None, 0.0
         self._name, self._hosts = "", {}
-        self.is_looked_at = False  # whether a thread calls `look`
+        self._is_looked_at = False  # whether a thread calls `look`
 
-    def of(self, name, hosts):
-        """Sets the name of this task, and the addresses of all: {"ps 0": "host:port"}."""
-        self._name, self._hosts = name, hosts
+    def say_waits_of(self, name, hosts):
+        """From now on reports the long waits of this task, named as "worker 0".
+
+        Args:
+          hosts: the addresses of all tasks, {job: list of host:port}.
+        """
+        self._name = name
+        self._hosts = {f"{job} {i}": host for job, of_job in hosts.items() for i, host in enumerate(of_job)}
+        if not self._is_looked_at:  # under a launcher, the heartbeat thread does it
+            self._is_looked_at = True
+            threading.Thread(target=self._look_often, daemon=True).start()
+
+    def _look_often(self):
+        while True:
+            self.look()
+            time.sleep(1)
 
     def look(self):
         """Starts an inquiry if one is due; returns at once. To be called about once a second, by one thread."""
+        self._is_looked_at = True
         number, _, _, _, began, whom = _progress
         now = time.monotonic()
         if whom is None or not self._hosts or now < max(began + WAIT_SECONDS, self._next):
@@ -128,7 +142,7 @@ class _Wait:
             if who:
                 since = time.strftime("%H:%M:%S", time.localtime(time.time() - (time.monotonic() - began)))
                 self.said = number, who, began
-                _tell_and_log(f"{self._name} has waited {time.monotonic() - began:.0f} s, since {since}, for {who}")
+                tell_and_log(f"{self._name} has waited {time.monotonic() - began:.0f} s, since {since}, for {who}")
 
     def is_over(self, number):
         """Called when the task begins the activity of this number."""
@@ -139,11 +153,14 @@ class _Wait:
     def _say_over(self):
         _, who, began = self.said
         self.said = None
-        _tell_and_log(f"{self._name} no longer waits for {who}: it took {time.monotonic() - began:.0f} s")
+        tell_and_log(f"{self._name} no longer waits for {who}: it took {time.monotonic() - began:.0f} s")
 
     def away(self):
-        """Returns the unreachable tasks among those for which this one waits; empty before `WAIT_SECONDS`."""
-        _, _, _, _, began, whom = _progress
+        """Returns the unreachable tasks for which this one waits, as ["worker 3"]; empty before `WAIT_SECONDS`.
+
+        May take seconds.
+        """
+        *_, began, whom = _progress
         if whom is None or time.monotonic() < began + WAIT_SECONDS:
             return []
 
@@ -153,7 +170,7 @@ class _Wait:
         return found(name for name in self._hosts if name.startswith("ps ")) or found(whom())
 
     def with_address(self, name):
-        """Returns the name of a task with its address."""
+        """Returns "worker 3 at host:port" of "worker 3"."""
         return f"{name} at {self._hosts[name]}" if name in self._hosts else name
 
     def unreachable(self, job):
@@ -164,23 +181,14 @@ class _Wait:
                 found.append(f"{self.with_address(name)} ({why})")
         return found
 
+    def workers_away(self):
+        """Returns the workers that accept no connection, for a task that waits for all workers."""
+        return self.unreachable("worker ")
+
 
 _wait = _Wait()
-
-
-def away():
-    """Returns the unreachable tasks for which this one waits, as ["worker 3"]. May take seconds."""
-    return _wait.away()
-
-
-def with_address(name):
-    """Returns "worker 3 at host:port" of "worker 3"."""
-    return _wait.with_address(name)
-
-
-def workers_away():
-    """Returns the workers that accept no connection, for a task that waits for all workers."""
-    return _wait.unreachable("worker ")
+say_waits_of, look_for_waits = _wait.say_waits_of, _wait.look
+away, with_address, workers_away = _wait.away, _wait.with_address, _wait.workers_away
 
 
 def _why_unreachable(address):
@@ -193,34 +201,11 @@ def _why_unreachable(address):
         return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
-def _tell_and_log(line):
+def tell_and_log(line):
+    """Shows a line to the user, see `tell`, and prints it into the log of this task, if it has one."""
     if os.environ.get("LAUNCHER_LOG"):
         print_at_once(line)  # log first, so that any line on the terminal is already in the log
     tell(line)
-
-
-def look_for_waits():
-    """See `_Wait.look`."""
-    _wait.is_looked_at = True
-    _wait.look()
-
-
-def say_waits_of(name, hosts):
-    """From now on reports the long waits of this task, named as "worker 0".
-
-    Args:
-      hosts: the addresses of all tasks, {job: list of host:port}.
-    """
-    _wait.of(name, {f"{job} {i}": host for job, of_job in hosts.items() for i, host in enumerate(of_job)})
-    if not _wait.is_looked_at:  # under a launcher, the heartbeat thread does it
-        _wait.is_looked_at = True
-        threading.Thread(target=_look_often, daemon=True).start()
-
-
-def _look_often():
-    while True:
-        _wait.look()
-        time.sleep(1)
 
 
 def read_progress(text):
