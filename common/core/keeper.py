@@ -54,6 +54,7 @@ class Keeper(tf.train.SessionRunHook):
       samples_per_gradient: number of samples of a dropped gradient, an int or a `Fraction`.
 
     Attributes:
+      variables: the variables for a `tf.train.Saver` to restore: all but tables, see `restore_tables`.
       has_lost: a tensor of names, empty if the parameters on the ps are complete and descend from one checkpoint.
       clock: a `common.core.training_clock.TrainingClock`: the seconds of training up to now.
       samples: a tensor, int64: number of samples with which the present parameters were trained.
@@ -66,15 +67,7 @@ class Keeper(tf.train.SessionRunHook):
     """
 
     def __init__(
-        self,
-        center,
-        folder,
-        every_secs,
-        index=0,
-        device=None,
-        samples_per_update=1,
-        copies=(),
-        samples_per_gradient=1,
+        self, center, folder, every_secs, index=0, device=None, samples_per_update=1, copies=(), samples_per_gradient=1
     ):
         self._folder, self._every_secs, self._is_chief, self._copies = str(folder), every_secs, index == 0, list(copies)
         self.samples_per_update = samples_per_update
@@ -88,7 +81,7 @@ class Keeper(tf.train.SessionRunHook):
         self._after = every_secs * (CHIEF_AFTER if self._is_chief else OTHERS_AFTER)
         self._mark = Path(folder, "folder-id")
         every = tf.global_variables()
-        self._variables = [v for v in every if not v.op.name.startswith(TABLES) and v is not center.dropped]
+        self.variables = [v for v in every if not v.op.name.startswith(TABLES) and v is not center.dropped]
         self._parts_of_tables = [part for table in center.tables for part in table.parts(every)]
         options = {"trainable": False, "collections": [], "use_resource": True}
         self.clock = TrainingClock(center.step.device)
@@ -102,7 +95,7 @@ class Keeper(tf.train.SessionRunHook):
             of_steps = _samples_of(center, step, samples_per_update)
             self.samples, self._samples = self.samples_before + of_steps, tf.placeholder(tf.int64, [])
             self._go_on = before.assign(self._samples - of_steps, read_value=False)
-        self._names, self._slices = map(list, zip(*map(name_and_slice, self._variables)))
+        self._names, self._slices = map(list, zip(*map(name_and_slice, self.variables)))
         self._set_dropped, self._dropped = [], tf.placeholder(tf.int64, [2])
         with tf.device(center.step.device), tf.control_dependencies(None):
             self.dropped = _dropped_of(center, samples_per_gradient)
@@ -112,8 +105,8 @@ class Keeper(tf.train.SessionRunHook):
                 self._set_dropped = [center.dropped.assign(value, read_value=False)]
                 self._names, self._slices = [*self._names, DROPPED], [*self._slices, ""]
         trainable = set(map(id, tf.trainable_variables()))
-        self._parts = [i for piece in center.pieces for i, variable in enumerate(self._variables) if variable is piece]
-        self._trainable = [i for i, variable in enumerate(self._variables) if id(variable) in trainable]
+        self._parts = [i for piece in center.pieces for i, variable in enumerate(self.variables) if variable is piece]
+        self._trainable = [i for i, variable in enumerate(self.variables) if id(variable) in trainable]
         self._snapshot = self._read(center, before, samples_per_update, samples_per_gradient, device)
         self._take_turns(center)
 
@@ -125,7 +118,7 @@ class Keeper(tf.train.SessionRunHook):
                 of_steps = _samples_of(center, step, samples_per_update)
                 scalars = [now, step, before.read_value() + of_steps, *self.clock.told]
             values = []
-            for variable in self._variables:
+            for variable in self.variables:
                 with tf.device(variable.device):
                     values.append(step if variable is center.step else variable.read_value())
             if center.dropped is not None:
@@ -203,11 +196,6 @@ class Keeper(tf.train.SessionRunHook):
     def _log(self, step, what):
         if self.log:
             self.log.write(step, parameters=what)
-
-    @property
-    def variables(self):
-        """The variables for a `tf.train.Saver` to restore: all but tables, see `restore_tables`."""
-        return self._variables
 
     def restore_tables(self, session, checkpoint):
         """Restores tables and their optimizer slots from a checkpoint.

@@ -238,19 +238,9 @@ def _holder(folder, file):
     for path in (folder / file, *sorted(folder.glob("lock-*"))):
         with contextlib.suppress(OSError):
             found = re.fullmatch(r"(\d{1,9}) ([\w.-]+)\n", path.read_text("ascii", "replace"), re.ASCII)
-            if found and (found[2] != socket.gethostname() or _is_alive(int(found[1]))):
+            if found and (found[2] != socket.gethostname() or os.path.exists(f"/proc/{found[1]}")):
                 return int(found[1]), found[2]
     return None, None
-
-
-def _is_alive(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's process
-        pass
-    return True
 
 
 def check_contents(folder, flag):
@@ -306,11 +296,8 @@ def open_own(path, flags):
     flags |= os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # O_NONBLOCK: a pipe may have no reader
     with contextlib.ExitStack() as stack:
         try:
-            try:
-                descriptor = os.open(path, flags, 0o666)
-            except FileNotFoundError:
-                path.parent.mkdir(exist_ok=True)
-                descriptor = os.open(path, flags, 0o666)
+            path.parent.mkdir(exist_ok=True)
+            descriptor = os.open(path, flags, 0o666)
             stack.callback(os.close, descriptor)
             found = os.fstat(descriptor)
         except OSError:

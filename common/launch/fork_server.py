@@ -54,6 +54,8 @@ class ForkServer:
         self.log = log
         self._hearing: list[threading.Thread] = []
         self._connection, theirs = Pipe()
+        mask = os.umask(0o77)
+        os.umask(mask)
         self._words, said = os.pipe()
         os.set_blocking(said, False)  # so that no task blocks while the launcher is stopped
         request = {
@@ -62,7 +64,7 @@ class ForkServer:
             "is_isolated": bool(is_isolated),
             "preloads": preloads,
             "folder": os.getcwd(),
-            "mask": _mask(),
+            "mask": mask,
         }
         descriptors = [theirs.fileno(), said, 1, errors, *([] if shared is None else [shared])]
         with contextlib.ExitStack() as stack:
@@ -164,12 +166,6 @@ def reserved_port(port=0):
         yield reserved
 
 
-def _mask():
-    mask = os.umask(0o77)
-    os.umask(mask)
-    return mask
-
-
 def serve(parent, descriptors, environment, log, is_isolated, preloads, folder, mask):
     """Runs the fork server, a fork of process `parent`, and in turn each of its tasks. Never returns.
 
@@ -238,26 +234,24 @@ def _serve(connection, pipe, terminal, is_isolated, preloads):
     sandbox.give_up_new_privileges()
     sandbox.adopt_orphans()
     reserved = contextlib.ExitStack()
-    running: dict[str, int] = {}
-    keys: dict[int, str] = {}
-    wakeup, woken = os.pipe()
-    for end in (wakeup, woken):
-        os.set_blocking(end, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+    keys: dict[int, str] = {}  # of the running tasks, by process id
+    children = Children(lambda *_: None)
     while True:
         task_status.write(pipe, "", "")  # heartbeat of the server
         try:
-            ready = wait([connection, wakeup], BEAT_SECONDS)
-            if wakeup in ready:
-                os.read(wakeup, 1000)
-                _reap(connection, running, keys, preloads)
+            ready = wait([connection, children.woken], BEAT_SECONDS)
+            if children.woken in ready:
+                for pid, status in children.ended():
+                    if pid in keys:
+                        _kill_group(pid)
+                        known = {0: EARLY, _DONE: 0, task_status.LEFT: LEFT} if preloads else {}
+                        connection.send((keys.pop(pid), known.get(status, status)))
+                kill_orphans(keys)
             if connection not in ready:
                 continue
             request, *arguments = connection.recv()
         except (EOFError, OSError):
-            _end_all(keys)
-            return None  # the launcher has ended
+            request = "stop"  # the launcher has ended
         if request == "problem":
             connection.send(problem)
         elif request == "ports":
@@ -268,24 +262,57 @@ def _serve(connection, pipe, terminal, is_isolated, preloads):
             server = os.getpid()
             pid = os.fork()
             if pid == 0:
-                signal.set_wakeup_fd(-1)
-                for descriptor in (wakeup, woken):
-                    os.close(descriptor)
+                children.forget()
                 connection.close()
                 if preloads and key.startswith("worker"):
                     # SIGTERM, a request to leave, stays pending until the worker can handle it, see `signals.hear_signals`.
                     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
                 _become_task(server, key, pipe, log, terminal, environ)
                 return command
-            running[key], keys[pid] = pid, key
+            keys[pid] = key
             task_status.write(pipe, key, "")  # first heartbeat, in case the task is stopped before it sends one
         elif request == "signal":
             key, number = arguments
-            if key in running:
-                _signal(running[key], number)
+            for pid in [pid for pid, running in keys.items() if running == key]:
+                _signal(pid, number)
         else:
             _end_all(keys)
             return None
+
+
+class Children:
+    """The children of this process; its SIGCHLD makes a descriptor readable, which `wait` takes beside connections.
+
+    Args:
+      hear: handler of SIGCHLD, and of the signals `numbers`, which make the descriptor readable, too.
+
+    Attributes:
+      woken: that descriptor.
+    """
+
+    def __init__(self, hear, *numbers):
+        self.woken, self._wakeup = os.pipe()
+        self._numbers = signal.SIGCHLD, *numbers
+        for end in (self.woken, self._wakeup):
+            os.set_blocking(end, False)
+        for number in self._numbers:
+            signal.signal(number, hear)
+        signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+
+    def ended(self):
+        """Yields (process id, exit status, negative for a signal) of the children that have ended since the last call."""
+        os.read(self.woken, 1000)
+        with contextlib.suppress(ChildProcessError):
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                yield found[0], os.waitstatus_to_exitcode(found[1])
+
+    def forget(self):
+        """Undoes all that; to be called in a child."""
+        signal.set_wakeup_fd(-1)
+        for number in self._numbers:
+            signal.signal(number, signal.SIG_DFL)
+        for end in (self.woken, self._wakeup):
+            os.close(end)
 
 
 def _signal(pid, number):
@@ -299,22 +326,6 @@ def _signal(pid, number):
 def _kill_group(pid):
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-
-
-def _reap(connection, running, keys, preloads):
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            break
-        if pid == 0:
-            break
-        if pid in keys:
-            _kill_group(pid)
-            key, code = keys.pop(pid), os.waitstatus_to_exitcode(status)
-            del running[key]
-            connection.send((key, {0: EARLY, _DONE: 0, task_status.LEFT: LEFT}.get(code, code) if preloads else code))
-    kill_orphans(keys)
 
 
 def kill_orphans(keys):
@@ -344,7 +355,6 @@ def _become_task(server, key, pipe, log, terminal, environ):
     os.setsid()
     sandbox.die_with_parent(server)
     sandbox.adopt_orphans()  # orphans become children of the task, and of the fork server once the task has ended
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a launcher that ignores SIGTERM still stops its tasks with it
     if log is not None:

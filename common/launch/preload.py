@@ -99,18 +99,13 @@ class Forking:
         self._forked: dict[int, Connection] = {}  # {process id: connection of its launcher}
         self._is_ending, self._deadline = False, float("inf")
         self._can_draw = not listening  # one launcher means one run, whose chief imports matplotlib itself
-        self._woken, self._wakeup = os.pipe()
-        for end in (self._woken, self._wakeup):
-            os.set_blocking(end, False)
 
     def _hear(self, number, frame):
         self._is_ending = self._is_ending or number == signal.SIGTERM
 
     def run(self):
         """Serves launchers until one of these events."""
-        for number in (signal.SIGCHLD, signal.SIGTERM):
-            signal.signal(number, self._hear)
-        signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+        self._children = fork_server.Children(self._hear, signal.SIGTERM)
         while True:
             if os.getppid() != self._owner and self._deadline == float("inf"):
                 self._is_ending, self._deadline = True, time.monotonic() + warm.STOP_SECONDS
@@ -125,9 +120,8 @@ class Forking:
                 for pid in self._forked:
                     os.kill(pid, signal.SIGKILL)
             listening = [self._listening] if self._listening else []
-            for ready in wait([self._woken, *listening, *self._connections], fork_server.BEAT_SECONDS):
-                if ready is self._woken:
-                    os.read(self._woken, 1000)
+            for ready in wait([self._children.woken, *listening, *self._connections], fork_server.BEAT_SECONDS):
+                if ready is self._children.woken:
                     self._reap()
                 elif ready is self._listening:
                     self._accept()
@@ -163,11 +157,7 @@ class Forking:
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            signal.set_wakeup_fd(-1)
-            for number in (signal.SIGCHLD, signal.SIGTERM):
-                signal.signal(number, signal.SIG_DFL)
-            for end in (self._woken, self._wakeup):
-                os.close(end)
+            self._children.forget()
             for other in [*([self._listening] if self._listening else []), *self._connections]:
                 other.close()
             fork_server.serve(parent, descriptors, **request)
@@ -180,14 +170,10 @@ class Forking:
             _load_for_pictures()
 
     def _reap(self):
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-                if pid == 0:
-                    break
-                if pid in self._forked:
-                    with contextlib.suppress(OSError):  # its launcher has ended
-                        self._forked.pop(pid).send(("ended", pid, os.waitstatus_to_exitcode(status)))
+        for pid, status in self._children.ended():
+            if pid in self._forked:
+                with contextlib.suppress(OSError):  # its launcher has ended
+                    self._forked.pop(pid).send(("ended", pid, status))
         fork_server.kill_orphans(self._forked)
 
 

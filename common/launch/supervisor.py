@@ -4,6 +4,7 @@ Imports no tensorflow: only the tasks do.
 """
 
 import contextlib
+import functools
 import math
 import os
 import queue
@@ -25,7 +26,6 @@ from common.core import (
     task_status,
 )
 from common.launch import control
-from common.launch.task import Task
 
 STOP_SECONDS = 60  # grace period to save a checkpoint, before a task is killed
 WRITE_SECONDS = 5  # to write a checkpoint already in memory, after the death of a ps
@@ -64,7 +64,8 @@ class Supervisor:
 
     def __init__(self, tasks, server, settings, say, check_secs=None, ends_with_chief=True):
         self._tasks, self._server, self._settings, self._say = {task.name: task for task in tasks}, server, settings, say
-        self._events: queue.SimpleQueue = queue.SimpleQueue()  # `put` is reentrant, as needed in a signal handler
+        # Ends of tasks, (name, status), and functions for the main thread; `put` is reentrant, as needed in a signal handler.
+        self._events: queue.SimpleQueue = queue.SimpleQueue()
         self._workers = [task for task in tasks if task.job == "worker"]
         self._chief = (self._workers or tasks)[0]  # a check has no worker
         self._evaluators = self._workers[len(self._workers) - settings.run.num_evaluators :]
@@ -99,17 +100,17 @@ class Supervisor:
         if number == signal.SIGHUP and self._is_interrupted:
             return  # the shell and the system may both send it: that is no second request
         self._is_interrupted = True
-        self._events.put(None)  # an exception here could strike between the start of a task and its bookkeeping
+        self._events.put(_stop)  # an exception here could strike between the start of a task and its bookkeeping
 
     def _hear(self, name, text):
         task = self._tasks[name]
         if text == task_status.ASKED:
             task.is_asked = True
-            self._events.put(task)
+            self._events.put(functools.partial(self._heed, task))
         elif text == task_status.LEAVING:
             task.is_leaving = True
         elif text := task.hear(text):
-            self._events.put(text)  # shown by the main thread, as a terminal may block its writer
+            self._events.put(functools.partial(self._say, text))  # a terminal may block its writer
 
     def _next_end(self, deadline=math.inf):
         """Waits for a task to end, and handles all other events meanwhile; returns the task, or None after `deadline`.
@@ -131,16 +132,8 @@ class Supervisor:
                 if time.monotonic() >= deadline:
                     return None
                 continue
-            if event is None:
-                raise KeyboardInterrupt
-            if isinstance(event, str):
-                self._say(event)
-                continue
-            if isinstance(event, Task):
-                self._heed(event)
-                continue
-            if isinstance(event, control.Request):
-                self._answer(event)
+            if callable(event):
+                event()
                 continue
             name, status = event
             if name is None:
@@ -168,7 +161,7 @@ class Supervisor:
 
     def hear_request(self, request):
         """Queues a `control.Request` of workers to join or leave. Called from any thread."""
-        self._events.put(request)
+        self._events.put(functools.partial(self._answer, request))
 
     def _answer(self, request):
         try:
@@ -390,6 +383,10 @@ class Supervisor:
 
 
 STARTER = "the process that starts the tasks"
+
+
+def _stop():
+    raise KeyboardInterrupt
 
 
 def _while(progress):
