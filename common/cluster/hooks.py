@@ -39,7 +39,6 @@ class Gate:
         return bool(session.run(self._is_open))
 
     def open(self, session):
-        """Lets the waiting workers begin."""
         session.run(self.variable.initializer)
 
     def who_came(self, session):
@@ -116,11 +115,9 @@ class WarmStartHook(tf.train.SessionRunHook):
             self._open(session)
 
     def before_run(self, run_context):
-        """Fetches the step until the gate is open."""
         return None if self._is_open else tf.train.SessionRunArgs(self._step)
 
     def after_run(self, run_context, run_values):
-        """Opens the gate once the step is reached."""
         if not self._is_open and run_values.results >= self._steps:
             self._open(run_context.session)
 
@@ -252,26 +249,21 @@ class SemiSyncRunHook(tf.train.SessionRunHook):
         self._index, self._worker_count, self._staleness = index, worker_count, staleness
 
     def begin(self):
-        """Builds the clocks in the present graph."""
         lock = Lock(tf.train.get_or_create_global_step().device, "semi_sync")
         clocks = Clocks(self._worker_count, lock, self._staleness, name="semi_sync")
         self._enter, self._leave, self._tick = clocks.enter(self._index), clocks.leave(self._index), clocks.tick(self._index)
         self._wait = clocks.wait(self._index)
 
     def after_create_session(self, session, coord):
-        """Enters the clocks, so that the others wait for this worker."""
         session.run(self._enter)
 
     def before_run(self, run_context):
-        """Waits until this worker may run its next step."""
         run_context.session.run(self._wait)
 
     def after_run(self, run_context, run_values):
-        """Ticks this worker's clock."""
         run_context.session.run(self._tick)
 
     def end(self, session):
-        """Leaves the clocks, so that no worker waits for this one."""
         session.run(self._leave)
 
 
@@ -284,12 +276,10 @@ class StopAtTimeHook(tf.train.SessionRunHook):
         self._time_running, self._deadline = time_running, math.inf
 
     def after_create_session(self, session, coord):
-        """Starts the time limit with the first session; later sessions don't reset it."""
         if self._deadline == math.inf:
             self._deadline = time.monotonic() + self._time_running
 
     def after_run(self, run_context, run_values):
-        """Requests a stop once the time is up."""
         if time.monotonic() >= self._deadline:
             run_context.request_stop()
 
@@ -348,7 +338,6 @@ class EarlyStoppingHook(tf.train.SessionRunHook):
         self._next_look, self.requested = 0.0, False
 
     def begin(self):
-        """Builds the queue in the present graph."""
         with tf.device(tf.train.get_or_create_global_step().device):
             said = tf.queue.FIFOQueue(1, tf.bool, shared_name="early_stopping")
             self._is_said, self._say = said.is_closed(), said.close()

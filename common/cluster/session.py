@@ -231,29 +231,29 @@ def DistributedSession(
         raise UserError("there is no graph: build it, and open the session, inside `with tf.Graph().as_default():`")
     target = task_spec.target() if task_spec is not None else ""
     _check_tokens()
-    scaffold, all_hooks = scaffold or _scaffold(), list(hooks or [])
+    scaffold, own = scaffold or _scaffold(), []
     if task_spec is not None and task_spec.device:
         _provide_own(scaffold, task_spec)
     if task_spec is None or task_spec.is_master():
         own = list(chief_only_hooks or [])
         if checkpoint_dir:
-            if save_summaries_steps is _DEFAULT:
-                save_summaries_steps = 100 if save_summaries_secs is _DEFAULT else None
-            if save_summaries_secs is _DEFAULT:
-                save_summaries_secs = None
-            if log_step_count_steps:
-                own.append(tf.train.StepCounterHook(log_step_count_steps, output_dir=checkpoint_dir))
-            if save_summaries_steps or save_summaries_secs:
-                own.append(
-                    tf.train.SummarySaverHook(
-                        save_summaries_steps, save_summaries_secs, output_dir=checkpoint_dir, scaffold=scaffold
-                    )
-                )
-            if save_checkpoint_secs:
-                own.append(_saver_hook(checkpoint_dir, save_checkpoint_secs, scaffold))
-        all_hooks = own + all_hooks
+            every = save_summaries_steps, save_summaries_secs
+            own += _hooks_of_files(checkpoint_dir, scaffold, log_step_count_steps, every, save_checkpoint_secs)
     creator = _Creator(task_spec, scaffold, target, checkpoint_dir, config)
-    return _LeavingSession(task_spec, creator, all_hooks, stop_grace_period_secs)
+    return _LeavingSession(task_spec, creator, [*own, *(hooks or [])], stop_grace_period_secs)
+
+
+def _hooks_of_files(folder, scaffold, count_steps, summaries, checkpoint_secs):
+    """Yields the master's hooks that write into `checkpoint_dir`; `summaries` are steps and seconds between two of them."""
+    if count_steps:
+        yield tf.train.StepCounterHook(count_steps, output_dir=folder)
+    steps, secs = (None if given is _DEFAULT else given for given in summaries)
+    if summaries == (_DEFAULT, _DEFAULT):
+        steps = 100
+    if steps or secs:
+        yield tf.train.SummarySaverHook(steps, secs, output_dir=folder, scaffold=scaffold)
+    if checkpoint_secs:
+        yield _saver_hook(folder, checkpoint_secs, scaffold)
 
 
 def _check_tokens():
@@ -273,19 +273,14 @@ def _provide_own(scaffold, task):
     No other task can, and none waits for them. The master's are in its checkpoints, like all of its global variables. A user's
     scaffold with a readiness or init operation of its own stays unchanged.
     """
-    device = tf.DeviceSpec.from_string(task.device)
-
-    def is_own(variable):
+    device, own, others = tf.DeviceSpec.from_string(task.device), [], []
+    for variable in tf.global_variables():
         place = tf.DeviceSpec.from_string(variable.device or "")
-        return (place.job, place.task) == (device.job, device.task)
-
-    own = [variable for variable in tf.global_variables() if is_own(variable)]
+        (own if (place.job, place.task) == (device.job, device.task) else others).append(variable)
     if not own or scaffold.ready_for_local_init_op is not None or scaffold.local_init_op is not None:
         return
-    others = [variable for variable in tf.global_variables() if not is_own(variable)]
     initialized = [
-        tf.cond(tf.is_variable_initialized(v), tf.no_op, lambda v=v: tf.group(tf.assign(v, v.initial_value)))
-        for v in own
+        tf.cond(tf.is_variable_initialized(v), tf.no_op, lambda v=v: tf.group(tf.assign(v, v.initial_value))) for v in own
     ]
     scaffold._ready_for_local_init_op = tf.report_uninitialized_variables(others)
     scaffold._local_init_op = tf.group(tf.train.Scaffold.default_local_init_op(), *initialized)
