@@ -1,5 +1,6 @@
 """Session hooks for any monitored session: start, wait and stop of workers, early stopping, warm start from a checkpoint."""
 
+import contextlib
 import math
 import time
 from pathlib import Path
@@ -212,11 +213,9 @@ class MeetingHook(tf.train.SessionRunHook):
     def release(self):
         """Lets this worker stop waiting for others. Called from any thread."""
         self._is_released = True
-        try:
+        with contextlib.suppress(tf.errors.OpError, RuntimeError):  # the session is gone, so nothing waits in it
             if self._session:
                 self._session.run(self._meeting.release)
-        except (tf.errors.OpError, RuntimeError):
-            pass  # the session is gone, so nothing waits in it
 
 
 class SemiSyncRunHook(tf.train.SessionRunHook):

@@ -67,10 +67,8 @@ class Rendezvous:
 
     def wait(self, session, report):
         """Submits the report of a worker that is not the chief, and waits until it is dismissed."""
-        try:
+        with contextlib.suppress(tf.errors.OutOfRangeError):  # the chief dismisses by closing this queue, which is always empty
             session.run(self._hand_in_and_wait, {self._report: report})
-        except tf.errors.OutOfRangeError:
-            pass  # the chief dismisses by closing this queue, which is always empty
 
     def gather(self, session, report):
         """Submits the chief's report, waits for all workers, and returns their reports `[workers, size]` in order."""
@@ -254,11 +252,11 @@ def _say(task, server, word, options=None):
     with graph.as_default():
         says = [word(i) for i in range(task.num_ps)]
     session = tf.Session(server.target, graph, config=task.config())
+    # The last message makes a ps exit at once, maybe before it answers.
+    its_end = tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.DeadlineExceededError
     for say in says:  # one `run` per ps, as an error of one operation fails the whole `run`
-        try:
+        with contextlib.suppress(*its_end):
             session.run(say, options=options)
-        except (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.DeadlineExceededError):
-            pass  # the last message makes a ps exit at once, maybe before it answers
     # Closing a session waits for an answer from each ps: for ever if a ps has exited.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))  # never closed, not even at interpreter exit
 

@@ -142,13 +142,10 @@ def main(run_dir):
     except UserError as error:
         print(f"slurm.sbatch: {error}", file=sys.stderr)
         return 2
-    words = cluster["scheme"], _free(run_dir, len(cluster["worker"])), *_without_run_dir(cluster["arguments"])
+    free = " ".join(str(k) for k in range(1, len(cluster["worker"])) if not _is_locked(run_dir, k))
+    words = cluster["scheme"], free, *_without_run_dir(cluster["arguments"])
     print(*words, sep="\0", end="\0")
     return 0
-
-
-def _free(run_dir, num_workers):
-    return " ".join(str(k) for k in range(1, num_workers) if not _is_locked(run_dir, k))
 
 
 def _is_locked(run_dir, worker):

@@ -105,5 +105,4 @@ def say_gpus(settings):
     """Returns the assignment of GPUs to workers, in one line."""
     if not settings.gpus:
         return "TensorFlow sees no GPU here: each worker computes on its CPU device"
-    each = [f"worker {i}: GPU {settings.gpus[i % len(settings.gpus)]}" for i in range(settings.num_workers)]
-    return ", ".join(each)
+    return ", ".join(f"worker {i}: GPU {settings.gpus[i % len(settings.gpus)]}" for i in range(settings.num_workers))

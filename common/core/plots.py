@@ -50,9 +50,13 @@ def draw(figure, run_dir):
     """Draws the same into a figure of Matplotlib; returns whether there is anything to draw.
 
     The training loss of a line without a speed, see `common.training.MetricsHook.flush`, is left out: it is a mean over few
-    batches, unlike the others.
+    batches, unlike the others. It is drawn for a worker that has no other lines.
     """
-    lines = _without_rest(read_metrics(run_dir))
+    lines = read_metrics(run_dir)
+    have_speed = {line["worker"] for line in lines if line.get("samples_per_second") is not None}
+    for line in lines:
+        if line["worker"] in have_speed and line.get("samples_per_second") is None:
+            line.pop("loss", None)
     if not lines:
         return False
     began = lines[0]["time"]
@@ -92,31 +96,18 @@ def draw(figure, run_dir):
     return True
 
 
-def _without_rest(lines):
-    """Returns lines of metrics; lines without a speed lose their training loss, unless a worker has no other lines."""
-    measured = {line["worker"] for line in lines if line.get("samples_per_second") is not None}
-    return [
-        {name: value for name, value in line.items() if name != "loss"}
-        if line["worker"] in measured and line.get("samples_per_second") is None
-        else line
-        for line in lines
-    ]
-
-
-def squared_error_contours(axes, x, y, slopes, intercepts, levels=12):
+def squared_error_contours(axes, x, y, slopes, intercepts):
     """Draws lines of equal mean squared error of `slope * x + intercept` over the plane of slope and intercept.
 
     Args:
       axes: matplotlib's.
       x, y: the samples, arrays [n, 1].
       slopes, intercepts: (low, high), the visible part of the plane.
-      levels: number of lines, spaced evenly in the logarithm of the error.
     """
     slope, intercept = np.meshgrid(np.linspace(slopes[0], slopes[1], 100), np.linspace(intercepts[0], intercepts[1], 100))
     errors = np.mean((slope[..., None] * x[:, 0] + intercept[..., None] - y[:, 0]) ** 2, axis=-1)
-    axes.contour(
-        slope, intercept, errors, levels=np.geomspace(errors.min() + 0.01, errors.max(), levels), colors="lightgray", zorder=0
-    )
+    levels = np.geomspace(errors.min() + 0.01, errors.max(), 12)
+    axes.contour(slope, intercept, errors, levels=levels, colors="lightgray", zorder=0)
     axes.set(xlabel="slope", ylabel="intercept", xlim=slopes, ylim=intercepts)
 
 

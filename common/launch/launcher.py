@@ -109,11 +109,10 @@ def _doing(workers, index):
 
 def _version(path):
     """Returns inode and modification time, which change when the file is replaced; None without a file."""
-    try:
+    with contextlib.suppress(OSError):
         found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns
+        return found.st_ino, found.st_mtime_ns
+    return None
 
 
 def _complete_result(settings, tasks):

@@ -164,8 +164,11 @@ class Supervisor:
         self._events.put(functools.partial(self._answer, request))
 
     def _answer(self, request):
+        is_join = request.what == "join"
         try:
-            line = self._join(request) if request.what == "join" else self._leave(request.count)
+            if self._is_stopping or self._has_ended():
+                raise UserError(control.ENDING["join" if is_join else "leave"])
+            line = self._join(request) if is_join else self._leave(request.count)
         except UserError as error:
             request.answer(str(error), is_error=True)
         else:
@@ -174,8 +177,6 @@ class Supervisor:
 
     def _join(self, request):
         """Starts workers in free places; returns a line that names them. Raises a `UserError` if that is impossible."""
-        if self._is_stopping or self._has_ended():
-            raise UserError(control.ENDING["join"])
         if request.hosts:
             raise UserError("the run is on one machine: `bash common/join.sh RUN COUNT` lets workers join")
         control.check_code(request, self.code)
@@ -186,8 +187,6 @@ class Supervisor:
 
     def _leave(self, count):
         """Asks the last workers to leave; returns a line that names them. Raises a `UserError` if that is impossible."""
-        if self._is_stopping or self._has_ended():
-            raise UserError(control.ENDING["leave"])
         going = control.last(count, [task for task in self._workers[1:] if task.is_running and not task.is_leaving])
         for task in going:
             task.is_leaving = True
@@ -361,7 +360,7 @@ class Supervisor:
             if not worker.is_asked:  # a second signal would end it at once
                 self._server.signal(worker.name, self._signal_to_stop(worker))
         deadline, is_told = time.monotonic() + STOP_SECONDS, False
-        try:
+        with contextlib.suppress(KeyboardInterrupt, TrainingFailed):
             while any(worker.is_running for worker in self._workers):
                 dead = [task for task in self._tasks.values() if self._is_missed(task)]
                 if dead and not is_told:
@@ -369,8 +368,6 @@ class Supervisor:
                     deadline, is_told = time.monotonic() + WRITE_SECONDS, True
                 if self._next_end(deadline) is None:
                     break
-        except (KeyboardInterrupt, TrainingFailed):
-            pass
 
     def _is_missed(self, task):
         """Whether this task has died while the run stops, and workers may wait for it."""

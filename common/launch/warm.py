@@ -147,12 +147,10 @@ class WarmProcess:
         if self._connection is None:
             self._connection = self._found() if self._preloads else None
             self._connection = self._connection or self._started()
-        try:
+        with contextlib.suppress(OSError):  # the process has ended: `_wait_for` reports how
             self._connection.send(("serve", request))
             with socket.socket(fileno=os.dup(self._connection.fileno())) as same:
                 socket.send_fds(same, [b"\0"], descriptors)
-        except OSError:  # the process has ended: `_wait_for` reports how
-            pass
         return self._wait_for("forked", IMPORT_SECONDS)
 
     def kill(self, pid):
@@ -162,11 +160,9 @@ class WarmProcess:
 
     def status(self, pid, seconds=STOP_SECONDS):
         """Waits for such a process to exit; returns its exit status, negative for a signal, None if unknown."""
-        try:
+        with contextlib.suppress(TrainingFailed):
             while pid not in self._ended:
                 self._wait_for("ended", seconds)
-        except TrainingFailed:
-            pass
         return self._ended.get(pid)
 
     def _wait_for(self, what, seconds):
