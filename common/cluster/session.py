@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+from typing import Any
 
 from common import tf
 from common.cluster import membership
@@ -231,7 +232,8 @@ def DistributedSession(
         raise UserError("there is no graph: build it, and open the session, inside `with tf.Graph().as_default():`")
     target = task_spec.target() if task_spec is not None else ""
     _check_tokens()
-    scaffold, own = scaffold or _scaffold(), []
+    scaffold = scaffold or _scaffold()
+    own: list[Any] = []
     if task_spec is not None and task_spec.device:
         _provide_own(scaffold, task_spec)
     if task_spec is None or task_spec.is_master():
@@ -273,7 +275,9 @@ def _provide_own(scaffold, task):
     No other task can, and none waits for them. The master's are in its checkpoints, like all of its global variables. A user's
     scaffold with a readiness or init operation of its own stays unchanged.
     """
-    device, own, others = tf.DeviceSpec.from_string(task.device), [], []
+    device = tf.DeviceSpec.from_string(task.device)
+    own: list[Any] = []
+    others: list[Any] = []
     for variable in tf.global_variables():
         place = tf.DeviceSpec.from_string(variable.device or "")
         (own if (place.job, place.task) == (device.job, device.task) else others).append(variable)
