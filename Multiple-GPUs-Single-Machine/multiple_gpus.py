@@ -55,7 +55,6 @@ class Towers:
             self.towers.append(tower)
             self.init_feed_dict.update(tower.init_feed_dict)
         self.state = self.towers[0].state
-        self.batches = [tower.batches for tower in self.towers]
         self.name, self.round, self.dynamic = "towers", None, None
 
     @property
@@ -67,6 +66,11 @@ class Towers:
     def local_steps(self):
         """How many there are in the graph; all towers make the same one at the same time."""
         return self.towers[0].local_steps
+
+    def begin_call(self):
+        """Called in each session call before its rounds."""
+        for tower in self.towers:
+            tower.begin_call()
 
     def pull(self, center):
         """x_i ← x̃ on every device."""

@@ -404,7 +404,7 @@ def test_intervals_that_hardly_ever_meet(load_scheme, user_error):
     """Their round would take minutes to build."""
     hp = types.SimpleNamespace(window=997, n_fetch=1009)
     with user_error("--n_push=997 and --n_fetch=1009 make rounds of 1005973 steps; choose one that divides the other"):
-        build_steps(load_scheme("DOWNPOUR", "downpour"), None, types.SimpleNamespace(local_steps=0), hp)
+        build_steps(load_scheme("DOWNPOUR", "downpour"), None, types.SimpleNamespace(windows=0, local_steps=0), hp)
 
 
 @pytest.mark.parametrize("name", ["AEASGD", "AEAMSGD"])

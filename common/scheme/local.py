@@ -114,6 +114,10 @@ class LocalParameters:
         self._window: Any = None
         self._left = 0  # remaining local steps with pulled rows
 
+    def begin_call(self):
+        """Called in each session call before its rounds; adds what its batches need first."""
+        self.batches.begin_call()
+
     def window_of_tables(self, steps=None):
         """Returns the `common.scheme.Window` for the next pull; None if there are no tables. `steps` as of `pull`."""
         if not self.tables:

@@ -168,7 +168,7 @@ class _Chain:
 
     def __init__(self, here, there, local):
         with tf.control_dependencies([*here, *there]):
-            local.batches.begin_call()
+            local.begin_call()
         self.here, self.there = here, there
         self.training_ended: Any = None
         self.timer: _Timer | None = None
