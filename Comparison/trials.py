@@ -181,8 +181,7 @@ class Trial:
             flags["learning_rates"] = (rate * shares / shares.sum()).tolist()
         else:
             flags[row.rate] = rate
-        words = [word for name, value in flags.items() for word in api.as_arguments(name, value)]
-        scheme, self._settings = simulate.parse([row.folder, *words])
+        scheme, self._settings = simulate.parse([row.folder, *api.as_arguments(flags)])
         self._costs_of = simulate.costs_of
         self._dataset = datasets.load(self._settings.data, 0)
         run = simulate.Run(scheme, self._settings)

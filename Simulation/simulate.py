@@ -464,8 +464,7 @@ def simulate(scheme, **values):
     Raises:
       UserError, TrainingFailed: as the command does.
     """
-    arguments = [api.as_arguments(name, value) for name, value in values.items()]
-    found, settings = parse([scheme, *(each for group in arguments for each in group)])
+    found, settings = parse([scheme, *api.as_arguments(values)])
     run = Run(found, settings)
     try:
         run.tell_time()

@@ -88,7 +88,7 @@ def one_round(name, seconds, seed):
     with tempfile.TemporaryDirectory() as folder:
         paths = {n: f"{folder}/{n}" for n in (*KNOWN, PREDICTED)}
         for n, path in paths.items():
-            words = [api.as_arguments(name, value)[0] for name, value in {**common, "delays": delays[:n]}.items()]
+            words = api.as_arguments({**common, "delays": delays[:n]})
             with hosts.Hosts(n + 1, delay=DELAY) as some:
                 hosts.train(some, str(script_of(scheme)), *words, f"--run_dir={path}")
         real, lines = calibrate.read(paths[PREDICTED]), read_metrics(paths[PREDICTED])

@@ -5,4 +5,4 @@ import sys
 from common.cli.advise import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -76,7 +76,7 @@ def test_it_is_the_simulation(simulate, scheme, monkeypatch):
     seen: list[tuple] = []
     monkeypatch.setattr(advise, "estimate", lambda *found: seen.append(found))
     asked = settings(window=7, num_ps=2, step_cv=0.5)
-    advise.of_scheme(asked, scheme, scheme)
+    advise.of_scheme(asked, scheme)
     _, window, actions, waiting, num_workers, costs = seen[0]
     flags = {"parameters": 25e6, "num_workers": 8, "num_ps": 2, "mbit": [1000], "ps_mbit": 1000, "latency_ms": [5]}
     flags |= {"step_ms": 80, "step_cv": 0.5, "steps": 400} | ({"window": 7} if window > 1 else {})
@@ -85,7 +85,7 @@ def test_it_is_the_simulation(simulate, scheme, monkeypatch):
     theirs = {**vars(run.costs), "step": np.full(8, run.costs.step)}
     assert all(np.all(value == theirs[name]) for name, value in vars(costs).items())
     monkeypatch.undo()
-    ours = advise.of_scheme(asked, scheme, scheme)
+    ours = advise.of_scheme(asked, scheme)
     assert 32 * ours.steps_per_second == pytest.approx(run.result["samples_per_second"], rel=0.05)
 
 
@@ -100,7 +100,7 @@ def test_predictions():
         with pytest.MonkeyPatch.context() as patch:
             seen: list[tuple] = []
             patch.setattr(advise, "estimate", lambda *found, to=seen: to.append(found))
-            advise.of_scheme(asked, scheme, scheme)
+            advise.of_scheme(asked, scheme)
         _, window, actions, waiting, *_ = seen[0]
         for one in rounds:
             fit = one["fit"]
@@ -129,16 +129,16 @@ def test_all_schemes_of_the_collection():
 # --- The advice --------------------------------------------------------------------------------------------------------
 
 
-def test_the_shortest_window_that_keeps_workers_busy():
-    """A step takes as long as a hundredth of an exchange; then as a thousandth, which is too much for all windows."""
+@pytest.mark.parametrize("exchange, window", [(1, 10), (3, 20), (25, 100), (1000, 500)])
+def test_the_shortest_window_that_keeps_workers_busy(monkeypatch, exchange, window):
+    """An exchange takes as long as some steps: a thousand of them are too much for all windows."""
 
-    def chosen(exchange):
-        return advise.with_window(at_window(10, exchange), lambda window: at_window(window, exchange)).window
+    def at_window(settings, name, window):
+        return with_computing(window / (window + exchange), name, window)
 
-    def at_window(window, exchange):
-        return with_computing(window / (window + exchange), "DiLoCo", window)
-
-    assert [chosen(exchange) for exchange in (1, 3, 25, 1000)] == [10, 20, 100, 500]
+    monkeypatch.setattr(advise, "of_scheme", at_window)
+    text = advise.advice([at_window(None, "DiLoCo", 10)], {}, settings())
+    assert f" of their time, with a window of {window}." in "\n".join(text)
 
 
 def test_what_it_says():
@@ -169,11 +169,11 @@ def test_a_scheme_that_its_flags_exclude():
 @pytest.mark.slow
 def test_slow_links_take_a_longer_window():
     asked = settings(parameters=26_122, workers=4, mbit=2, latency_ms=20, step_ms=20)
-    text = advise.advice([advise.of_scheme(asked, "DiLoCo", "DiLoCo")], {}, asked)
+    text = advise.advice([advise.of_scheme(asked, "DiLoCo")], {}, asked)
     assert text[0].startswith("Begin with DiLoCo (--local_learning_rate=")
     [command] = [line for line in text if "bash" in line]
     window = int(command.partition("--window=")[2].split()[0])
-    shares = [advise.of_scheme(asked, "DiLoCo", "DiLoCo", each).computing for each in (10, *advise.WINDOWS) if each <= window]
+    shares = [advise.of_scheme(asked, "DiLoCo", each).computing for each in (10, *advise.WINDOWS) if each <= window]
     assert shares[-1] >= advise.ENOUGH > shares[-2]
 
 
@@ -184,15 +184,15 @@ def test_compression_leaves_one_out():
     """SparseLoCo packs its own messages. Elsewhere a quarter of the bytes go up."""
     asked = settings(compress="int8")
     with pytest.raises(advise.UserError, match="--compress=int8 is for dense messages"):
-        advise.of_scheme(asked, "SparseLoCo", "SparseLoCo")
-    whole, packed = (advise.of_scheme(each, "HogWild", "HogWild") for each in (settings(), asked))
+        advise.of_scheme(asked, "SparseLoCo")
+    whole, packed = (advise.of_scheme(each, "HogWild") for each in (settings(), asked))
     share = packed.bytes_per_hour * packed.round_seconds / whole.bytes_per_hour / whole.round_seconds
     assert share == pytest.approx((1 + 0.254) / 2, rel=0.01)
 
 
 def test_a_rate_for_each_worker():
     name = "Synchronous-SGD-different-learning-rates"
-    assert advise.of_scheme(settings(), name, name)[1:] == advise.of_scheme(settings(), "Synchronous-SGD", name)[1:]
+    assert advise.of_scheme(settings(), name)[1:] == advise.of_scheme(settings(), "Synchronous-SGD")[1:]
 
 
 def test_table():

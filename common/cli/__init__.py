@@ -9,7 +9,6 @@ from common.core import front_door
 
 if TYPE_CHECKING:  # the public names
     from common.cli import api, notebook
-    from common.cli.program import main
     from common.cli.recommend import steps_per_message
     from common.cli.schemes import scheme_in, script_of
 

@@ -14,13 +14,12 @@ from typing import NamedTuple
 import numpy as np
 
 from common.cli import notebook
+from common.cli.api import as_arguments
 from common.cli.recommend import recommend, rules
-from common.cli.schemes import scheme_in, script_of
+from common.cli.schemes import ROOT, scheme_in, script_of
 from common.core import UserError, flags
 from common.simulation import Costs, VirtualTime
 
-PROGRAM = "common.advise"
-MOST_WORKERS, MOST_WINDOW = 1000, 100_000
 MBIT = 1e6 / 8  # bytes per second
 YES = {  # boolean facts of `common.cli.recommend`
     "tables": "whether the model has tables that are larger than a worker's memory",
@@ -36,54 +35,41 @@ SCHEMES = (
 )
 # Variants of a scheme with their own script; the simulator cannot run them, and its error states the reason
 SCRIPTS = {
-    "Synchronous-SGD --by=all_reduce": "all_reduce.py",
-    "Synchronous-SGD --by=sync_replicas_optimizer": "sync_replicas_optimizer.py",
+    "Synchronous-SGD --by=all_reduce": "Synchronous-SGD/all_reduce.py",
+    "Synchronous-SGD --by=sync_replicas_optimizer": "Synchronous-SGD/sync_replicas_optimizer.py",
 }
+# Flags of this program that a scheme's script has, too, with their defaults
+SHARED = {"batch_size": 32, "compress": "none", "compress_pull": "none", "topk": None}
 # Tried where messages are slow; 500 is H in DiLoCo's paper
 WINDOWS = (20, 50, 100, 200, 500)
 ENOUGH = 0.8  # share of worker time spent computing; below it, a scheme should send less
 
 
 class Estimate(NamedTuple):
-    """The steady-state cost of a scheme.
+    """The steady-state cost of a scheme."""
 
-    Attributes:
-      name: folder of the scheme.
-      window: its `--window`; 1 if it has none.
-      local_steps: local steps per worker and round.
-      round_seconds: time from the start of a worker's round to the start of its next, the mean over workers.
-      computing: share of worker time spent in local steps; the rest is waiting, for messages or other workers.
-      barrier: share of worker time spent waiting for other workers.
-      bytes_per_hour: traffic of all workers, to and from the ps.
-      steps_per_second: local steps of all workers.
-      ps_load: utilization of the ps's links in the busier direction; 0 if their bandwidth is unlimited.
-    """
-
-    name: str
-    window: int
-    local_steps: int
-    round_seconds: float
-    computing: float
-    barrier: float
-    bytes_per_hour: float
-    steps_per_second: float
-    ps_load: float
+    name: str  # folder of the scheme
+    window: int  # its `--window`; 1 if it has none
+    local_steps: int  # per worker and round
+    round_seconds: float  # from the start of a worker's round to the start of its next, the mean over workers
+    computing: float  # share of worker time spent in local steps; the rest is waiting, for messages or other workers
+    barrier: float  # share of worker time spent waiting for other workers
+    bytes_per_hour: float  # traffic of all workers, to and from the ps
+    steps_per_second: float  # local steps of all workers
+    ps_load: float  # utilization of the ps's links in the busier direction; 0 if their bandwidth is unlimited
 
 
-def estimate(name, window, actions, waiting, num_workers, costs, seed=0):
+def estimate(name, window, actions, waiting, num_workers, costs):
     """Returns the `Estimate` of a scheme from its rounds; the first few are left out, as all workers start at once.
 
-    Args:
-      name, window: of the scheme, see `Estimate`.
-      actions, waiting: see `common.simulation.Facts`.
-      num_workers, costs, seed: see `common.simulation.VirtualTime`.
+    `actions` and `waiting` are those of `common.simulation.Facts`.
     """
     few = min(40, max(8, 4000 // num_workers))  # rounds per worker, on average
     first = max(2, few // 8)
     if waiting.staleness is not None and math.isfinite(waiting.staleness):
         first += math.ceil(4 * waiting.staleness)  # until fast workers have reached the staleness bound
     last = first + few
-    clock = VirtualTime(actions, num_workers, costs, waiting, seed, spans_until=math.inf)
+    clock = VirtualTime(actions, num_workers, costs, waiting, spans_until=math.inf)
     local_steps = sum(action.local_steps for action in actions)
     until, parts, made = float(np.mean(clock.step_means)) * local_steps, [], 0
     while made < last * num_workers:
@@ -92,7 +78,7 @@ def estimate(name, window, actions, waiting, num_workers, costs, seed=0):
         until = 1.5 * until
     steps, times, seconds = (np.concatenate([getattr(part, key) for part in parts]) for key in ("steps", "times", "seconds"))
     ends = times[steps == len(actions) - 1]
-    start, end = ends[first * num_workers - 1], ends[last * num_workers - 1]
+    start, end = float(ends[first * num_workers - 1]), float(ends[last * num_workers - 1])
     worked = num_workers * (end - start)
     rounds = few * num_workers / (end - start)  # per second
     trained = seconds[(times > start) & (times <= end)].sum()
@@ -102,12 +88,12 @@ def estimate(name, window, actions, waiting, num_workers, costs, seed=0):
         name,
         window,
         local_steps,
-        float(worked / (few * num_workers)),
-        float(trained / worked),
-        float(waited / worked),
-        float(3600 * rounds * (up + down)),
-        float(rounds * local_steps),
-        float(rounds * max(up, down) / costs.ps_bandwidth / costs.num_ps),
+        round_seconds=worked / (few * num_workers),
+        computing=trained / worked,
+        barrier=waited / worked,
+        bytes_per_hour=3600 * rounds * (up + down),
+        steps_per_second=rounds * local_steps,
+        ps_load=rounds * max(up, down) / costs.ps_bandwidth / costs.num_ps,
     )
 
 
@@ -115,7 +101,7 @@ def costs_of(settings):
     """Returns the `common.simulation.Costs` given by the flags."""
     step = np.full(settings.workers, settings.step_ms / 1000)
     step[-1] *= settings.slow
-    link, of_ps = (mbit * MBIT if mbit else math.inf for mbit in (settings.mbit, settings.ps_mbit or settings.mbit))
+    link, of_ps = (mbit * MBIT if mbit else math.inf for mbit in (settings.mbit, settings.ps_mbit))
     return Costs(
         step=step,
         step_cv=settings.step_cv,
@@ -127,30 +113,24 @@ def costs_of(settings):
     )
 
 
-def of_scheme(settings, script, name, window=None):
-    """Returns the `Estimate` of a scheme, with the flags of its script at their defaults.
+def of_scheme(settings, name, window=None):
+    """Returns the `Estimate` of one of `SCHEMES` or `SCRIPTS`; other flags of its script have their defaults.
+
+    Raises a `UserError` if the simulator cannot run the scheme, or its script rejects the flags.
 
     Args:
-      settings: those of this program.
-      script: the scheme's folder, or the path of its script.
-      name: name for the `Estimate`.
       window: local steps per round, for schemes with several; None for `--window`, or else the scheme's default.
-
-    Raises:
-      UserError: if the simulator cannot run the scheme, or its script rejects the flags.
     """
     from common.scheme import compression_of
     from common.simulation import facts_of_size
 
-    scheme = scheme_in(script_of(script))
-    given = [f"--num_workers={settings.workers}", f"--num_ps={settings.num_ps}", f"--batch_size={settings.batch_size}"]
-    given += [f"--compress={settings.compress}", f"--compress_pull={settings.compress_pull}"]
-    given += [f"--topk={settings.topk}"] if settings.topk else []
-    if scheme.defaults.get("window", 1) > 1 and (window or settings.window):
-        given.append(f"--window={window or settings.window}")
+    scheme = scheme_in(ROOT / SCRIPTS[name] if name in SCRIPTS else script_of(name))
+    given = {key: getattr(settings, key) for key in SHARED} | {"num_workers": settings.workers, "num_ps": settings.num_ps}
+    if scheme.defaults.get("window", 1) > 1:
+        given["window"] = window or settings.window
     if "learning_rates" in scheme.own_flags:
-        given.append("--learning_rates=" + ",".join(["0.1"] * settings.workers))
-    hp = flags.parse(scheme.flag_values(), given, name)
+        given["learning_rates"] = [0.1] * settings.workers
+    hp = flags.parse(scheme.flag_values(), as_arguments(given), name)
     if scheme.check:
         scheme.check(hp)
     compression = compression_of(hp)
@@ -158,87 +138,55 @@ def of_scheme(settings, script, name, window=None):
     return estimate(name, hp.window, facts.actions, facts.waiting, settings.workers, costs_of(settings))
 
 
-def all_schemes(settings):
-    """Returns the list of `Estimate`s, and the reason for each scheme without one: {name: text}."""
-    found, without = [], {}
-    folder = script_of("Synchronous-SGD").parent
-    for name, script in {**{name: name for name in SCHEMES}, **{k: str(folder / v) for k, v in SCRIPTS.items()}}.items():
-        try:
-            found.append(of_scheme(settings, script, name))
-        except UserError as error:
-            without[name] = str(error)
-    return found, without
-
-
-def with_window(found, at_window):
-    """Returns the `Estimate` of a scheme with the shortest window at which its workers compute for `ENOUGH` of their time.
-
-    If none of `WINDOWS` suffices, the longest one is used.
-
-    Args:
-      found: its `Estimate` with the default window.
-      at_window: function of a window that returns an `Estimate`.
-    """
-    windows = [window for window in WINDOWS if window > found.window]
-    while found.computing < ENOUGH and windows:
-        found = at_window(windows.pop(0))
-    return found
-
-
 def main(arguments):
-    """Runs the command; returns its exit status."""
+    """Runs the command."""
     settings = parse(arguments)
     notebook.quiet()  # after the flags are checked, as importing tensorflow takes seconds
-    estimates, without = all_schemes(settings)
+    estimates, without = [], {}
+    for name in (*SCHEMES, *SCRIPTS):
+        try:
+            estimates.append(of_scheme(settings, name))
+        except UserError as error:
+            without[name] = str(error)
     print("\n".join([assumed(settings), "", *table(estimates, settings)]))
     for name, why in without.items():
         print(f"not in the table: {name}: {why}")
     print("", *advice(estimates, without, settings), sep="\n")
-    return 0
 
 
 def own_flags():
     """Yields the flags of this program."""
     yield flags.number("parameters", None, "number of parameters of the model, such as 25e6", least=1)
-    yield flags.integer("workers", None, "number of workers, equal except for --slow and --step_cv", least=2, most=MOST_WORKERS)
+    yield flags.integer("workers", None, "number of workers, equal except for --slow and --step_cv", least=2, most=1000)
     yield flags.number("step_ms", None, "milliseconds of a local step of a worker", above=0)
     yield flags.number("mbit", None, "Mbit/s of a worker's link each way (default: no limit)", above=0)
     yield flags.number("ps_mbit", None, "the same of each ps (default: --mbit)", above=0)
     yield flags.number("latency_ms", 0, "one-way latency of an empty message in milliseconds", least=0)
     yield flags.integer("num_ps", 1, "number of ps, which share the bytes of a message", least=1, most=10_000)
     text = "local steps of a round in schemes with several (default: the scheme's own)"
-    yield flags.integer("window", None, text, least=1, most=MOST_WINDOW)
+    yield flags.integer("window", None, text, least=1, most=100_000)
     yield flags.integer("batch_size", 32, "samples of a local step", least=1)
     yield flags.number("slow", 1, "step time of the straggler, relative to the other workers", least=1)
     yield flags.number("step_cv", 0, "coefficient of variation of step times (standard deviation / mean)", least=0, most=10.0)
-    text = "compression of the vectors that a worker sends to the ps"
-    yield flags.choice("compress", "none", flags.COMPRESSIONS, text)
-    text = "share of the values that --compress=topk sends (default: 0.01)"
-    yield flags.number("topk", None, text, above=0, most=1.0)
-    text = "compression of the parameters that the ps send to a worker"
-    yield flags.choice("compress_pull", "none", flags.PULL_COMPRESSIONS, text)
+    yield from (flag for flag in flags.of_every_scheme({}) if flag.name in ("compress", "topk", "compress_pull"))
     for name, text in YES.items():
         yield flags.boolean(name, False, text)
 
 
 def parse(arguments):
-    """Returns the settings of a command line.
-
-    Raises:
-      UserError: if the command line is invalid.
-    """
-    settings = flags.parse(flags.table(*own_flags()), arguments, PROGRAM)
+    """Returns the settings of a command line, or raises a `UserError`."""
+    settings = flags.parse(flags.table(*own_flags()), arguments, "common.advise")
     for name, example in ("parameters", "25e6"), ("workers", "8"), ("step_ms", "80"):
         if getattr(settings, name) is None:
             raise UserError(f"--{name} is missing: give it, as --{name}={example} (--help lists all)")
     if settings.num_ps > settings.parameters:
         raise UserError(f"--num_ps={settings.num_ps} is more than the {settings.parameters:g} parameters: give fewer")
-    return settings
+    return settings.but(ps_mbit=settings.ps_mbit or settings.mbit)
 
 
 def assumed(settings):
     """Returns a line that describes the assumed machines and links."""
-    link, of_ps = (f"{mbit:,g} Mbit/s" if mbit else "any speed" for mbit in (settings.mbit, settings.ps_mbit or settings.mbit))
+    link, of_ps = (f"{mbit:,g} Mbit/s" if mbit else "any speed" for mbit in (settings.mbit, settings.ps_mbit))
     slow = f", {settings.slow:g} times as long on one of them" if settings.slow > 1 else ""
     return (
         f"{settings.parameters:,.0f} parameters on {settings.num_ps} ps with a link of {of_ps}, which all workers share; "
@@ -249,8 +197,7 @@ def assumed(settings):
 
 def table(estimates, settings):
     """Returns the lines of a table of all schemes."""
-    titles = ("scheme", "local steps", "s a round", "waiting", "for others", "GB an hour", "samples/s")
-    rows = [titles]
+    rows = [("scheme", "local steps", "s a round", "waiting", "for others", "GB an hour", "samples/s")]
     for each in estimates:
         shares = (f"{share:.0%}" for share in (1 - each.computing, each.barrier))
         traffic, speed = each.bytes_per_hour / 1e9, each.steps_per_second * settings.batch_size
@@ -264,30 +211,25 @@ def three(value):
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value >= 1e-4 else f"{value:.1e}"
 
 
-def facts_of(settings):
-    """Returns the facts for `common.cli.recommend`."""
-    names = ("parameters", "workers", "step_ms", "latency_ms", "slow", "step_cv", *YES)
-    return {name: float(getattr(settings, name)) for name in names} | {"mbit": settings.mbit or 0.0}
-
-
 def advice(estimates, without, settings):
     """Returns the lines of the recommendation: the scheme, the reason, and the facts outside the measured range.
 
-    Args:
-      estimates, without: results of `all_schemes`.
+    `without` has the reason for each scheme that has no `Estimate`, {name: text}.
     """
-    known = rules()
-    rule, notes = recommend(facts_of(settings), known)
+    facts = ("parameters", "workers", "step_ms", "latency_ms", "mbit", "slow", "step_cv", *YES)
+    rule, notes = recommend({name: float(getattr(settings, name) or 0) for name in facts})
     name, support = rule["scheme"], re.sub(r"\[.*?\]\((.*?)\)", r"\1", rule["support"].format(prefix=""))
     lines = [f"Begin with {name} ({rule.get('note') or rule['flags']}): {rule['says']}."]
-    lines.append(f"Measured: {support}; {rule['why']}." + (f" In {known['target']}." if support.endswith(" s") else ""))
+    lines.append(f"Measured: {support}; {rule['why']}." + (f" In {rules()['target']}." if support.endswith(" s") else ""))
     lines += notes
     folder, _, variant = name.partition(", ")
     found = next((each for each in estimates if each.name == folder and not variant), None)
     if found is None:
         return lines + ([f"It does not work with these flags: {without[folder]}."] if folder in without else [])
     if rule["fact"] == "messages" and not settings.window:
-        found = with_window(found, lambda window: of_scheme(settings, name, name, window))
+        for longer in WINDOWS:  # the shortest that suffices, or else the longest
+            if found.computing < ENOUGH and longer > found.window:
+                found = of_scheme(settings, name, longer)
     window = f", with a window of {found.window}" if found.window > 1 else ""
     lines.append(f"Its workers compute for {found.computing:.0%} of their time{window}.")
     if found.computing < ENOUGH:
@@ -295,11 +237,8 @@ def advice(estimates, without, settings):
     if found.ps_load > 0.5:
         more = f"add ps to share the load, as with --num_ps={2 * settings.num_ps}"
         lines.append(f"The links of the ps are in use for {found.ps_load:.0%} of the time: {more}.")
-    words = {"num_ps": settings.num_ps, "num_workers": settings.workers}
-    words |= {"window": found.window} if found.window > 1 else {}
-    defaults = {"batch_size": 32, "compress": "none", "compress_pull": "none", "topk": None}
-    words |= {name: value for name, none in defaults.items() if (value := getattr(settings, name)) != none}
-    given = [f"--{key}={value}" for key, value in words.items()]
-    lines.append(" ".join([f"    bash {rule['folder']}/run.sh", *given, rule["flags"]]))
+    given = {"num_ps": settings.num_ps, "num_workers": settings.workers, "window": found.window if found.window > 1 else None}
+    given |= {key: value for key, default in SHARED.items() if (value := getattr(settings, key)) != default}
+    lines.append(" ".join([f"    bash {rule['folder']}/run.sh", *as_arguments(given), rule["flags"]]))
     lines.append("The learning rate is a starting point. Longer windows need more samples (Slow-Links/README.md).")
     return lines

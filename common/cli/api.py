@@ -1,11 +1,5 @@
 """Training from Python, or from a cell of a notebook: `train` starts the same cluster as a folder's run.sh.
 
-    from common import train
-
-    run = train("DOWNPOUR", model, ((x_train, y_train), (x_test, y_test)), num_workers=4, window=20)
-    run.model.evaluate(x_test, y_test)
-    run.plot()
-
 The processes of the cluster are new. They get data, model and functions from this one through a folder of files
 (`common.cli.serialization`), which a scheme's script reads like any FILE.py:FUNCTION.
 """
@@ -25,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from common.cli.schemes import ROOT, script_of
-from common.cli.serialization import PROBLEM, SCHEME, SentModel, check_keras, dump, is_model, loaded, send
+from common.cli.serialization import PROBLEM, SCHEME, SentModel, check_keras, dump, loaded, send
 from common.core import Settings, TrainingFailed, UserError, plots, progress, sizes
 from common.launch import warm
 from common.scheme import Scheme
@@ -61,19 +55,19 @@ def train(scheme, model, data, *, run_dir=None, pace="own", verbose=True, **flag
     """
     name = scheme if isinstance(scheme, str) else getattr(scheme, "name", getattr(scheme, "__name__", type(scheme).__name__))
     folder = Path(run_dir or f"runs/{name}/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S.%f}").resolve()
-    if is_model(model) and any(hasattr(layer, "is_on_ps") for layer in model._flatten_layers()):
-        raise UserError("the model has a table (common.Embedding), which begins on the ps: give a function that makes it")
-    check_keras(model)
-    model = SentModel(model) if is_model(model) else model
+    keras = sys.modules.get("keras")  # if there is a model, Keras has been imported
+    if keras and isinstance(model, keras.Model):
+        if any(hasattr(layer, "is_on_ps") for layer in model._flatten_layers()):
+            raise UserError("the model has a table (common.Embedding), which begins on the ps: give a function that makes it")
+        model = SentModel(model)  # with the settings of its layers
+    elif keras:
+        check_keras()
     with tempfile.TemporaryDirectory(prefix="sent-") as sent:
         script, problem = _script_of(scheme, pace, flags, Path(sent)), Path(sent, "problem.py")
         problem.write_text(PROBLEM)
-        specs = {"data": send(data, "data", problem), "model": send(model, "model", problem)}
-        for flag in FUNCTIONS & flags.keys():
-            if callable(flags[flag]):
-                specs[flag] = send(flags[flag], flag, problem)
-        given = {"run_dir": str(folder), **flags, **specs}
-        arguments = [argument for flag in given.items() for argument in as_arguments(*flag)]
+        given = {"data": data, "model": model} | {flag: flags[flag] for flag in FUNCTIONS if callable(flags.get(flag))}
+        specs = {flag: send(value, flag, problem) for flag, value in given.items()}
+        arguments = as_arguments({"run_dir": str(folder), **flags, **specs})
         names = {f"--{flag}={problem}:{flag}": f"the {flag}" for flag in specs}
         _run([sys.executable, str(script), "--launch", *arguments], script.name, names, verbose)
     return Run(folder, model, data, flags)
@@ -93,11 +87,7 @@ class Run:
 
     @functools.cached_property
     def model(self):
-        """The trained `keras.Model`, compiled with the minimized loss; with its tables, if any (`common.Embedding`).
-
-        Raises:
-          UserError: if the tables were not saved.
-        """
+        """The trained `keras.Model`, compiled with the minimized loss; with its tables (`common.Embedding`), if saved."""
         from common.core import checkpoints_in
         from common.models import keras_model
         from common.scheme import saved_tables, tables
@@ -163,7 +153,7 @@ def _script_of(scheme, pace, flags, sent):
         what = "the name of a folder, such as 'HogWild', a Scheme, or a generator function"
         raise UserError(f"a scheme is {what}, not {scheme!r:.60}")
     if pace != "own":
-        name = scheme if isinstance(scheme, str) else scheme.name
+        name = getattr(scheme, "name", scheme)
         raise UserError(f"pace={pace!r} is only for a scheme given as a function: {name} has its own")
     if isinstance(scheme, str):
         return script_of(scheme)
@@ -174,37 +164,32 @@ def _script_of(scheme, pace, flags, sent):
     return path
 
 
-def as_arguments(flag, value):
-    """Returns the command-line arguments that set a flag to this value."""
-    if callable(value):
-        raise UserError(f"{flag} must be 'FILE.py:FUNCTION', not a function of this program")
-    if value is None:
-        return []
-    if isinstance(value, bool):
-        return [f"--{flag}" if value else f"--no{flag}"]
-    return [f"--{flag}={','.join(map(str, value)) if isinstance(value, (list, tuple)) else value}"]
+def as_arguments(flags):
+    """Returns the command-line arguments that set flags to these values, {name: value}; None leaves a flag out."""
+    arguments = []
+    for flag, value in flags.items():
+        if callable(value):
+            raise UserError(f"{flag} must be 'FILE.py:FUNCTION', not a function of this program")
+        if isinstance(value, bool):
+            arguments.append(f"--{flag}" if value else f"--no{flag}")
+        elif value is not None:
+            arguments.append(f"--{flag}={','.join(map(str, value)) if isinstance(value, (list, tuple)) else value}")
+    return arguments
 
 
 def _run(command, program, names, verbose):
     """Runs a launcher to its end, and shows its output. It ends, at the latest, with this process.
 
-    Args:
-      command: its command line.
-      program: prefix of its last line if it fails.
-      names: {text: replacement} in its output.
-      verbose: whether to show its output.
+    Its last line, if it fails, begins with `program`. `names` are {text: replacement} in its output.
 
     Raises:
       UserError, TrainingFailed: by its exit status, if not 0.
       KeyboardInterrupt: if this process was interrupted; the launcher has saved a checkpoint by then.
     """
     is_notebook = "ipykernel" in sys.modules
-    environ = {**os.environ, "LAUNCHER_PID": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environ = warm.kept(environ)
-    has_terminal = (
-        verbose and not is_notebook and sys.stdout is sys.__stdout__ and sys.stdout is not None and sys.stdout.isatty()
-    )
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environ = warm.kept({**os.environ, "LAUNCHER_PID": str(os.getpid()), "PYTHONUNBUFFERED": "1", "PYTHONPATH": path})
+    has_terminal = verbose and not is_notebook and sys.stdout is sys.__stdout__ and os.isatty(1)
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
         launcher = subprocess.Popen(
             command,

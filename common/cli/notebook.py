@@ -76,12 +76,9 @@ class LocalCluster:
 
     The ports stay reserved until `close`, which kills the remaining processes; so does any end of the kernel (Linux).
 
-    Args:
-      hosts: {job: addresses}; None for addresses with free ports.
-      jobs: without hosts, the number of tasks of each job.
-
     Attributes:
-      hosts: {job: addresses}, as for `tf.train.ClusterSpec`.
+      hosts: {job: addresses}, as for `tf.train.ClusterSpec`. They have free ports, unless they are given in place of the
+        number of tasks of each job.
     """
 
     def __init__(self, hosts=None, **jobs):
@@ -89,12 +86,12 @@ class LocalCluster:
         self._stack = contextlib.ExitStack()
         _open.add(self)
         self._stack.callback(_open.discard, self)
-        ports = {job: [int(host.rpartition(":")[2]) for host in of_job] for job, of_job in (hosts or {}).items()}
-        ports = ports or {job: [0] * count for job, count in jobs.items()}
-        self.hosts = {job: [self._reserve(port) for port in of_job] for job, of_job in ports.items()}
+        hosts = hosts or {job: ["127.0.0.1:0"] * count for job, count in jobs.items()}
+        self.hosts = {job: [self._reserve(address) for address in addresses] for job, addresses in hosts.items()}
 
-    def _reserve(self, port):
-        return f"127.0.0.1:{self._stack.enter_context(launcher.reserved_port(port)).getsockname()[1]}"
+    def _reserve(self, address):
+        port = launcher.reserved_port(int(address.rpartition(":")[2]))
+        return f"127.0.0.1:{self._stack.enter_context(port).getsockname()[1]}"
 
     def task(self, job, index):
         """Returns the `TaskSpecDef` of a ps or a worker, in a cluster that has both."""
@@ -105,9 +102,7 @@ class LocalCluster:
         return f"grpc://{self.hosts[job][index]}"
 
     def start(self, job, index):
-        """Starts the server of a task as a process of its own, and returns its `subprocess.Popen`.
-
-        If it fails, its error appears under the notebook's cell.
+        """Starts the server of a task as a process, and returns its `subprocess.Popen`; an error appears under the cell.
 
         A ps of a cluster with workers exits once each worker has reported that it is done (`membership.say_done`).
         """
@@ -118,7 +113,8 @@ class LocalCluster:
             env={**os.environ, "LAUNCHER_PID": str(os.getpid())},
             start_new_session=True,  # so that interrupting a cell does not end it
         )
-        self._stack.callback(_end, process)
+        self._stack.callback(process.wait)
+        self._stack.callback(process.kill)  # before the wait: callbacks run in reverse order
         return process
 
     def close(self):
@@ -126,33 +122,24 @@ class LocalCluster:
         self._stack.close()
 
 
-def _end(process):
-    process.kill()
-    process.wait()
-
-
 def shared_cluster(path, **jobs):
     """Returns the `LocalCluster` shared by several notebooks that run at the same time, each in its own kernel.
 
     The first kernel writes the addresses to the file `path`; they stay valid while one of the kernels lives. Each kernel
-    reserves all the ports, so that no other process can take them after the end of one kernel.
-
-    Args:
-      path: a file, the same for all.
-      jobs: the number of tasks of each job.
+    reserves all the ports, so that no other process can take them after the end of one kernel. `jobs` are those of
+    `LocalCluster`.
     """
     path = Path(path)
     with open(path.with_suffix(".lock"), "a") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)  # one kernel at a time
         file = open(path, "a+")
-        try:
+        with contextlib.suppress(BlockingIOError):  # other kernels hold the shared lock below
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # other kernels hold the shared lock below
-            file.seek(0)
-            local = LocalCluster(json.load(file))
-        else:
-            local = LocalCluster(**jobs)
             file.truncate(0)
+        file.seek(0)
+        known = file.read()
+        local = LocalCluster(json.loads(known or "{}"), **jobs)
+        if not known:
             json.dump(local.hosts, file)
             file.flush()
         fcntl.flock(file, fcntl.LOCK_SH)

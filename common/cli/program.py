@@ -1,12 +1,4 @@
-"""Runs `python SCHEME.py`: reads the flags, then starts a cluster on this machine or runs one task of a cluster.
-
-A script is its update rule, its `Scheme`, and one call:
-
-    SCHEME = Scheme(hogwild, epochs=60, batch_size=32, learning_rate=0.1)
-
-    if __name__ == "__main__":
-        main(SCHEME)
-"""
+"""Runs `python SCHEME.py`: reads the flags, then starts a cluster on this machine or runs one task of a cluster."""
 
 import contextlib
 import functools
@@ -38,18 +30,13 @@ from common.scheme import Scheme
 
 
 def main(scheme):
-    """Runs a scheme's script and exits: 0 trained, 1 failed, 2 bad flags or input, 130 stopped by Ctrl-C.
-
-    Args:
-      scheme: the `common.Scheme`.
-    """
+    """Runs the script of a `common.Scheme` and exits: 0 trained, 1 failed, 2 bad flags or input, 130 stopped by Ctrl-C."""
     if not isinstance(scheme, Scheme):
         raise UserError("main(...) takes a Scheme: SCHEME = Scheme(function, epochs=60, ...), and then main(SCHEME)")
     if not os.environ.get("LAUNCHER_PID"):
         signals.prepare_for_a_closed_terminal()
     script = Path(sys.argv[0]).resolve()
-    stale = _stale_launcher()
-    if stale:
+    if stale := _stale_launcher():
         print(f"{script.name}: {stale}", file=sys.stderr)
         sys.exit(2)
     failed = supervisor.FAILED_FOR_GOOD if os.environ.get("LAUNCHER_KEY") else 1
@@ -57,19 +44,21 @@ def main(scheme):
         status = _run(scheme, script, sys.argv[1:])
         task_status.work_is_done()  # marks a regular exit: a user's function may call sys.exit, too
         sys.exit(status)
-    except UserError as error:
-        sys.exit(_say(2, f"{script.name}: {error}"))
-    except TrainingFailed as error:
-        sys.exit(_say(failed, f"{script.name}: {error}"))
-    except Exception as error:
-        why = why_unwritable(error)
-        if why is None:
-            raise
-        where = getattr(error, "filename", None) or "the folder of the run"
-        what = "fix that, and continue with --resume if there is a checkpoint"
-        sys.exit(_say(failed, f"{script.name}: {where} cannot be written: {why}; {what}"))
     except KeyboardInterrupt:
         sys.exit(130)
+    except Exception as error:
+        if isinstance(error, (UserError, TrainingFailed)):
+            line = f"{script.name}: {error}"
+        elif why := why_unwritable(error):
+            where = getattr(error, "filename", None) or "the folder of the run"
+            what = "fix that, and continue with --resume if there is a checkpoint"
+            line = f"{script.name}: {where} cannot be written: {why}; {what}"
+        else:
+            raise
+        task_status.say_last(line)
+        with contextlib.suppress(OSError):  # on a full disk, writing to the log fails, too
+            print(line, file=sys.stderr)
+        sys.exit(2 if isinstance(error, UserError) else failed)
 
 
 def _stale_launcher():
@@ -131,13 +120,6 @@ def _serve(task):
     os._exit(130 if is_asked.is_set() else 0)  # a thread in tensorflow's code would not survive interpreter shutdown
 
 
-def _say(status, line):
-    task_status.say_last(line)
-    with contextlib.suppress(OSError):  # on a full disk, writing to the log fails, too
-        print(line, file=sys.stderr)
-    return status
-
-
 def _run(scheme, script, arguments):
     parent = os.environ.get("LAUNCHER_PID")
     if parent:
@@ -167,11 +149,7 @@ def _run(scheme, script, arguments):
 
 
 def _settings_of(scheme, script, arguments):
-    """Returns the `Settings` of a command line, with values derived from them, and the `TaskSpec` of this process or None.
-
-    Raises:
-      UserError: for flags that are wrong, alone or together.
-    """
+    """Returns the `Settings` of a command line, with values derived from them, and the `TaskSpec` of this process or None."""
     values = scheme.flag_values()
     settings = flags.parse(values, arguments, script.name, scheme.without)
     settings = settings.but(run=scheme.facts(script.parent.name, settings.num_workers))
@@ -181,15 +159,13 @@ def _settings_of(scheme, script, arguments):
         raise UserError("--run_dir is empty: name a folder, or leave the flag out")
     launches = task is None and settings.launch
     if settings.max_workers:
-        has_launcher = launches or os.environ.get("LAUNCHER_KEY")
-        _check_places(scheme, settings, has_launcher, task, flags.present(values, "num_workers"))
+        _check_places(scheme, settings, values, task, launches or os.environ.get("LAUNCHER_KEY"))
     settings = settings.but(run=settings.run._replace(num_evaluators=1 if scheme.evaluate and (task or launches) else 0))
     if scheme.evaluate and not settings.run.num_evaluators:  # a process that trains alone uses all samples
         settings = settings.but(validation=None, patience=None)
     _check_present(settings, values, task, launches)
     if not launches:  # the task counts that a scheme may read
-        num_ps, num_workers = (task.num_ps, task.num_workers) if task else (0, 1)
-        settings = settings.but(num_ps=num_ps, num_workers=num_workers)
+        settings = settings.but(num_ps=task.num_ps if task else 0, num_workers=task.num_workers if task else 1)
     elif settings.gpus is not None and not settings.check:
         settings = devices.with_gpus(settings, flags.present(values, "num_workers"))
     _check_counts(settings, launches)
@@ -214,7 +190,7 @@ def _task_of(scheme, settings, script):
     return task
 
 
-def _check_places(scheme, settings, has_launcher, task, num_workers_given):
+def _check_places(scheme, settings, values, task, has_launcher):
     """Raises a `UserError` if workers cannot join and leave this run."""
     flag, name = f"--max_workers={settings.max_workers}", settings.run.scheme
     if scheme.pace == "ring":
@@ -225,7 +201,7 @@ def _check_places(scheme, settings, has_launcher, task, num_workers_given):
         raise UserError(f"{flag} needs --launch, which `bash {name}/run.sh` adds: workers join through the launcher")
     if not has_launcher and task.num_workers != settings.max_workers:
         raise UserError(f"{flag}, but the cluster names {task.num_workers} of them: each place needs an address of its own")
-    if (settings.gpus is not None or not has_launcher) and not num_workers_given:
+    if (settings.gpus is not None or not has_launcher) and not flags.present(values, "num_workers"):
         why = "with --gpus" if has_launcher else "in a cluster that no launcher has started"
         raise UserError(f"{flag}: {why} give --num_workers, too, the number at the start")
     if settings.max_workers < settings.run.begin_workers:
@@ -238,11 +214,9 @@ def _check_present(settings, values, task, launches):
         raise UserError("--patience needs held-out samples: give their share, too, with --validation")
     if task is None and flags.present(values, "give_up_secs"):
         raise UserError("--give_up_secs is for tasks started by hand: a launcher restarts its tasks (--max_restarts)")
-    if task is None and not launches:
-        for name in flags.present(values, "num_ps", "num_workers", "gpus"):
-            raise UserError(
-                f"--{name} needs --launch, which `bash {settings.run.scheme}/run.sh` adds; without it, one process trains"
-            )
+    if task is None and not launches and (given := flags.present(values, "num_ps", "num_workers", "gpus")):
+        needs = f"--{given[0]} needs --launch, which `bash {settings.run.scheme}/run.sh` adds"
+        raise UserError(f"{needs}; without it, one process trains")
 
 
 def _check_counts(settings, launches):

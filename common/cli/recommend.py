@@ -6,22 +6,9 @@ form of the book (book/static/which.js) read the same file.
 
 import json
 from pathlib import Path
-from typing import NamedTuple
 
 RULES = Path(__file__).resolve().parents[2] / "Comparison" / "rules.json"
 FAR = 3  # ratio to the measured value beyond which a note says so
-
-
-class Recommendation(NamedTuple):
-    """The rule that applies, and its limits.
-
-    Attributes:
-      rule: the rule that applies, a dict of `RULES`.
-      notes: sentences on facts that no run has measured.
-    """
-
-    rule: dict
-    notes: list
 
 
 def rules():
@@ -32,21 +19,18 @@ def rules():
 def steps_per_message(facts):
     """Returns the time of a pull and a push, in local steps, for a worker that has its link to itself.
 
-    Args:
-      facts: numbers by name: `parameters`, `step_ms`, `latency_ms`, and `mbit`, 0 for no limit.
+    Its facts are `parameters`, `step_ms`, `latency_ms`, and `mbit`, 0 for no limit.
     """
     link = 32 * facts["parameters"] / (1000 * facts["mbit"]) if facts["mbit"] else 0.0
     return 2 * (facts["latency_ms"] + link) / facts["step_ms"]
 
 
-def recommend(facts, known=None):
-    """Returns the `Recommendation`.
+def recommend(facts):
+    """Returns the rule that applies, a dict of `RULES`, and a list of sentences on facts that no run has measured.
 
-    Args:
-      facts: {name: number} for facts of `rules()`, yes as 1 and no as 0; missing ones take their defaults.
-      known: result of `rules`, if already loaded.
+    `facts` are {name: number} as in `rules()`, yes as 1 and no as 0; missing ones take their defaults.
     """
-    known = known or rules()
+    known = rules()
     facts = {fact["name"]: fact["default"] for fact in known["facts"]} | facts
     facts["messages"] = steps_per_message(facts)
     rule, *others = (r for r in known["rules"] if r["fact"] is None or facts[r["fact"]] >= r["least"])
@@ -60,7 +44,7 @@ def recommend(facts, known=None):
         if is_far or (facts[name] * FAR < measured and name in ("parameters", "workers", rule["fact"])):
             what = known["units"][name]
             notes.append(f"Measured with {what.format(number(measured))}, not with {number(facts[name])}.")
-    return Recommendation(rule, notes)
+    return rule, notes
 
 
 def number(value):

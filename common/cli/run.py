@@ -22,12 +22,9 @@ def main(arguments):
     signals.prepare_for_a_closed_terminal()
     try:
         sys.exit(_run(arguments))
-    except UserError as error:
+    except (UserError, TrainingFailed) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
-        sys.exit(2)
-    except TrainingFailed as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, UserError) else 1)
 
 
 def _run(arguments):
@@ -70,10 +67,5 @@ def _run(arguments):
             progress.say(devices.say_gpus(settings))
         if server.problem:
             progress.say(f"the ports of this run can be reached from outside: {server.problem}")
-        return supervisor.Supervisor(
-            [task(job, index) for job in hosts for index in range(len(hosts[job]))],
-            server,
-            settings,
-            progress.say,
-            ends_with_chief=False,
-        ).run()
+        tasks = [task(job, index) for job in hosts for index in range(len(hosts[job]))]
+        return supervisor.Supervisor(tasks, server, settings, progress.say, ends_with_chief=False).run()

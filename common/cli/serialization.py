@@ -19,24 +19,20 @@ from common.core import Settings, UserError
 from common.data import Rows, Stream, datasets, mapped, one_line, sources
 
 # The modules in the folder of files: the first for flags that name a function, the second for a scheme given as a function.
-PROBLEM = '''"""Data and model of a notebook, or a program; see common/cli/serialization.py."""
-
-from common.cli.serialization import receive
+PROBLEM = """from common.cli.serialization import receive
 
 
 def __getattr__(name):
     return receive(__file__, name)
-'''
-SCHEME = '''"""A scheme of a notebook, or a program; see common/cli/serialization.py."""
-
-from common import main
+"""
+SCHEME = """from common import main
 from common.cli.serialization import receive
 
 SCHEME = receive(__file__, "scheme")
 
 if __name__ == "__main__":
     main(SCHEME)
-'''
+"""
 
 
 def send(value, flag, problem):
@@ -63,15 +59,7 @@ def dump(value, path, what):
 
 
 def receive(file, name):
-    """Returns the sent object, a function or a `Scheme`.
-
-    Args:
-      file: path of the calling module, beside the pickle.
-      name: "data", "model", "scheme", or one of `common.cli.api.FUNCTIONS`.
-
-    Raises:
-      AttributeError: if nothing of that name was sent.
-    """
+    """Returns what was sent beside the module `file`: "data", "model", "scheme", or one of `common.cli.api.FUNCTIONS`."""
     path = Path(file).with_name(f"{name}.pickle")
     if not path.exists():
         raise AttributeError(name)
@@ -98,27 +86,16 @@ def loaded(given, flags=None):
     return dataset.first if isinstance(dataset, Stream) else dataset
 
 
-def is_model(value):
-    """Whether this is a `keras.Model`; does not import Keras."""
-    keras = sys.modules.get("keras")  # if there is a model, Keras has been imported
-    return keras is not None and isinstance(value, keras.Model)
+def check_keras():
+    """Raises a `UserError` if this program has changed Keras settings that a model built by a function in a task would lack."""
+    import keras
 
-
-def check_keras(model):
-    """Raises a `UserError` if this program has changed Keras settings that a model built by a function in a task would lack.
-
-    A `keras.Model` is sent with the settings of its layers.
-    """
-    keras = sys.modules.get("keras")
-    if keras is None or is_model(model):
-        return
-    found = {"dtype_policy": keras.config.dtype_policy().name}
-    found |= {name: getattr(keras.config, name)() for name in ("floatx", "image_data_format")}
-    expected = {"dtype_policy": "float32", "floatx": "float32", "image_data_format": "channels_last"}
-    for name, value in found.items():
-        if value != expected[name]:
+    for name, expected in ("dtype_policy", "float32"), ("floatx", "float32"), ("image_data_format", "channels_last"):
+        found = getattr(keras.config, name)()
+        found = getattr(found, "name", found)  # of a policy
+        if found != expected:
             raise UserError(
-                f"keras.config.{name}() is {value!r} in this program, and {expected[name]!r} in the processes that train: "
+                f"keras.config.{name}() is {found!r} in this program, and {expected!r} in the processes that train: "
                 f"call keras.config.set_{name} in the function that makes the model"
             )
 
@@ -126,11 +103,12 @@ def check_keras(model):
 class SentModel:
     """A Keras model for another process: the file that Keras saves, and the user's own classes and functions.
 
-    Raises:
-      UserError: if another process would load a different model.
+    Raises a `UserError` if another process would load a different model.
     """
 
     def __init__(self, keras_model):
+        import keras
+
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "model.keras")
             try:
@@ -140,10 +118,9 @@ class SentModel:
             except Exception as error:
                 raise _cannot_be_sent(one_line(error)) from error
             self._saved = path.read_bytes()
-        _check_losses(keras_model)
         main = vars(sys.modules["__main__"])
         with zipfile.ZipFile(io.BytesIO(self._saved)) as archive:
-            texts = set(_strings_in(json.loads(archive.read("config.json"))))
+            texts = [text for text in keras.tree.flatten(json.loads(archive.read("config.json"))) if isinstance(text, str)]
         found = {text: main.get(text.rpartition(">")[2]) for text in texts}  # a registered object is named PACKAGE>NAME
         self._own = {text: value for text, value in found.items() if getattr(value, "__module__", None) == "__main__"}
         self._kinds = {type(layer) for layer in keras_model._flatten_layers() if _is_own(layer)}
@@ -173,7 +150,7 @@ class SentModel:
         for old, new in itertools.zip_longest(keras_model.weights, again.weights):
             a, b = (None if v is None else v.numpy() for v in (old, new))
             if a is None or b is None or not np.array_equal(a, b, equal_nan=a.dtype.kind == "f"):
-                raise _cannot_be_sent(f"Keras does not restore {(old or new).path} unchanged")
+                raise _cannot_be_sent(f"Keras does not restore {(new if old is None else old).path} unchanged")
 
 
 class SentArrays:
@@ -181,16 +158,14 @@ class SentArrays:
 
     def __init__(self, dataset, folder):
         self._folder, self._count = str(folder), 0
-        self._parts = [None if part is None else mapped(self._save, part) for part in dataset]
+        self._parts = [mapped(self._save, part) for part in dataset]
 
     def _save(self, array):
-        if isinstance(array, Rows):
-            if array.has_file:
-                return array
-            array = array[:]
+        if array is None or (isinstance(array, Rows) and array.has_file):
+            return array
         name = f"array-{self._count}.npy"
         try:
-            np.save(Path(self._folder, name), array)
+            np.save(Path(self._folder, name), array[:])
         except OSError as error:
             raise UserError(
                 f"the data cannot be written to {Path(self._folder).parent} for the workers: {error.strerror or error}; name "
@@ -201,9 +176,9 @@ class SentArrays:
 
     def __call__(self):
         def load(saved):
-            return saved if isinstance(saved, Rows) else np.load(Path(self._folder, saved), mmap_mode="r")
+            return np.load(Path(self._folder, saved), mmap_mode="r") if isinstance(saved, str) else saved
 
-        x, y, x_test, y_test, *weights = (None if part is None else mapped(load, part) for part in self._parts)
+        x, y, x_test, y_test, *weights = (mapped(load, part) for part in self._parts)
         return (x, y, weights[0]), (x_test, y_test, weights[1])
 
 
@@ -247,15 +222,24 @@ def _made_from_config(kinds):
 
 
 def _check_settings(keras_model):
-    """Raises a `UserError` if Keras does not save the constructor arguments of an object of a user's own class.
+    """Raises a `UserError` if Keras does not save the settings of a loss, or of an object of a user's own class.
 
-    Keras 3.15 saves those of a layer, but not those of a subclassed model, a loss or a metric.
+    Keras 3.15 does not save the delta of a Huber loss. It saves the constructor arguments of a layer, but not those of a
+    subclassed model, a loss or a metric.
     """
     import keras
 
     compiled = getattr(keras_model, "_compile_config", None)
     given = keras.tree.flatten([getattr(compiled, "config", {}).get(k) for k in ("loss", "metrics", "weighted_metrics")])
     measures = [each for each in given if isinstance(each, (keras.losses.Loss, keras.metrics.Metric))]
+    for loss in measures:
+        if isinstance(loss, keras.losses.Loss) and hasattr(loss, "_fn_kwargs"):
+            try:
+                again = type(loss).from_config(loss.get_config())
+            except Exception:  # of a class with another way of loading
+                continue
+            if repr(again._fn_kwargs) != repr(loss._fn_kwargs):
+                raise _cannot_be_sent(f"Keras does not save the settings {loss._fn_kwargs} of its loss {type(loss).__name__}")
     for owner in filter(_is_own, [*keras_model._flatten_layers(), *measures]):
         if not type(owner).get_config.__module__.startswith("keras.src."):
             continue
@@ -268,25 +252,3 @@ def _check_settings(keras_model):
             raise _cannot_be_sent(
                 f"Keras does not save the argument {forgotten[0]} of {type(owner).__name__}, which has no get_config of its own"
             )
-
-
-def _check_losses(keras_model):
-    """Raises a `UserError` if Keras does not save all of a compiled loss: in 3.15 a Huber loss loses its delta."""
-    import keras
-
-    for loss in keras.tree.flatten(getattr(keras_model, "loss", None)):
-        if isinstance(loss, keras.losses.Loss) and hasattr(loss, "_fn_kwargs"):
-            try:
-                again = type(loss).from_config(loss.get_config())
-            except Exception:  # of a class with another way of loading
-                continue
-            if repr(again._fn_kwargs) != repr(loss._fn_kwargs):
-                raise _cannot_be_sent(f"Keras does not save the settings {loss._fn_kwargs} of its loss {type(loss).__name__}")
-
-
-def _strings_in(value):
-    if isinstance(value, dict):
-        value = [*value.values()]
-    if isinstance(value, list):
-        return [text for each in value for text in _strings_in(each)]
-    return [value] if isinstance(value, str) else []
