@@ -1,6 +1,5 @@
 """Built-in data sets of `--data`: digits, points of a line, least squares, and text as characters."""
 
-import gzip
 import importlib.util
 import random
 from pathlib import Path
@@ -20,8 +19,7 @@ def digits():
     if package is None or not package.submodule_search_locations:
         raise UserError("--data=digits comes with scikit-learn, which is not installed: pip install scikit-learn")
     file = Path(package.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
-    with gzip.open(file, "rt") as lines:
-        table = np.array([line.split(",") for line in lines], np.float32)
+    table = np.loadtxt(file, np.float32, delimiter=",")
     table = table[np.random.default_rng(0).permutation(len(table))]
     x, y = (table[:, :64] / 16).reshape(-1, 8, 8, 1), table[:, 64].astype(np.int32)
     test = len(x) // 5
@@ -123,11 +121,8 @@ def decoded(places):
 def next_characters(text, length=64):
     """Returns training and test set of a language model, in consecutive windows: x, y `[n, length]` each.
 
-    x are the characters of a window, y their successors, as indices in `ALPHABET`. The last tenth of the text is the test set.
-
-    Args:
-      text: a string, of at least 10 * length + 10 characters.
-      length: characters in a window.
+    x are the characters of a window, y their successors, as indices in `ALPHABET`. The last tenth of the text, a string of at
+    least 10 * length + 10 characters, is the test set.
     """
     codes = encoded(text)
     test = len(codes) - len(codes) // 10

@@ -1,6 +1,5 @@
 """Data sets in memory: a training and a test set, their checks, their shards, and their copy for other processes."""
 
-import functools
 import inspect
 import mmap
 import os
@@ -11,10 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.core import UserError, limits, task_status
-from common.data.array_types import as_arrays, in_types_of_training
+from common.data.array_types import as_arrays, typed
 from common.data.builtin_data import digits, linear, mnist, mnist1d, quadratic, text
 from common.data.mapped_rows import LARGE, Rows, chunks
-from common.data.nested_arrays import arrays_in, mapped, mapped_by_name, named
+from common.data.nested_arrays import arrays_in, mapped, named
 from common.data.user_functions import call_user_function
 
 
@@ -59,10 +58,8 @@ class Data(NamedTuple):
 def load(spec, seed=0):
     """Returns the `Data` that `--data=spec` names: digits, linear, mnist, mnist1d, quadratic, text or FILE.py:FUNCTION.
 
-    A task of a launcher gets the data that the input check has shared with all tasks, if any: see `share`.
-
-    Raises:
-      UserError: if there is no such data or no training could use it.
+    A task of a launcher gets the data that the input check has shared with all tasks, if any: see `share`. Raises `UserError`
+    if there is no such data or no training could use it.
     """
     if (kept := shared()) is not None:
         return kept
@@ -80,55 +77,34 @@ def load(spec, seed=0):
 def checked(arrays, spec):
     """Returns the arrays from `--data=spec` as `Data`, in the types of training, or raises `UserError`.
 
-    Args:
-      arrays: `((x_train, y_train), (x_test, y_test))`, each pair with weights of the samples as a third, if they have some.
+    They are `((x_train, y_train), (x_test, y_test))`, each pair with weights of the samples as a third, if they have some.
     """
-    parts: dict[str, Any] = {}
+    flag, halves = f"--data={spec}", {}
     if isinstance(arrays, (tuple, list)) and any(hasattr(part, "element_spec") for part in arrays):
-        raise UserError(f"--data={spec} gives tf.data.Datasets, but this program trains with arrays only")
+        raise UserError(f"{flag} gives tf.data.Datasets, but this program trains with arrays only")
     try:
-        for half, given in zip(("train", "test"), arrays, strict=True):
-            x, y, *weights = given if len(given) != 3 or given[2] is not None else given[:2]
-            for name, part in zip(("x", "y", "w"), (x, y, *weights), strict=False if len(weights) < 2 else True):
-                parts[f"{name}_{half}"] = as_arrays(part, f"--data={spec}: {name}_{half}")
+        for half, given in zip(("_train", "_test"), arrays, strict=True):
+            x, y, w = (*given, None) if len(given) == 2 else given
+            parts = (x, y) if w is None else (x, y, w)
+            halves[half] = [as_arrays(part, f"{flag}: {axis}{half}") for axis, part in zip("xyw", parts)]
     except UserError:
         raise
     except Exception:  # converting an object that is no array may raise any error
         expected = "((x_train, y_train), (x_test, y_test)) as NumPy arrays"
         weights = "and weights as a third of each pair, if samples have some"
-        raise UserError(f"--data={spec} must give {expected}, {weights}{_given_instead(arrays)}") from None
-    for name, part in parts.items():
-        parts[name] = mapped_by_name(functools.partial(in_types_of_training, name[0]), part, f"--data={spec}: {name}")
-    for half in ("train", "test"):
-        arrays_of_half = {k: v for name in "xyw" for k, v in named(parts.get(f"{name}_{half}", ()), f"{name}_{half}").items()}
-        for name in ("x", "y"):
-            if not arrays_in(parts[f"{name}_{half}"]):
-                raise UserError(f"--data={spec}: {name}_{half} holds no arrays")
-        (first, samples), *others = arrays_of_half.items()
-        for name, array in others:
-            if len(array) != len(samples):
-                what = {"x": "samples", "y": "labels", "w": "weights"}
-                hint = "; np.stack makes one array of a list of samples" if "[0]" in first + name else ""
-                raise UserError(
-                    f"--data={spec}: {first} has {len(samples)} samples, {name} has {len(array)} {what[name[0]]}{hint}"
-                )
-        if any((chunk < 0).any() for w in arrays_in(parts.get(f"w_{half}", ())) for chunk in chunks(w)):
-            raise UserError(f"--data={spec}: w_{half} holds negative weights")
-    for axis in "xyw":
-        train, test = (named(parts[name], axis) if (name := f"{axis}_{half}") in parts else None for half in ("train", "test"))
-        if train is None or test is None:  # only weights may be missing
-            continue
-        if train.keys() != test.keys():
-            names = " and ".join(f"{axis}_{half} {len(arrays)}" for half, arrays in (("train", train), ("test", test)))
-            raise UserError(f"--data={spec}: {names} arrays, with different names or numbers; expected the same in both")
-        for key, array in train.items():
-            other = test[key]
+        raise UserError(f"{flag} must give {expected}, {weights}{_given_instead(arrays)}") from None
+    train, test = (typed(parts, flag, half) for half, parts in halves.items())
+    for axis, *both in zip("xyw", train, test):
+        ours, theirs = (named(part, "") for part in both)
+        if ours.keys() != theirs.keys():
+            names = f"{axis}_train {len(ours)} and {axis}_test {len(theirs)} arrays"
+            raise UserError(f"{flag}: {names}, with different names or numbers; expected the same in both")
+        for name, array in ours.items():
+            other, train_name, test_name = theirs[name], f"{axis}_train{name}", f"{axis}_test{name}"
             if array.shape[1:] != other.shape[1:] or array.dtype != other.dtype:
-                raise UserError(
-                    f"--data={spec}: {axis}_train{key[1:]} holds {array.dtype} of shape {array.shape[1:]}, "
-                    f"{axis}_test{key[1:]} {other.dtype} of shape {other.shape[1:]}; expected the same"
-                )
-    return Data(**parts)
+                had, has = (f"{each.dtype} of shape {each.shape[1:]}" for each in (array, other))
+                raise UserError(f"{flag}: {train_name} holds {had}, {test_name} {has}; expected the same")
+    return Data(*train[:2], *test[:2], *(half[2] if len(half) > 2 else None for half in (train, test)))
 
 
 def _given_instead(given):
@@ -154,19 +130,21 @@ def hold_out(data, share, seed=0):
     """Returns the `Data` without a share of the training samples, and the `Data` with this share as its test set.
 
     The selection depends on the seed only, so that all tasks hold out the same samples.
-
-    Raises:
-      UserError: if no samples remain for training, or none for validation.
     """
     n = data.num_samples
     count = round(share * n)
-    if not 0 < count < n:
-        raise UserError(f"--validation={share} holds out {count} of {n} samples: expected some, not all")
+    check_held_out(share, count, n)
     order = np.random.default_rng(seed).permutation(n)
     held, kept = np.sort(order[:count]), np.sort(order[count:])
     training = data._replace(**dict(zip(("x_train", "y_train", "w_train"), _taken(data.train, kept), strict=False)))
     parts = dict(zip(("x_test", "y_test", "w_test"), _taken(data.train, held), strict=False))
     return training, training._replace(**{"w_test": None, **parts})
+
+
+def check_held_out(share, count, n):
+    """Raises a `UserError` if `--validation=share` leaves no samples for training, or none for validation."""
+    if not 0 < count < n:
+        raise UserError(f"--validation={share} holds out {count} of {n} samples: expected some, not all")
 
 
 def _taken(samples, which):
@@ -177,12 +155,10 @@ def _taken(samples, which):
 
 
 def share(data, descriptor):
-    """Shares large arrays with the tasks of this machine, so that they are in memory only once.
+    """Shares large arrays of a `Data` with the tasks of this machine, so that they are in memory only once.
 
-    Args:
-      data: a `Data`.
-      descriptor: of an empty file, inherited by each task under the same number. The arrays are written to it, and then their
-        description; it stays empty if there is no large array, or no space for it.
+    Each task inherits the descriptor of an empty file under the same number. The arrays are written to it, and then their
+    description; it stays empty if there is no large array, or no space for it.
     """
     path = f"/proc/self/fd/{descriptor}"
 
@@ -234,11 +210,7 @@ def shard(data, index, count):
 
 
 def plain(data, program):
-    """Returns the same data, for a program that takes only one array of samples, one of labels, and no weights.
-
-    Raises:
-      UserError: for any other data.
-    """
+    """Returns the same data, for a program that takes only one array of samples, one of labels, and no weights, or raises."""
     if any(isinstance(part, (dict, tuple)) for part in data[:4]) or data[4:] != (None, None):
         raise UserError(f"{program} takes one array of samples, one of labels, and no weights")
     return Data(*(part[:] for part in data[:4]))  # mapped files are read
@@ -247,19 +219,14 @@ def plain(data, program):
 def check_batch(x, y, batch_size, window=1, num_workers=1):
     """Raises a `UserError` if memory cannot hold the samples of a step, and the indices of a window, of each worker.
 
-    So neither sizes nor indices overflow 64 bits, as TensorFlow would abort then.
-
-    Args:
-      x, y: samples and labels, arrays `[n, ...]`, or several in a tuple or dict.
-      num_workers: number of workers on this machine.
+    So neither sizes nor indices overflow 64 bits, as TensorFlow would abort then. x and y are all samples and labels;
+    `num_workers` is the number of workers on this machine.
     """
     bytes_of_one = sum(array[:1].nbytes for array in arrays_in((x, y)))
     # `Batches.next` has at least two vectors of 64-bit indices.
     need, has = num_workers * batch_size * (bytes_of_one + 16 * window), limits.memory()
     if need > has:
         of = f" with a window of {window:,} steps" if window > 1 else ""
-        each = f" in {num_workers} workers" if num_workers > 1 else ""
-        raise UserError(
-            f"--batch_size={batch_size}{of}{each} takes at least {limits.as_bytes(need)} of memory, but the machine has "
-            f"{limits.as_bytes(has)}: choose a smaller one"
-        )
+        of += f" in {num_workers} workers" if num_workers > 1 else ""
+        takes = f"takes at least {limits.as_bytes(need)} of memory, but the machine has {limits.as_bytes(has)}"
+        raise UserError(f"--batch_size={batch_size}{of} {takes}: choose a smaller one")

@@ -67,8 +67,7 @@ class Rows:
     def in_place(self):
         """Returns the place of the rows in memory, if the file can serve as a tensor, else None.
 
-        Returns:
-          An array `[N, ...]` that contains these rows, the index of the first, and the step between them.
+        It is an array `[N, ...]` that contains these rows, the index of the first, and the step between them.
         """
         root, array, of_one = self._root(), self._array, self._array[:1].nbytes
         if root is None or not array.dtype.isnative or array.dtype.itemsize > 8 or not array[:1].flags.c_contiguous:
