@@ -16,11 +16,8 @@ from common.data.nested_arrays import arrays_in, mapped
 class Position:
     """The number of samples that a worker has drawn, kept in a file of the run's folder, so that it survives the process.
 
-    It counts the samples of completed calls. A restarted worker draws the samples of its interrupted call again.
-
-    Args:
-      path: of the file.
-      order: whole numbers that identify the order of the samples, such as its seed; in another order the position is 0.
+    It counts the samples of completed calls. A restarted worker draws the samples of its interrupted call again. The whole
+    numbers `order` identify the order of the samples, such as its seed; in another order the position is 0.
     """
 
     def __init__(self, path, *order):
@@ -40,9 +37,7 @@ class Position:
 
     def start(self):
         """Returns the current value as a tensor (int64), read when the tensor is computed."""
-        value = tf.numpy_function(lambda: np.int64(self.value), [], tf.int64)
-        value.set_shape([])
-        return value
+        return tf.ensure_shape(tf.numpy_function(lambda: np.int64(self.value), [], tf.int64), [])
 
 
 class Batches:
@@ -85,24 +80,21 @@ class Batches:
         """Called in each session call before its rounds draw; adds what they need first. Here: nothing."""
 
     def next(self, window, most=None):
-        """Returns the indices `[window, batch_size]` of the next samples.
+        """Returns the indices `[window, batch_size]` of the next samples, or raises `UserError` if memory cannot hold them.
 
         Args:
           window: a number of steps, or an int32 scalar of at most `most`.
           most: a number; None if `window` is a number.
-
-        Raises:
-          UserError: if they are too many for memory.
         """
         self._check(window if most is None else most)
-        size = (window if most is None else tf.cast(window, tf.int64)) * self.batch_size
-        k = self._position.assign_add(size) - size + tf.range(size, dtype=tf.int64)
-        return tf.reshape(self._at(k), [window, self.batch_size])
-
-    def _at(self, k):
-        """Returns the indices of the samples with these numbers since the start, a tensor as `k` is."""
+        k = self.next_numbers(window, most)
         place = tf.gather(self._first, k % self.num_samples) + k // self.num_samples
-        return tf.gather(self._second, place % self.num_samples)
+        return tf.reshape(tf.gather(self._second, place % self.num_samples), [window, self.batch_size])
+
+    def next_numbers(self, window, most=None):
+        """Returns the numbers since the start `[window × batch_size]` of the next samples."""
+        size = (window if most is None else tf.cast(window, tf.int64)) * self.batch_size
+        return self._position.assign_add(size) - size + tf.range(size, dtype=tf.int64)
 
     def reorder(self, seed):
         """Switches to the order of another seed, from the next initialization of the variables on."""
@@ -121,7 +113,11 @@ class Batches:
 
     def samples(self, indices):
         """Returns the samples x `[batch_size, ...]` and labels y of `indices`, and their weights, if they have some."""
-        return tf.nest.map_structure(lambda kept: _gathered(kept, indices), self._samples)
+
+        def taken(kept):
+            return kept.gather(indices) if isinstance(kept, Stored) else tf.gather(kept, indices)
+
+        return tf.nest.map_structure(taken, self._samples)
 
 
 def order_of(num_samples, seed):
@@ -133,12 +129,8 @@ def order_of(num_samples, seed):
 def fed(name, part, feeds):
     """Returns an array, or several in a tuple or dict, as local variables that are fed at their initialization.
 
-    As constants they would enlarge the graph, and travel with it. `common.data.Rows` are returned as `Stored`.
-
-    Args:
-      name: of the variables.
-      part: the arrays.
-      feeds: a dict to which {placeholder: array} is added.
+    As constants they would enlarge the graph, and travel with it. `common.data.Rows` are returned as `Stored`. Adds the feeds,
+    {placeholder: array}, to the dict `feeds`.
     """
     names = itertools.chain([name], (f"{name}_{i}" for i in itertools.count(1)))
 
@@ -153,19 +145,11 @@ def fed(name, part, feeds):
 
 
 class Stored:
-    """Samples in a file, for the graph: a batch is read, and converted to the type of training, when it is drawn.
+    """Samples in a file, `common.data.Rows`, for the graph: a batch is read, and converted to its type, when it is drawn.
 
     If the file has TensorFlow's memory layout, its pages are the memory of a local variable, which must not be assigned: it is
     as fast as any other, and shared by all workers of a machine. Otherwise NumPy reads the rows, and a step of a small model
     takes up to 1.4 times as long.
-
-    Args:
-      name: of the variable.
-      rows: the `common.data.Rows`.
-      feeds: a dict to which {placeholder: array} is added.
-
-    Attributes:
-      shape: a tuple, as of an array.
     """
 
     def __init__(self, name, rows, feeds):
@@ -194,10 +178,6 @@ class Stored:
     def __getitem__(self, part):
         """Returns the samples of a slice, whose start and stop are numbers or tensors."""
         return self.gather(tf.range(part.start, tf.minimum(part.stop, self.shape[0])))
-
-
-def _gathered(kept, indices):
-    return kept.gather(indices) if isinstance(kept, Stored) else tf.gather(kept, indices)
 
 
 def local_variable(name, initial_value):

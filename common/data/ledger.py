@@ -24,9 +24,6 @@ class Ledger:
 
     All state lies on one ps, and changes under one lock. A lease has two pieces, `[4]`: the first was returned by another
     worker, the second is new; either may be empty.
-
-    Args:
-      device: device of the ledger; "" for this process.
     """
 
     def __init__(self, device):
@@ -62,46 +59,41 @@ class Ledger:
         """Operations that return all pieces of this worker; of all workers for None."""
         with self._lock.held([]) as done, tf.device(self._device):
             held = self._held.read_value()
-            pieces = tf.reshape(held if worker is None else held[worker], [-1, 2])
-            given = self._give_back(pieces)
-            with tf.control_dependencies(given):
-                zeros = tf.zeros_like(held)
-                done += [*given, self._held.assign(zeros, read_value=False) if worker is None else self._hold(worker, zeros[0])]
+            done += self._give_back(held if worker is None else held[worker], worker)
         return done
 
     def leave(self, worker, left):
         """Operations that return the last `left` numbers leased by this worker, the untrained ones."""
         with self._lock.held([]) as done, tf.device(self._device):
-            held = self._held.read_value()
-            pieces = tf.reshape(held[worker], [-1, 2])  # oldest first, so the untrained numbers are at the end
+            # Oldest first, so the untrained numbers are at the end.
+            pieces = tf.reshape(self._held.read_value()[worker], [-1, 2])
             sizes = pieces[:, 1] - pieces[:, 0]
             left = left - tf.cumsum(sizes, exclusive=True, reverse=True)  # of this piece and those before it
             # May be fewer than `left`, if a restarted chief has returned this worker's pieces.
             of_each = tf.clip_by_value(left, 0, sizes)
-            pieces = tf.stack([pieces[:, 1] - of_each, pieces[:, 1]], axis=1)
-            given = self._give_back(pieces)
-            with tf.control_dependencies(given):
-                done += [*given, self._hold(worker, tf.zeros_like(held[0]))]
+            done += self._give_back(tf.stack([pieces[:, 1] - of_each, pieces[:, 1]], axis=1), worker)
         return done
 
     def _hold(self, worker, row):
         return tf.raw_ops.ResourceScatterUpdate(resource=self._held.handle, indices=[worker], updates=[row])
 
-    def _give_back(self, pieces):
-        """Operations that store the nonempty ones of these pieces `[..., 2]` as returned. To be run under the lock."""
-        count = self._count.read_value()
+    def _give_back(self, pieces, worker):
+        """Operations that store the nonempty ones of these pieces as returned, and empty those of this worker, or of all."""
+        pieces, count = tf.reshape(pieces, [-1, 2]), self._count.read_value()
         some = tf.boolean_mask(pieces, pieces[:, 1] > pieces[:, 0])[: _ROOM - count]
         more = tf.shape(some, out_type=tf.int64)[0]
         noted = tf.raw_ops.ResourceScatterUpdate(resource=self._returned.handle, indices=count + tf.range(more), updates=some)
         with tf.control_dependencies([noted]):
-            return [noted, self._count.assign_add(more, read_value=False)]
+            added = self._count.assign_add(more, read_value=False)
+        with tf.control_dependencies([added]):
+            none = tf.zeros(self._held.shape, tf.int64)
+            return [noted, added, self._held.assign(none, read_value=False) if worker is None else self._hold(worker, none[0])]
 
 
 class LeasedBatches(Batches):
-    """Batches of the samples whose numbers this worker has leased, out of the whole training set.
+    """Batches of the samples whose numbers this worker has leased, out of the whole training set; else as `Batches`.
 
     Args:
-      x, y, batch_size, weights: as of `Batches`.
       seed: of the order; the same for all workers.
       ledger: a `Ledger`.
       worker: index of this worker.
@@ -122,8 +114,7 @@ class LeasedBatches(Batches):
             none = tf.placeholder_with_default(tf.zeros([0], tf.int64), [None])
             self._pool = local_variable("pool", none)
             most = tf.numpy_function(lambda: np.int64(self._drawn_at_most), [], tf.int64)  # known when all calls are built
-            most.set_shape([])
-            self._most = local_variable("most_of_a_call", most)
+            self._most = local_variable("most_of_a_call", tf.ensure_shape(most, []))
         self.begin = ledger.begin(None if worker == 0 else worker)
         self.leave = ledger.leave(worker, tf.size(self._pool.read_value(), out_type=tf.int64))
 
@@ -151,11 +142,6 @@ class LeasedBatches(Batches):
             pool, need = self._pool.read_value(), tf.cast(window, tf.int64) * self.batch_size
         with tf.control_dependencies([self._pool.assign(pool[need:], read_value=False)]):
             return tf.identity(pool[:need])
-
-    def next(self, window, most=None):
-        """As `Batches.next`."""
-        self._check(window if most is None else most)
-        return tf.reshape(self._at(self.next_numbers(window, most)), [window, self.batch_size])
 
 
 class LeaseHook(tf.train.SessionRunHook):
