@@ -105,11 +105,7 @@ def kind_of(spec):
 
 
 def files_of(flag, pattern):
-    """Returns the files that match a pattern, in alphabetical order.
-
-    Raises:
-      UserError: if there are none.
-    """
+    """Returns the files that match a pattern, in alphabetical order, or raises `UserError` if there are none."""
     paths = sorted(path for path in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(path))
     if not paths:
         raise UserError(f"{flag}={pattern}: there is no such file")
@@ -122,11 +118,7 @@ def why(error):
 
 
 class TFRecords:
-    """Files of TensorFlow's records.
-
-    Args:
-      parse: function of a serialized record, a scalar string tensor, that returns (x, y) or (x, y, weight).
-    """
+    """Files of TensorFlow's records; `parse` is a function of a scalar string tensor that returns (x, y) or (x, y, weight)."""
 
     def __init__(self, parse):
         self._parse, self._lock = parse, threading.Lock()
@@ -162,9 +154,8 @@ class TFRecords:
 
         def records(path, first, skip):
             part, found = like._replace(first=first), tf.data.TFRecordDataset(path)
-            if (
-                part.held is not None or part.step > 1 or part.share
-            ):  # in batches, as filtering single records is slower than reading
+            if part.held is not None or part.step > 1 or part.share:
+                # In batches, as filtering single records is slower than reading.
                 found = found.batch(_ROWS).enumerate().map(functools.partial(chosen, part)).unbatch()
             return found.skip(skip)
 
@@ -225,8 +216,7 @@ class Tables:
     def about(self, paths):
         """Returns {path: number of records}, and a dict of label, columns, types and classes. It reads the labels.
 
-        Raises:
-          UserError: if a file is damaged, or has other columns than the first, or the labels are no numbers.
+        Raises `UserError` if a file is damaged, or has other columns than the first, or the labels are no numbers.
         """
         names, types = self._columns(paths[0])
         if "label" not in self._known:
@@ -235,8 +225,7 @@ class Tables:
                 raise UserError(f"--label={label}: {paths[0]} has the columns {_listed(names)}")
             if len(names) < 2:
                 raise UserError(f"{paths[0]} has only one column, {names[0]!r}: expected samples and labels")
-            self._known = {"label": label, "columns": names, "types": types}
-            self._known["classes"] = None
+            self._known = {"label": label, "columns": names, "types": types, "classes": None}
         lengths = {}
         for path in paths:
             self._compare(path, *self._columns(path))

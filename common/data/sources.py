@@ -1,5 +1,6 @@
 """Sources of samples: the arrays, files or datasets of tf.data of `--data`, as a `Data` or a `Stream`."""
 
+import functools
 import inspect
 import json
 from pathlib import Path
@@ -30,17 +31,12 @@ KNOWN = "data.json"  # in a run's folder: findings of the input check about the 
 
 
 def load(settings):
-    """Returns the `common.data.datasets.Data`, or the `Stream`, of `--data`.
-
-    Raises:
-      UserError: if there is no such data or no training could use it.
-    """
+    """Returns the `Data`, or the `Stream`, of `--data`, or raises `UserError` if there is none or no training could use it."""
     spec, kind = settings.data, kind_of(settings.data)
-    unused = {"label": kind in ("csv", "parquet"), "parse": kind == "tfrecord", "test_data": kind is not None}
-    for flag, is_used in unused.items():
-        if getattr(settings, flag) is not None and not is_used:
-            files = {"label": "'DIR/*.csv' or '*.parquet'", "parse": "'DIR/*.tfrecord'", "test_data": "files, as 'DIR/*.csv'"}
-            raise UserError(f"--{flag} is for --data={files[flag]}, not {spec}")
+    files = {"label": "'DIR/*.csv' or '*.parquet'", "parse": "'DIR/*.tfrecord'", "test_data": "files, as 'DIR/*.csv'"}
+    used = {None: (), "tfrecord": ("parse", "test_data")}.get(kind, ("label", "test_data"))
+    if unused := [flag for flag in files if getattr(settings, flag) is not None and flag not in used]:
+        raise UserError(f"--{unused[0]} is for --data={files[unused[0]]}, not {spec}")
     if kind:
         return _of_files(settings, kind, _known(settings))
     if ":" not in spec:
@@ -58,7 +54,7 @@ def of_function(settings, function):
     if not shards_itself and not is_of_datasets(pairs[0]):
         return datasets.checked(pairs[0], spec)
     for pair in pairs:
-        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(map(_is_dataset, pair))):
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(hasattr(part, "element_spec") for part in pair)):
             raise UserError(f"--data={spec} must give (training set, test set), two tf.data.Datasets")
     return _of_datasets(settings, pairs, shards_itself, _known(settings))
 
@@ -71,13 +67,9 @@ def _takes_two(function):
     return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) == 2
 
 
-def _is_dataset(value):
-    return hasattr(value, "element_spec")
-
-
 def is_of_datasets(given):
-    """Whether the result of a function of the user's contains a `tf.data.Dataset`."""
-    return _is_dataset(given) or isinstance(given, (tuple, list)) and any(map(_is_dataset, given))
+    """Whether the result of a function of the user's is a `tf.data.Dataset`, or contains one."""
+    return any(hasattr(each, "element_spec") for each in [given, *(given if isinstance(given, (tuple, list)) else ())])
 
 
 def _asked(settings):
@@ -119,7 +111,7 @@ def _of_files(settings, kind, known):
         total = sum(part.count for part in parts)
         parts = [part._replace(share=validation) for part in parts]
         held_out = _share_of(reader, [part._replace(validates=True) for part in parts], HELD_OUT)
-        _check_held_out(settings, held_out.count, total)
+        datasets.check_held_out(settings.validation, held_out.count, total)
     shares, by_files = [], False
     for i in range(settings.num_workers):
         own, by_files = split(parts, i, settings.num_workers)
@@ -143,11 +135,6 @@ def _validation(settings):
     """Returns the share of `--validation`, as (p, q), or None."""
     share = getattr(settings, "validation", None)
     return share_of(share) if share else None
-
-
-def _check_held_out(settings, count, total):
-    if not 0 < count < total:
-        raise UserError(f"--validation={settings.validation} holds out {count} of {total} samples: expected some, not all")
 
 
 def _look_at(settings, reader):
@@ -181,57 +168,51 @@ def _share_of(reader, parts, *name):
 
 
 def _of_datasets(settings, pairs, shards_itself, known):
-    name, num_workers = f"--data={settings.data}", settings.num_workers
-    for train, test in pairs:
-        for half, dataset in (("training", train), ("test", test)):
-            try:
-                check_elements(dataset.element_spec)
-            except UserError as error:
-                raise UserError(f"{name}: of the {half} set {error}") from None
-            if _has(dataset, "Batch"):
-                raise UserError(
-                    f"{name}: the {half} set gives batches, expected single samples: leave batch() out, or end with unbatch()"
-                )
-    validation = _validation(settings)
-    if validation and any(_has(train, "Shuffle") for train, _ in pairs):
-        raise UserError(
-            f"{name}: the training set is shuffled, so --validation would hold out other samples each time: leave shuffle() "
-            "out, as samples are shuffled here (and list_files takes shuffle=False)"
-        )
-    if not shards_itself and num_workers > 1 and _has(pairs[0][0], "Shuffle"):
-        raise UserError(
-            f"{name}: the training set is shuffled, so no worker could tell which samples are its own: leave shuffle() out, as "
-            "samples are shuffled here (and list_files takes shuffle=False)"
-        )
+    name, num_workers, validation = f"--data={settings.data}", settings.num_workers, _validation(settings)
+    for half, dataset in ((half, dataset) for pair in pairs for half, dataset in zip(("training", "test"), pair)):
+        try:
+            check_elements(dataset.element_spec)
+        except UserError as error:
+            raise UserError(f"{name}: of the {half} set {error}") from None
+        if _has(dataset, "Batch"):
+            hint = "leave batch() out, or end with unbatch()"
+            raise UserError(f"{name}: the {half} set gives batches, expected single samples: {hint}")
+    if (validation or not shards_itself and num_workers > 1) and any(_has(train, "Shuffle") for train, _ in pairs):
+        apart = "--validation would hold out other samples each time"
+        why_not = apart if validation else "no worker could tell which samples are its own"
+        hint = "leave shuffle() out, as samples are shuffled here (and list_files takes shuffle=False)"
+        raise UserError(f"{name}: the training set is shuffled, so {why_not}: {hint}")
     if known is None:
         known = {"train": [_count(train, name) for train, _ in pairs], "test": _count(pairs[0][1], name)}
-    if known["test"] is None:
-        raise UserError(f"{name}: the test set never ends: limit it with take()")
-    if None in known["train"] and not (settings.steps or settings.seconds):
-        raise UserError(f"{name}: the training set never ends: give --steps or --seconds")
-    if None in known["train"] and not settings.steps and getattr(settings, "learning_rate_schedule", None):
-        raise UserError(f"{name}: the training set never ends: --learning_rate_schedule needs --steps")
+    _check_ends(settings, name, known)
     sets, counts, held_out = [train for train, _ in pairs], known["train"], None
     if validation:
-        if None in counts:
-            raise UserError(f"{name}: the training set never ends, so --validation cannot hold out a share of it")
         held = [held_before(count, validation) for count in counts]
-        _check_held_out(settings, sum(held), sum(counts))
-        others, *rest = (_cut(train, validation, True) for train in sets)
-        for other in rest:
-            others = others.concatenate(other)
+        datasets.check_held_out(settings.validation, sum(held), sum(counts))
+        others = functools.reduce(lambda one, other: one.concatenate(other), (_cut(train, validation, True) for train in sets))
         held_out = Share(sum(held), _reader_of(others), HELD_OUT)
         sets = [_cut(train, validation, False) for train in sets]
         counts = [count - each for count, each in zip(counts, held, strict=True)]
-    shares = []
-    for i in range(num_workers):
-        if shards_itself:
-            shares.append(Share(counts[i], _reader_of(sets[i])))
-        else:
-            count = None if counts[0] is None else len(range(i, counts[0], num_workers))
-            shares.append(Share(count, _reader_of(sets[0].shard(num_workers, i) if num_workers > 1 else sets[0])))
+    if not shards_itself:
+        (count,), (whole,) = counts, sets
+        counts = [None if count is None else len(range(i, count, num_workers)) for i in range(num_workers)]
+        sets = [whole.shard(num_workers, i) for i in range(num_workers)] if num_workers > 1 else [whole]
+    shares = [Share(count, _reader_of(each)) for count, each in zip(counts, sets, strict=True)]
     about = "from a tf.data.Dataset" + (" of each worker's own" if shards_itself else "") + "; test: {test}"
     return Stream(name, shares, Share(known["test"], _reader_of(pairs[0][1])), held_out, known, about)
+
+
+def _check_ends(settings, name, known):
+    """Raises a `UserError` for sets that never end, where that is impossible."""
+    if known["test"] is None:
+        raise UserError(f"{name}: the test set never ends: limit it with take()")
+    problems = {
+        ": give --steps or --seconds": not (settings.steps or settings.seconds),
+        ": --learning_rate_schedule needs --steps": not settings.steps and getattr(settings, "learning_rate_schedule", None),
+        ", so --validation cannot hold out a share of it": _validation(settings),
+    }
+    if None in known["train"] and (found := [problem for problem, is_there in problems.items() if is_there]):
+        raise UserError(f"{name}: the training set never ends{found[0]}")
 
 
 def _cut(dataset, share, validates):

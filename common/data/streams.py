@@ -106,11 +106,7 @@ class Stream:
         return f"{self._about.format(test=size)}{held_out}; read while it trains, {blocks}"
 
     def _read(self, share, skip, size, order, whose):
-        """Yields the samples of a share, in the types of training.
-
-        Raises:
-          UserError: if it cannot be read, or used.
-        """
+        """Yields the samples of a share, in the types of training, or raises `UserError` if it cannot be read, or used."""
         try:
             for samples in share.read(skip, size, order):
                 at = f"{self.name}: samples {skip:,} and later {whose}"
@@ -134,11 +130,7 @@ class Stream:
     def training_batches(self, index, batch_size, seed, start=0):
         """Yields batches of worker `index`, epoch after epoch, each in another order; a batch may cross the end of an epoch.
 
-        The order depends on the seed only, so a worker can resume at its position.
-
-        Args:
-          batch_size: samples.
-          start: number of samples already drawn.
+        The order depends on the seed only, so a worker can resume at its position, `start` samples.
         """
         share, size, rest = self.shares[index], self.block, None
         first, begin = divmod(start, share.count) if share.count else (0, start)
@@ -202,7 +194,7 @@ class StreamedBatches:
     """Batches of one worker's samples that are read during training: the counterpart of `common.data.Batches` for streams.
 
     A batch comes through a call of Python (measured: 35 µs more than from memory), so that any tf.data pipeline and any file of
-    pyarrow can be used, and a position is a number of samples.
+    pyarrow can be used, and a position is a number of samples. Raises `UserError` if memory cannot hold a batch.
 
     Args:
       stream: a `Stream`.
@@ -210,9 +202,6 @@ class StreamedBatches:
       batch_size: samples per batch.
       seed: of the order.
       start: number of samples that the worker has already drawn.
-
-    Raises:
-      UserError: if memory cannot hold a batch.
     """
 
     def __init__(self, stream, index, batch_size, seed, start=0):
@@ -233,11 +222,7 @@ class StreamedBatches:
         """As of `common.data.Batches`: nothing."""
 
     def next(self, window, most=None):
-        """Returns the arguments of `samples` for the next batches, `[window]`; see `common.data.Batches.next`.
-
-        Raises:
-          UserError: if they are too many for memory.
-        """
+        """Returns the arguments of `samples` for the next batches, `[window]`; see `common.data.Batches.next`."""
         self._check_batch(window if most is None else most)
         return tf.fill([window], tf.constant(-1, tf.int64))
 
@@ -258,12 +243,7 @@ class StreamedBatches:
 
 
 class TestSet:
-    """The test set of a stream, in batches that are read during evaluation; a small one stays in memory.
-
-    Args:
-      stream: a `Stream`.
-      batch_size: samples.
-    """
+    """The test set of a `Stream`, in batches that are read during evaluation; a small one stays in memory."""
 
     __test__ = False  # for pytest
 
@@ -293,12 +273,9 @@ class TestSet:
 
 
 def in_memory(dataset):
-    """Returns all samples of a `Stream` as a `common.data.datasets.Data`, for a program that draws them by index.
+    """Returns all samples of a `Stream` as a `Data`, for a program that draws them by index. A `Data` is returned unchanged.
 
-    A `common.data.datasets.Data` is returned unchanged.
-
-    Raises:
-      UserError: if they never end, take more than half of this machine's memory, or cannot be read.
+    Raises `UserError` if they never end, take more than half of this machine's memory, or cannot be read.
     """
     if not isinstance(dataset, Stream):
         return dataset
@@ -319,11 +296,7 @@ def in_memory(dataset):
 
 @contextlib.contextmanager
 def reading(dataset):
-    """A context that turns an error of a stream, read in a session, into one line.
-
-    Raises:
-      TrainingFailed: in place of TensorFlow's errors.
-    """
+    """A context that turns an error of a stream, read in a session, into a `TrainingFailed` of one line."""
     try:
         yield
     except tf.errors.OpError as error:

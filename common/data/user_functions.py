@@ -9,20 +9,12 @@ from common.core import UserError
 
 
 def call_user_function(flag, spec):
-    """Returns the result of FUNCTION of `spec`, FILE.py:FUNCTION.
-
-    Raises:
-      UserError: if there is no such file or function.
-    """
+    """Returns the result of FUNCTION of `spec`, FILE.py:FUNCTION; see `user_function` and `call`."""
     return call(flag, spec, user_function(flag, spec))
 
 
 def call(flag, spec, function, *arguments):
-    """Returns the result of a function of the user's, `spec`.
-
-    Raises:
-      UserError: if it raises.
-    """
+    """Returns the result of a function of the user's, `spec`; its error is a `UserError`."""
     try:
         return function(*arguments)
     except (Exception, SystemExit) as error:
@@ -31,25 +23,20 @@ def call(flag, spec, function, *arguments):
 
 
 def user_function(flag, spec):
-    """Returns FUNCTION of `spec`, FILE.py:FUNCTION. It can import from the file's folder, as a script can.
-
-    Raises:
-      UserError: if there is no such file or function.
-    """
+    """Returns FUNCTION of `spec`, FILE.py:FUNCTION, or raises `UserError`. It can import from the file's folder."""
     path, colon, name = spec.rpartition(":")
     if not colon:
         raise UserError(f"{flag} must be FILE.py:FUNCTION, not {spec!r}")
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         raise UserError(f"{flag}={spec}: there is no file {path}")
-    module = sys.modules.get(file.stem) if getattr(sys.modules.get(file.stem), "__file__", None) == str(file) else None
-    if module is None:
+    module = before = sys.modules.get(file.stem)
+    if getattr(before, "__file__", None) != str(file):
         sys.path.insert(0, str(file.parent))
         module_spec = importlib.util.spec_from_file_location(file.stem, file)
         if module_spec is None or module_spec.loader is None:
             raise UserError(f"{flag}={spec}: {path} is not a Python file")
         module = importlib.util.module_from_spec(module_spec)
-        before = sys.modules.get(file.stem)
         sys.modules[file.stem] = module  # dataclasses and pickle look their module up there
         try:
             module_spec.loader.exec_module(module)
