@@ -113,7 +113,7 @@ def test_cnn_says_what_series_need(user_error):
 def test_cnn_of_series(dataset, outputs):
     model = keras_model.build("cnn1d", dataset)
     assert model.keras_model(dataset.x_train).shape == (9, *outputs)
-    assert builtin_models._count_of["cnn1d"](dataset.x_train.shape[1:], outputs[0]) == model.size
+    assert builtin_models._count("cnn1d", dataset.x_train.shape[1:], outputs[0]) == model.size
 
 
 @pytest.mark.parametrize("shape", [[64], [3, 8], [8, 8, 1]])
@@ -127,7 +127,7 @@ def test_dense_layer_without_a_bias():
     quadratic, best = datasets.load("quadratic"), builtin_data.quadratic_optimum()
     model = keras_model.build("dense", quadratic)
     assert model.shapes == [(40, 1)] and model.minimizes == "mean squared error"
-    assert builtin_models._count_of["dense"]((40,), 1) == 40
+    assert builtin_models._count("dense", (40,), 1) == 40
     with tf.Graph().as_default(), tf.Session() as session:
         at = tf.placeholder(tf.float32, [40])
         loss, gradient, _ = model.loss_and_gradient(at, [], *quadratic.train)
@@ -640,7 +640,7 @@ def test_saving_again_replaces_the_file(model, images, tmp_path):
 @pytest.mark.parametrize("shape, num_classes", [([8, 8, 1], 2), ([9, 5, 3], 7)])
 def test_size_of_a_model_before_it_is_built(spec, shape, num_classes):
     model = keras_model.build(spec, classes(20, shape, num_classes))
-    assert builtin_models._count_of[spec](tuple(shape), num_classes) == model.size
+    assert builtin_models._count(spec, tuple(shape), num_classes) == model.size
 
 
 @pytest.mark.parametrize("spec", ["linear", "mlp", "cnn"])

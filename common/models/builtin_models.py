@@ -2,54 +2,37 @@
 
 import math
 
-import numpy as np
-
 from common.core import UserError, limits
 from common.data import arrays_in, chunks
 
 BUILT_IN = ("linear", "mlp", "cnn", "cnn1d", "dense", "transformer")
-_LAYERS = {
-    "dense": lambda layers, outputs: [layers.Flatten(), layers.Dense(outputs, use_bias=False)],
-    "linear": lambda layers, outputs: [layers.Flatten(), layers.Dense(outputs)],
-    "mlp": lambda layers, outputs: [
-        layers.Flatten(),
-        layers.Dense(128, activation="relu"),
-        layers.Dense(128, activation="relu"),
-        layers.Dense(outputs),
-    ],
-    "cnn": lambda layers, outputs: [
-        layers.Conv2D(16, 3, padding="same", activation="relu"),
-        layers.MaxPooling2D(),
-        layers.Conv2D(32, 3, padding="same", activation="relu"),
-        layers.MaxPooling2D(),
-        layers.Flatten(),
-        layers.Dense(outputs),
-    ],
-    "cnn1d": lambda layers, outputs: [
-        layers.Conv1D(16, 3, padding="same", activation="relu"),
-        layers.MaxPooling1D(),
-        layers.Conv1D(32, 3, padding="same", activation="relu"),
-        layers.MaxPooling1D(),
-        layers.Flatten(),
-        layers.Dense(outputs),
-    ],
-}
 
 
-def _dense(inputs, outputs):
-    return (inputs + 1) * outputs
+def _layers(spec, outputs):
+    """Returns the layers of a built-in model of samples that have one class, or one row of numbers, each."""
+    from keras import layers
+
+    found: list = []
+    if spec in ("cnn", "cnn1d"):
+        kinds = (layers.Conv2D, layers.MaxPooling2D) if spec == "cnn" else (layers.Conv1D, layers.MaxPooling1D)
+        for filters in (16, 32):
+            found += [kinds[0](filters, 3, padding="same", activation="relu"), kinds[1]()]
+    found.append(layers.Flatten())
+    if spec == "mlp":
+        found += [layers.Dense(128, activation="relu") for _ in range(2)]
+    return [*found, layers.Dense(outputs, use_bias=spec != "dense")]
 
 
-# Parameter counts, by the shape of a sample and the number of outputs
-_count_of = {
-    "linear": lambda shape, outputs: _dense(math.prod(shape), outputs),
-    "mlp": lambda shape, outputs: _dense(math.prod(shape), 128) + _dense(128, 128) + _dense(128, outputs),
-    "cnn": lambda shape, outputs: (
-        _dense(9 * shape[2], 16) + _dense(9 * 16, 32) + _dense((shape[0] // 4) * (shape[1] // 4) * 32, outputs)
-    ),
-    "cnn1d": lambda shape, outputs: _dense(3 * shape[1], 16) + _dense(3 * 16, 32) + _dense(shape[0] // 4 * 32, outputs),
-    "dense": lambda shape, outputs: math.prod(shape) * outputs,
-}
+def _count(spec, shape, outputs):
+    """Returns the number of parameters of these layers, for samples of this shape."""
+    inputs, hidden = math.prod(shape), []  # of the last layer; pairs (inputs, outputs) of those before it
+    if spec == "mlp":
+        inputs, hidden = 128, [(inputs, 128), (128, 128)]
+    elif spec in ("cnn", "cnn1d"):
+        *sizes, channels = shape
+        kernel = 3 ** len(sizes)
+        inputs, hidden = math.prod(size // 4 for size in sizes) * 32, [(kernel * channels, 16), (kernel * 16, 32)]
+    return sum((n + 1) * m for n, m in hidden) + (inputs + (spec != "dense")) * outputs
 
 
 def built_in(spec, data, sizes):
@@ -64,24 +47,19 @@ def built_in(spec, data, sizes):
         if data.is_classification and data.x_train.shape == data.y_train.shape and data.num_classes == 2:
             raise UserError("--model=transformer: one-hot labels become class numbers by .argmax(axis=-1), one for each place")
         x, y = (f"{part.dtype} of shape {list(part.shape[1:])}" for part in (data.x_train, data.y_train))
-        raise UserError(
-            "--model=transformer needs sequences of whole numbers, and a class for each of them, as --data=text has: here a "
-            f"sample is {x}, its label {y}"
-        )
-    outputs = data.num_classes if data.is_classification else int(np.prod(data.y_train.shape[1:], dtype=int))
+        needs = "needs sequences of whole numbers, and a class for each of them, as --data=text has"
+        raise UserError(f"--model=transformer {needs}: here a sample is {x}, its label {y}")
+    outputs = data.num_classes if data.is_classification else math.prod(data.y_train.shape[1:])
+    given, is_series = f"not samples of shape {list(shape)}", len(shape) == 2 and shape[0] >= 4
     if spec == "cnn" and (len(shape) != 3 or min(shape[:2]) < 4):
-        series = "; --model=cnn1d takes series of shape [length, channels]" if len(shape) == 2 and shape[0] >= 4 else ""
-        raise UserError(
-            f"--model=cnn needs images of shape [height, width, channels], not samples of shape {list(shape)}{series}"
-        )
-    if spec == "cnn1d" and (len(shape) != 2 or shape[0] < 4):
-        raise UserError(
-            f"--model=cnn1d needs series of shape [length, channels], of 4 places or more, not samples of shape {list(shape)}"
-        )
+        series = "; --model=cnn1d takes series of shape [length, channels]" if is_series else ""
+        raise UserError(f"--model=cnn needs images of shape [height, width, channels], {given}{series}")
+    if spec == "cnn1d" and not is_series:
+        raise UserError(f"--model=cnn1d needs series of shape [length, channels], of 4 places or more, {given}")
     classes = f"the labels are classes 0 to {data.num_classes - 1}, and " if data.is_classification else ""
     renumber = "; number them without gaps, as np.unique(y, return_inverse=True) does" if data.is_classification else ""
-    _check_size(f"{classes}--model={spec}", _count_of[spec](shape, outputs), renumber)
-    layers = _LAYERS[spec](keras.layers, outputs)
+    _check_size(f"{classes}--model={spec}", _count(spec, shape, outputs), renumber)
+    layers = _layers(spec, outputs)
     if not data.is_classification:
         layers.append(keras.layers.Reshape(data.y_train.shape[1:]))
     return keras.Sequential([keras.Input(shape), *layers])
@@ -125,10 +103,8 @@ def _check_size(what, count, hint):
     """
     need, has = 4 * 4 * count, limits.memory()
     if need > has:
-        raise UserError(
-            f"{what} would have {count:,} parameters, which take at least {limits.as_bytes(need)} of memory, "
-            f"but the machine has {limits.as_bytes(has)}{hint}"
-        )
+        take = f"take at least {limits.as_bytes(need)} of memory, but the machine has {limits.as_bytes(has)}"
+        raise UserError(f"{what} would have {count:,} parameters, which {take}{hint}")
 
 
 def _check_arrays(spec, data):
@@ -138,14 +114,11 @@ def _check_arrays(spec, data):
             raise UserError(f"--model={spec} takes one array of samples and one of labels; {name} is {len(arrays_in(part))}")
     if not data.is_classification or data.y_train.shape[1:] in ((), (1,)) or spec == "transformer":
         return
-    shape = list(data.y_train.shape[1:])
     if not _is_sequence(data):
-        raise UserError(
-            f"--model={spec} gives one class for a sample, but the labels have shape {shape}: one-hot labels become class "
-            "numbers by .argmax(axis=-1); for others bring a model of your own, --model=FILE.py:FUNCTION"
-        )
-    if spec != "linear":
-        raise UserError(
-            f"--model={spec} gives one class for a sample, but the labels have shape {shape}, one for each place of a "
-            "sequence: choose --model=transformer or --model=linear, or bring a model of your own, --model=FILE.py:FUNCTION"
-        )
+        hint = ": one-hot labels become class numbers by .argmax(axis=-1); for others"
+    elif spec != "linear":
+        hint = ", one for each place of a sequence: choose --model=transformer or --model=linear, or"
+    else:
+        return
+    gives = f"gives one class for a sample, but the labels have shape {list(data.y_train.shape[1:])}"
+    raise UserError(f"--model={spec} {gives}{hint} bring a model of your own, --model=FILE.py:FUNCTION")

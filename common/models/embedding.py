@@ -9,7 +9,13 @@ from common.scheme import first_rows, place_of, tables
 # The number up to which each floating-point type represents all integers.
 EXACT = {"bfloat16": 2**8, "float16": 2**11, "float32": 2**24, "float64": 2**53}
 
+NEEDS_TABLE = (
+    "needs the whole table, but that is on the ps: leave it out, or use keras.layers.Embedding, whose whole table is on every "
+    "worker"
+)
 
+
+@keras.saving.register_keras_serializable(package="distributed_tensorflow")
 class Embedding(keras.layers.Embedding):
     """A `keras.layers.Embedding`, with the same behavior in `fit`, `predict` and files; in a cluster its table is sharded.
 
@@ -24,28 +30,21 @@ class Embedding(keras.layers.Embedding):
       seed_of_rows: seed of the initial rows, if the initializer has none; by default one for each layer.
       **others: as of `keras.layers.Embedding`.
 
-    Raises:
-      UserError: in a cluster, for features that need the whole table: a regularizer, a constraint, weights, LoRA; without a
-        cluster, for an unbounded table that is not from a file, when it is built.
+    Raises `UserError` in a cluster, for features that need the whole table: a regularizer, a constraint, weights, LoRA; and
+    without a cluster, when an unbounded table is built that is not from a file.
     """
 
     def __init__(self, input_dim, output_dim, known=None, seed_of_rows=None, **others):
-        is_on_ps = tables.are_on_ps()
-        if is_on_ps:
-            for name in ("embeddings_regularizer", "embeddings_constraint", "weights", "lora_rank", "quantization_config"):
-                if others.get(name) is not None:
-                    raise UserError(
-                        f"the layer {others.get('name', 'Embedding')} has {name}, which needs the whole table, but that is on "
-                        "the ps: leave it out, or use keras.layers.Embedding, whose whole table is on every worker"
-                    )
+        seed = tables.seed_on_ps()
+        for name in ("embeddings_regularizer", "embeddings_constraint", "weights", "lora_rank", "quantization_config"):
+            if seed is not None and others.get(name) is not None:
+                raise UserError(f"the layer {others.get('name', 'Embedding')} has {name}, which {NEEDS_TABLE}")
         super().__init__(1 if input_dim is None else input_dim, output_dim, **others)
-        self.is_on_ps, self.input_dim, self._known = is_on_ps, input_dim, known
-        self.seed, self.seed_of_rows = tables.seed_on_ps(), seed_of_rows
-        if is_on_ps and self.variable_dtype != "float32":
-            raise UserError(
-                f"{self.name} has rows of {self.variable_dtype}, but tables on the ps hold float32: leave its dtype out, or "
-                "choose one whose variables are float32, such as mixed_bfloat16"
-            )
+        self.is_on_ps, self.input_dim, self._known = seed is not None, input_dim, known
+        self.seed, self.seed_of_rows = seed, seed_of_rows
+        if self.is_on_ps and self.variable_dtype != "float32":
+            hint = "leave its dtype out, or choose one whose variables are float32, such as mixed_bfloat16"
+            raise UserError(f"{self.name} has rows of {self.variable_dtype}, but tables on the ps hold float32: {hint}")
 
     def build(self, input_shape=None):
         """Creates the table, unless it is on the ps."""
@@ -54,9 +53,8 @@ class Embedding(keras.layers.Embedding):
         elif self.input_dim is not None:
             super().build(input_shape)
         elif self._known is None:
-            raise UserError(
-                f"{self.name} has no fixed number of rows: train it in a cluster (rows appear on the ps), or fix the number"
-            )
+            hint = "train it in a cluster (rows appear on the ps), or fix the number"
+            raise UserError(f"{self.name} has no fixed number of rows: {hint}")
         else:
             numbers = {"initializer": "zeros", "trainable": False}
             self._ids = self.add_weight(shape=[self._known], dtype="int64", name="ids", **numbers)
@@ -65,9 +63,8 @@ class Embedding(keras.layers.Embedding):
 
     def get_config(self):
         """Returns the arguments of `from_config`."""
-        return super().get_config() | (
-            {} if self._known is None else {"known": self._known, "seed_of_rows": self.seed_of_rows}
-        )
+        known = {} if self._known is None else {"known": self._known, "seed_of_rows": self.seed_of_rows}
+        return super().get_config() | known
 
     def save_own_variables(self, store):
         """As `keras.layers.Embedding`."""
@@ -77,16 +74,10 @@ class Embedding(keras.layers.Embedding):
             super().save_own_variables(store)
 
     def load_own_variables(self, store):
-        """As `keras.layers.Embedding`.
-
-        Raises:
-          UserError: if the table is on the ps.
-        """
+        """As `keras.layers.Embedding`; a `UserError` if the table is on the ps."""
         if self.is_on_ps:
-            raise UserError(
-                f"{self.name} comes with a table, and in a cluster tables begin on the ps: give a function that makes the "
-                "model, or use keras.layers.Embedding"
-            )
+            hint = "give a function that makes the model, or use keras.layers.Embedding"
+            raise UserError(f"{self.name} comes with a table, and in a cluster tables begin on the ps: {hint}")
         if self.input_dim is None:
             self._ids.assign(store["0"])
             self._embeddings.assign(store["1"])
@@ -116,18 +107,12 @@ class Embedding(keras.layers.Embedding):
         """Raises a `UserError` if this floating-point type cannot represent all ids, since ids would be mixed up."""
         exact = EXACT.get(dtype.name, 1)
         if (tables.IDS if self.input_dim is None else self.input_dim) > exact:
-            raise UserError(
-                f"the ids of {self.name} come as {dtype.name}, which skips whole numbers above {exact:,}: give the model an "
-                'input of whole numbers, keras.Input(..., dtype="int64")'
-            )
+            hint = 'give the model an input of whole numbers, keras.Input(..., dtype="int64")'
+            raise UserError(f"the ids of {self.name} come as {dtype.name}, which skips whole numbers above {exact:,}: {hint}")
 
     @property
     def embeddings(self):
-        """The whole table, a variable `[input_dim, output_dim]`.
-
-        Raises:
-          UserError: if it is on the ps.
-        """
+        """The whole table, a variable `[input_dim, output_dim]`; a `UserError` if it is on the ps."""
         self._needs_table("its `embeddings`")
         return super().embeddings
 
@@ -143,10 +128,7 @@ class Embedding(keras.layers.Embedding):
 
     def _needs_table(self, what):
         if self.is_on_ps:
-            raise UserError(
-                f"{self.name}: {what} needs the whole table, but that is on the ps: leave it out, or use "
-                "keras.layers.Embedding, whose whole table is on every worker"
-            )
+            raise UserError(f"{self.name}: {what} {NEEDS_TABLE}")
 
     def _known_rows(self, ids):
         """Returns rows of an unbounded table from a file; missing rows have their initial values."""
@@ -177,6 +159,3 @@ class Embedding(keras.layers.Embedding):
         else:
             self._embeddings.assign(table)
             self.__class__ = keras.layers.Embedding
-
-
-keras.saving.register_keras_serializable(package="distributed_tensorflow")(Embedding)

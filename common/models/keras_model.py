@@ -16,19 +16,16 @@ from common.scheme import tables
 def build(spec, data, seed=0, loss=None, tables_on_ps=False, tables_seed=0, **sizes):
     """Returns the `Model` that `--model=spec` names, one of `BUILT_IN` or FILE.py:FUNCTION, with its initial values.
 
-    Call it before a graph is entered: Keras variables can only be read eagerly.
+    Call it before a graph is entered: Keras variables can only be read eagerly. Raises `UserError` if the model does not exist
+    or does not fit `data`.
 
     Args:
-      spec: as above.
       data: a `common.data.Data`.
       seed: seed of the initial values, unless the model sets seeds of its own.
       loss: `--loss`, a Keras loss name, for a model without a loss of its own.
       tables_on_ps: whether tables of `common.Embedding` layers lie on the ps, see `common.scheme.tables`, or in the model.
       tables_seed: seed of the initial rows of these tables, the same in all tasks.
       **sizes: sizes of a transformer, see `common.core.sizes`; other models ignore them.
-
-    Raises:
-      UserError: if the model does not exist or does not fit `data`.
     """
     import keras
 
@@ -74,19 +71,16 @@ def named(spec):
 def checked(keras_model, data, loss=None, last_operation=None):
     """Returns the `Model`, after a trial of the model, its loss and its metrics on a few samples, which also builds them.
 
+    Raises `UserError` if the model cannot be trained with these samples.
+
     Args:
       keras_model, data, loss: as in `build`.
-      last_operation: function that returns the model's final activation, "Softmax" or "Sigmoid", or None, if it is known
-        beforehand.
-
-    Raises:
-      UserError: if the model cannot be trained with these samples.
+      last_operation: as of `losses.choose`; None to look for the operation in the graph of the model.
     """
     from common.models import losses
 
     _refuse_layers(keras_model)  # before the call, whose Keras errors would be misleading
-    _refuse_strings(keras_model)
-    _refuse_other_names(keras_model, data.x_train)
+    _refuse_inputs(keras_model, data.x_train)
     x, y, *weights = _telling_samples(data.train)
     shapes = ", ".join(str(list(array.shape[1:])) for array in arrays_in(x))
     with as_user_error(f"the model cannot be called on samples of shape {shapes}"):
@@ -97,8 +91,7 @@ def checked(keras_model, data, loss=None, last_operation=None):
         raise UserError(f"the model has no trainable variables{others}: give it a layer with weights")
     for v in [*keras_model.trainable_variables, *keras_model.non_trainable_variables]:
         values = v.numpy()
-        if values.dtype.kind == "f" and not np.isfinite(values).all():
-            count = np.sum(~np.isfinite(values))
+        if values.dtype.kind == "f" and (count := np.sum(~np.isfinite(values))):
             raise UserError(f"{v.path} begins with {count} values that are NaN or infinite")
     _refuse_layers(keras_model)  # again, since the call may have created layers
     _refuse_what_is_not_honoured(keras_model)
@@ -118,21 +111,17 @@ def checked(keras_model, data, loss=None, last_operation=None):
     return Model(keras_model, measures, own_optimizer, places)
 
 
-def _refuse_strings(keras_model):
-    """Raises a `UserError` if a functional or sequential model has a string input: workers draw numbers."""
+def _refuse_inputs(keras_model, x):
+    """Raises a `UserError` if a functional or sequential model has a string input, or other names than the keys of samples.
+
+    Keras would match the keys in alphabetical order and, with a missing or extra key, feed inputs the wrong samples.
+    """
     inputs = [given for given in getattr(keras_model, "inputs", None) or [] if given.dtype == "string"]
     for layer in keras_model._flatten_layers() if inputs else ():
         taken = [given for node in layer._inbound_nodes for given in node.input_tensors]
         if any(given is its for given in inputs for its in taken):
             what = f"the layer {layer.name} ({type(layer).__name__})"
             raise UserError(f"{what} takes strings, but samples are numbers; {OF_STRINGS}")
-
-
-def _refuse_other_names(keras_model, x):
-    """Raises a `UserError` if the keys of a dict of samples differ from the input names of a functional or sequential model.
-
-    Keras would match them in alphabetical order and, with a missing or extra key, feed inputs the wrong samples.
-    """
     expected = tables.named_inputs(keras_model).keys()
     if not isinstance(x, dict) or not expected:
         return
@@ -168,32 +157,24 @@ def _refuse_what_is_not_honoured(keras_model):
 
     for v in keras_model.trainable_variables:
         if v.constraint is not None:
-            raise UserError(
-                f"{v.path} has the constraint {type(v.constraint).__name__}, which no update on the ps would keep: use a "
-                "regularizer, or apply it in the layer's call"
-            )
-    others = {v.dtype for v in keras_model.trainable_variables} - {"float32"}
-    if others:
+            what = f"the constraint {type(v.constraint).__name__}, which no update on the ps would keep"
+            raise UserError(f"{v.path} has {what}: use a regularizer, or apply it in the layer's call")
+    if others := {v.dtype for v in keras_model.trainable_variables} - {"float32"}:
         raise UserError(f"the model has trainable variables of type {', '.join(sorted(others))}, expected float32")
     for name in _OF_FIT:
         if name in vars(keras_model) or getattr(type(keras_model), name) is not getattr(keras.Model, name):
-            raise UserError(
-                f"the model has a {name} of its own, which no worker calls: move its computation to compute_loss"
-            )
+            raise UserError(f"the model has a {name} of its own, which no worker calls: move its computation to compute_loss")
 
 
 def _refuse_layers(keras_model):
     """Raises a `UserError` for layers that workers cannot train as `fit` does."""
     for layer in keras_model._flatten_layers():
         if layer.compute_dtype == "float16":
-            raise UserError(
-                f"{layer.name} computes in float16, where small gradients become 0: fit scales the loss, but no scheme does; "
-                "choose mixed_bfloat16"
-            )
+            why = "small gradients become 0: fit scales the loss, but no scheme does; choose mixed_bfloat16"
+            raise UserError(f"{layer.name} computes in float16, where {why}")
         if getattr(layer, "stateful", False) is True:
-            raise UserError(
-                f"{layer.name} is stateful: it would continue from the previous batch, but workers draw batches at random"
-            )
+            why = "it would continue from the previous batch, but workers draw batches at random"
+            raise UserError(f"{layer.name} is stateful: {why}")
 
 
 # Operations that move or average numbers: applied to probabilities, they do not produce logits.

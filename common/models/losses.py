@@ -20,7 +20,8 @@ PROBABILITIES = {"Softmax": "softmax", "Sigmoid": "sigmoid"}  # by the type of t
 def choose(keras_model, outputs, last_operation, data, loss=None):
     """Compiles an uncompiled model with the loss of the flag or by the labels; returns a description of the loss.
 
-    Without a flag, it is the cross-entropy of logits for integer labels, and the squared error for others.
+    Without a flag, it is the cross-entropy of logits for integer labels, and the squared error for others. Raises `UserError`
+    if there is a flag and the model has a loss already, or no loss fits.
 
     Args:
       keras_model: a model that was called on samples before.
@@ -28,20 +29,17 @@ def choose(keras_model, outputs, last_operation, data, loss=None):
       last_operation: function that returns the final activation, a key of `PROBABILITIES`, or None.
       data: a `common.data.Data`.
       loss: `--loss`, a Keras loss name, or None.
-
-    Raises:
-      UserError: if there is a flag and the model has a loss already, or no loss fits.
     """
     computes_it = type(keras_model).compute_loss is not keras.Model.compute_loss
     has_own = computes_it or keras_model.compiled and keras_model not in _compiled_here
-    if loss is not None:
-        if has_own:
-            raise UserError(f"--loss={loss}: the model has a loss already, compiled or in compute_loss: leave --loss out")
-        by_name(keras_model, loss, last_operation())
-        _compiled_here.add(keras_model)
-    elif not has_own:
-        _check_labels(outputs, last_operation, data)
-        by_labels(keras_model, data.is_classification)
+    if has_own and loss is not None:
+        raise UserError(f"--loss={loss}: the model has a loss already, compiled or in compute_loss: leave --loss out")
+    if not has_own:
+        if loss is not None:
+            by_name(keras_model, loss, last_operation())
+        else:
+            _check_labels(outputs, last_operation, data)
+            by_labels(keras_model, data.is_classification)
         _compiled_here.add(keras_model)
     elif not keras_model.compiled:
         keras_model.compile("sgd")  # `fit` and `evaluate` reject an uncompiled model
@@ -111,11 +109,9 @@ def _check_labels(outputs, last_operation, data):
             is_whole = (data.y_train[:100] % 1 == 0).all()
             hint = "; if they are classes, give them as whole numbers, y.astype('int32')" if is_whole else ""
             raise UserError(f"the model gives outputs of shape {shape}, but the labels have shape {of_labels}{hint}")
-        if _is_zero_or_one(data.y_train[:100]) and _is_zero_or_one(data.y_train) and _is_zero_or_one(data.y_test):
-            raise UserError(
-                f"the labels are 0.0 and 1.0, which may be classes, one-hot, or several labels of a sample: {own}, as "
-                "--loss=binary_crossentropy; as whole numbers they are classes"
-            )
+        if all(((chunk == 0) | (chunk == 1)).all() for y in (data.y_train, data.y_test) for chunk in chunks(y)):
+            hint = f"{own}, as --loss=binary_crossentropy; as whole numbers they are classes"
+            raise UserError(f"the labels are 0.0 and 1.0, which may be classes, one-hot, or several labels of a sample: {hint}")
         return
     if of_labels[-1:] == [1] and len(of_labels) == len(shape):  # a column of classes
         of_labels = of_labels[:-1]
@@ -131,16 +127,8 @@ def _check_labels(outputs, last_operation, data):
             hint = "; if they are not classes, give them as floats, y.astype('float32')"
         elif shape[-1:] == [1] and data.num_classes == 2:
             hint = f"; for one output {own}, as --loss=binary_crossentropy"
-        raise UserError(
-            f"the model gives outputs of shape {shape}, but the labels are classes 0 to {data.num_classes - 1}: expected "
-            f"{expected} logits{hint}"
-        )
+        wrong = f"the model gives outputs of shape {shape}, but the labels are classes 0 to {data.num_classes - 1}"
+        raise UserError(f"{wrong}: expected {expected} logits{hint}")
     if (last := last_operation()) in PROBABILITIES:
-        raise UserError(
-            f"the model ends with {PROBABILITIES[last]}, but the loss takes logits: leave that activation out, or {own}, as "
-            "--loss=sparse_categorical_crossentropy"
-        )
-
-
-def _is_zero_or_one(y):
-    return all(((chunk == 0) | (chunk == 1)).all() for chunk in chunks(y))
+        hint = f"leave that activation out, or {own}, as --loss=sparse_categorical_crossentropy"
+        raise UserError(f"the model ends with {PROBABILITIES[last]}, but the loss takes logits: {hint}")

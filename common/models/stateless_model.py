@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import math
 import os
 import re
 import threading
@@ -39,7 +40,7 @@ class Model:
         self._measures, self._saving, self.places = measures, threading.Lock(), places
         self.keras_model, self.minimizes, self.own_optimizer = keras_model, losses.text(keras_model), own_optimizer
         self.shapes = [tuple(v.shape) for v in keras_model.trainable_variables]
-        self.sizes = [int(np.prod(shape, dtype=int)) for shape in self.shapes]
+        self.sizes = [math.prod(shape) for shape in self.shapes]
         self._on_ps = [layer for layer in keras_model._flatten_layers() if getattr(layer, "is_on_ps", False)]
         for i, layer in enumerate(self._on_ps):
             layer.number = i
@@ -76,15 +77,12 @@ class Model:
         return [tf.reshape(piece, shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
 
     def loss(self, variables, state, x, y, weights=None):
-        """Returns the training loss of a batch (scalar) and the state after it.
+        """Returns the training loss of a batch (scalar) and the state after it, or raises `UserError` if no graph can have it.
 
         Args:
           variables, state: values of the model's variables, lists of tensors.
           x, y: samples and labels `[n, ...]`, in the structure of the model's inputs and outputs.
           weights: sample weights, `[n]`, or in the structure of the labels.
-
-        Raises:
-          UserError: if the model cannot be a part of a graph.
         """
         scope, loss, _ = self._call(variables, state, self._metrics, x, y, weights, training=True)
         return loss, [scope.get_current_value(v) for v in self.keras_model.non_trainable_variables]
@@ -96,13 +94,12 @@ class Model:
     def gradients(self, parameters, state, x, y, weights=None, rows=()):
         """Returns the training loss of a batch, its gradient `[size]`, the state after it, and the gradients of rows.
 
+        Raises `UserError` if the model cannot be a part of a graph, or its loss has no gradient.
+
         Args:
           parameters, state, x, y, weights: as of `loss`.
           rows: the `common.scheme.LocalRows` of each table on the ps. For each, the last result has gradients `[n, width]` and
             their row indices `[n]`, possibly with duplicates.
-
-        Raises:
-          UserError: if the model cannot be a part of a graph, or its loss has no gradient.
         """
         variables, found = self.split(parameters), []
 
@@ -124,17 +121,13 @@ class Model:
             here = [(tf.reshape(g, [-1, own.table.width]), tf.reshape(at, [-1])) for g, at in here if g is not None]
             none = tf.zeros([0, own.table.width]), tf.zeros([0], tf.int64)
             of_rows.append(tuple(tf.concat(each, axis=0) for each in zip(*here)) if here else none)
-        gradients = gradients[: len(variables)]
-        flat = [
-            tf.reshape(g, [-1]) if g is not None else tf.zeros([size]) for g, size in zip(gradients, self.sizes, strict=True)
-        ]
+        flat = [tf.zeros([size]) if g is None else tf.reshape(g, [-1]) for g, size in zip(gradients, self.sizes)]
         return loss, tf.concat(flat, axis=0), state, of_rows
 
     def ids_of(self, x, tables_on_ps):
         """Returns the row ids that samples need, a list of tensors per table. Nothing else of the model is computed.
 
-        Raises:
-          UserError: if the model cannot be a part of a graph, ids depend on more than samples, or a layer looks nothing up.
+        Raises `UserError` if no graph can have the model, ids depend on more than samples, or a layer looks nothing up.
         """
         model = self.keras_model
         variables = model.trainable_variables, model.non_trainable_variables
@@ -156,25 +149,25 @@ class Model:
         state that changes in training continues from `state`.
 
         Args:
-          parameters: tensor `[size]`.
-          state: tensors.
+          parameters, state: tensor `[size]`, and a list of tensors.
           sample: function of a batch number, a tensor, that returns (x, y) or (x, y, weights).
           count: number of batches.
         """
         import keras
 
+        if all(value.dtype.kind != "f" for value in self.initial_state):
+            return state
         variables = self.split(parameters)
         is_moving: list[bool] = []
         norms = [v for v in self.keras_model._flatten_layers() if isinstance(v, keras.layers.BatchNormalization)]
 
         def batch(k, state):
-            x, y, *weights = sample(k)
             share = tf.cast(k, tf.float32) / (tf.cast(k, tf.float32) + 1)
             momenta = [norm.momentum for norm in norms]
             for norm in norms:
                 norm.momentum = share
             try:
-                scope, *_ = self._call(variables, state, self._metrics, x, y, weights[0] if weights else None, training=True)
+                scope, *_ = self._call(variables, state, self._metrics, *sample(k), training=True)
             finally:
                 for norm, momentum in zip(norms, momenta, strict=True):
                     norm.momentum = momentum
@@ -182,16 +175,13 @@ class Model:
             is_moving[:] = [v is not old and v.dtype.is_floating for v, old in zip(values, state, strict=True)]
             return k + 1, values
 
-        if all(value.dtype.kind != "f" for value in self.initial_state):
-            return state
         _, found = tf.while_loop(lambda k, _: k < count, batch, (0, state), parallel_iterations=1)
         return [new if moves else old for new, old, moves in zip(found, state, is_moving, strict=True)]
 
-    def _call(self, variables, state, metrics, x, y, weights, training):
+    def _call(self, variables, state, metrics, x, y, weights=None, *, training):
         """Calls the model on a batch and computes its loss, as Keras's trainer does.
 
-        Returns:
-          The scope with the updated values of the model's variables, the loss, and the outputs.
+        Returns the scope with the updated values of the model's variables, the loss, and the outputs.
         """
         model, x = self.keras_model, tf.nest.map_structure(as_input, x)
         scope = scope_of(model, variables, state, metrics)
@@ -205,10 +195,8 @@ class Model:
     def evaluate(self, parameters, state, x, y, weights=None, batch_size=500):
         """Returns the loss and the metrics over all samples, {name: scalar}, as `keras.Model.evaluate` does.
 
-        It works in batches, so memory use does not grow with the test set.
-
-        Raises:
-          UserError: if a metric cannot be a part of a graph, or is no number.
+        It works in batches, so memory use does not grow with the test set. Raises `UserError` if a metric cannot be a part of a
+        graph, or is no number.
         """
         samples = (x, y) if weights is None else (x, y, weights)
 
@@ -223,10 +211,9 @@ class Model:
 
         def batch(start, total, metrics, _):
             x, y, *weights = samples = part(start)
-            weights = weights[0] if weights else None
-            scope, loss, outputs = self._call(variables, state, metrics, x, y, weights, training=False)
+            scope, loss, outputs = self._call(variables, state, metrics, *samples, training=False)
             with as_user_error("the metrics of the model cannot be a part of a graph"), scope, _compared_by_value():
-                found = model.compute_metrics(tf.nest.map_structure(as_input, x), y, outputs, weights)
+                found = model.compute_metrics(tf.nest.map_structure(as_input, x), y, outputs, *(weights or [None]))
                 found = {name: tf.cast(value, tf.float32) for name, value in scalars_of(found).items()}
             metrics = [scope.get_current_value(v) for v in model.metrics_variables]
             size = tf.cast(tf.shape(tf.nest.flatten(samples)[0])[0], tf.float32)
@@ -245,36 +232,26 @@ class Model:
 
         Args:
           parameters, state: arrays.
-          path: path of the file.
-          rows_of_tables: see `fill`.
+          rows_of_tables: as of `fill`.
         """
+        model, unfinished = self.keras_model, f"{path}.unfinished.keras"
         with self._saving:
-            self._save(parameters, state, path, rows_of_tables)
+            pieces = np.split(parameters, np.cumsum(self.sizes[:-1]))
+            for variable, piece, shape in zip(model.trainable_variables, pieces, self.shapes, strict=True):
+                variable.assign(piece.reshape(shape))
+            for variable, value in zip(model.non_trainable_variables, state, strict=True):
+                variable.assign(value)
+            self.fill(rows_of_tables)
+            try:
+                model.save(unfinished)
+                os.replace(unfinished, path)
+            finally:  # on a full disk a leftover file would take the space of the next checkpoint
+                Path(unfinished).unlink(missing_ok=True)
 
     def fill(self, rows_of_tables):
-        """Loads the tables into the model; its layers then become ordinary layers.
-
-        Args:
-          rows_of_tables: the result of `common.scheme.whole` for each table on the ps.
-        """
+        """Loads the result of `common.scheme.whole` of each table on the ps; the model's layers then become ordinary layers."""
         for layer, rows in zip(self._on_ps, rows_of_tables, strict=True):
             layer.fill(rows)
-
-    def _save(self, parameters, state, path, rows_of_tables):
-        start = 0
-        for variable, shape, size in zip(self.keras_model.trainable_variables, self.shapes, self.sizes, strict=True):
-            variable.assign(parameters[start : start + size].reshape(shape))
-            start += size
-        for variable, value in zip(self.keras_model.non_trainable_variables, state, strict=True):
-            variable.assign(value)
-        self.fill(rows_of_tables)
-        unfinished = f"{path}.unfinished.keras"
-        try:
-            self.keras_model.save(unfinished)
-            os.replace(unfinished, path)
-        finally:  # on a full disk a leftover file would take the space of the next checkpoint
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(unfinished)
 
 
 def scalars_of(results):
@@ -333,7 +310,8 @@ def as_user_error(what):
             raise UserError(why[1].strip()) from error
         line = f"{type(error).__name__}: {why[1].strip().splitlines()[0]}" if why else one_line(error)
         captures = "Attempting to capture an EagerTensor" in line
-        if "custom_gradient decorator" in line or captures and _is_in(error, "custom_gradient.py"):
+        files = {Path(frame.filename).name for frame in traceback.extract_tb(error.__traceback__)}
+        if "custom_gradient decorator" in line or captures and "custom_gradient.py" in files:
             line = (
                 "a custom gradient of a function with variables or keyword arguments, as in keras.remat and RematScope, works "
                 "only in the graph of fit"
@@ -378,11 +356,6 @@ def _overridden(name, by_value):
         yield
     finally:
         setattr(tf.Tensor, name, otherwise)
-
-
-def _is_in(error, file):
-    """Whether the traceback of an exception contains a file of this name."""
-    return any(Path(frame.filename).name == file for frame in traceback.extract_tb(error.__traceback__))
 
 
 def _make_constant(keras_model):
