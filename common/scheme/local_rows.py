@@ -56,10 +56,9 @@ class LocalRows:
         ]
 
     def load(self, optimizer):
-        """Restores the optimizer's slot rows that `keep` saved for the pulled rows; returns operations.
+        """Restores the slot rows of this worker's optimizer that `keep` saved for the pulled rows; returns operations.
 
-        Args:
-          optimizer: this worker's optimizer, one of `tables.ROW_BY_ROW`. Slot rows of other rows stay in a hash table.
+        The slot rows of other rows stay in a hash table.
         """
         if not isinstance(optimizer, tf.train.AdagradOptimizer):
             return []
@@ -68,8 +67,7 @@ class LocalRows:
                 none = tf.IndexedSlices(tf.zeros([0, self.table.width]), tf.zeros([0], tf.int64))
                 optimizer.apply_gradients([(none, self.rows)])  # creates the slot; never run
                 self._slot = optimizer.get_slot(self.rows, "accumulator")
-                shape = [self.table.width]
-                kinds = {"value_dtype": tf.float32, "value_shape": shape}
+                kinds = {"value_dtype": tf.float32, "value_shape": [self.table.width]}
                 empty, deleted = (tf.constant(key, tf.int64) for key in (-1, -2))
                 # A dense hash table keeps its rows in one tensor. One that allocates each row takes six times as long.
                 self._kept = tf.raw_ops.MutableDenseHashTableV2(
@@ -127,8 +125,8 @@ class LocalRows:
             values, places = values[:0], places[:0]
         with tf.control_dependencies([self.pushed.assign_add(tf.size(places, out_type=tf.int64), read_value=False)]):
             places = tf.identity(places)
-        cut = tf.split(values, self.table.counts(places)) if len(self.table.pieces) > 1 else [values]
-        return [tf.IndexedSlices(*pair) for pair in zip(cut, self.table.cut(places), strict=True)]
+        pairs = zip(self.table.split(values, places), self.table.cut(places), strict=True)
+        return [tf.IndexedSlices(*pair) for pair in pairs]
 
 
 def _assign_first(variable, value, n):
@@ -140,9 +138,7 @@ def _assign_first(variable, value, n):
 class WithRows:
     """A vector `[size]` and rows of each table: `local.gradient` of a model with tables. It can be scaled and pushed.
 
-    Args:
-      vector: a tensor or variable.
-      rows: pairs of `LocalRows` and values `[count, width]`, one for each table.
+    `rows` are pairs of `LocalRows` and values `[count, width]`, one for each table.
     """
 
     def __init__(self, vector, rows):
@@ -172,7 +168,6 @@ class Window:
       index: function that returns the worker number.
 
     Attributes:
-      steps: as above.
       own: the `LocalRows` of each table.
     """
 
@@ -186,11 +181,7 @@ class Window:
             self.own = [LocalRows(table, sum(_count(ids) for ids in asked), index) for table, asked in pairs]
 
     def pull(self, step):
-        """Draws the batches of the window and pulls their rows; returns operations.
-
-        Args:
-          step: the global step, read on its ps: that ps reads rows after it.
-        """
+        """Draws the batches of the window, and pulls their rows after the read of the global step; returns operations."""
         drawn = self.draw()
         self.ask()
         self.read(lambda device: [*before_read(device), *([step] if step.device == device else [])])
@@ -210,11 +201,7 @@ class Window:
         return [each.op for asked in self._asked for each in asked]
 
     def read(self, before):
-        """Reads the rows on the ps; returns operations there.
-
-        Args:
-          before: function of a device that returns the operations that must end before a read there.
-        """
+        """Reads the rows on the ps; returns operations there. `before` is as of `common.scheme.Table.read`."""
         self._values = [table.read(asked, before) for table, asked in zip(self._tables, self._asked, strict=True)]
         return [each.op for values in self._values for each in values]
 
@@ -254,8 +241,8 @@ class Window:
 
     def told(self):
         """Returns the tensors for `what_travelled`."""
-        tensors = ((own.pulls, own.asked, own.pulled, own.pushed) for own in self.own)
-        return [[*(v.read_value() for v in mine), own.table.told()] for mine, own in zip(tensors, self.own, strict=True)]
+        counts = ((own, (own.pulls, own.asked, own.pulled, own.pushed)) for own in self.own)
+        return [[*(v.read_value() for v in of_one), own.table.told()] for own, of_one in counts]
 
     def gradient(self, vector):
         """Returns the `WithRows` of a vector and the summed gradients of the rows."""
@@ -265,9 +252,7 @@ class Window:
 def what_travelled(specs, told):
     """Returns a list of dicts for `result.json`: for each table, one worker's average pulls and pushes per round.
 
-    Args:
-      specs: `common.scheme.Spec`s.
-      told: the values of `Window.told`.
+    `told` are the values of `Window.told`.
     """
     found = []
     for spec, (pulls, asked, pulled, pushed, of_ps) in zip(specs, told, strict=True):

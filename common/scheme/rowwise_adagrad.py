@@ -15,7 +15,7 @@ class RowwiseAdagrad(tf.train.Optimizer):
       learning_rate: η, a number or tensor.
     """
 
-    initial_value = 0.0  # initial G; `initial_of` of unbounded.py reads it
+    initial_value = 0.0  # initial G, read by unbounded.py
 
     def __init__(self, learning_rate, name="RowwiseAdagrad"):
         super().__init__(use_locking=False, name=name)

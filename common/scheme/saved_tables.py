@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from common import tf
-from common.core import TABLES, UserError, rows_in
+from common.core import TABLES, UserError, checkpoints_in, rows_in
 from common.scheme.sharded_tables import factor_of, id_of
 from common.scheme.tables import variable_name
 
@@ -23,8 +23,6 @@ def rows_of(where, layer, ids=None):
     Raises:
       UserError: if the checkpoint, table or row does not exist.
     """
-    from common.core import checkpoints_in
-
     found = checkpoints_in(Path(where, "checkpoints")) if Path(where).is_dir() else [str(where)]
     if not found or not tf.train.checkpoint_exists(found[-1]):
         raise UserError(f"{where}: expected a checkpoint, as R/checkpoints/model.ckpt-100, or the folder of a run that has one")

@@ -1,5 +1,6 @@
 """Tables as variables on the ps: their sharding, the places of their rows, initial values, reads and updates."""
 
+import itertools
 import math
 
 from common import tf
@@ -23,7 +24,6 @@ class Table:
       device_fn: puts piece i on ps task i; None puts all on this process.
 
     Attributes:
-      spec, rows, width: of the table.
       pieces: variables, one on each ps.
       starts: the first place of each piece.
     """
@@ -33,8 +33,7 @@ class Table:
         self._factor, self._block = factor_of(self.rows), math.ceil(self.rows / BLOCKS)
         initial = lambda shape, dtype=None, partition_info=None: self._initial(partition_info, shape)  # noqa: E731
         self.pieces = self._variable(min(num_ps, self.rows), self.rows, device_fn, initial)
-        sizes = [int(piece.shape[0]) for piece in self.pieces]
-        self.starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        self.starts = [0, *itertools.accumulate(int(piece.shape[0]) for piece in self.pieces[:-1])]
 
     def _variable(self, num_pieces, rows, device_fn, initializer):
         """Returns the pieces of the table, a list of variables."""
@@ -77,11 +76,9 @@ class Table:
         return asked
 
     def read(self, asked, before):
-        """Returns the requested rows of each piece, on its ps.
+        """Returns the rows of each piece, on its ps, for the result of `ask`.
 
-        Args:
-          asked: the result of `ask`.
-          before: function of a device that returns the operations that must end before a read there.
+        `before` is a function of a device that returns the operations that must end before a read there.
         """
         values = []
         for piece, here in zip(self.pieces, asked, strict=True):
@@ -96,10 +93,7 @@ class Table:
     def apply(self, optimizer, gradient, piece):
         """piece ← optimizer(piece, gradient) for rows, on the ps of the piece; returns the operation.
 
-        Args:
-          optimizer: a `tf.train.Optimizer` that changes only rows with a gradient.
-          gradient: `tf.IndexedSlices` with the indices of `cut` for this piece, each row once.
-          piece: one of `pieces`.
+        The optimizer changes only rows with a gradient, `tf.IndexedSlices` with the indices of `cut` for this piece, each once.
         """
         return optimizer.apply_gradients([(gradient, piece)])
 
@@ -114,14 +108,15 @@ class Table:
 
     def cut(self, places):
         """Splits sorted places into the row indices of each piece."""
-        if len(self.pieces) == 1:
-            return [places]
-        return [part - start for part, start in zip(tf.split(places, self.counts(places)), self.starts, strict=True)]
+        parts = zip(self.split(places, places), self.starts, strict=True)
+        return [part - start if start else part for part, start in parts]
 
-    def counts(self, places):
-        """Returns the number of sorted places in each piece, an int64 vector."""
+    def split(self, values, places):
+        """Splits values `[n, ...]` of sorted places `[n]` by piece."""
+        if len(self.pieces) == 1:
+            return [values]
         ends = tf.searchsorted(places, tf.constant([*self.starts[1:], self.rows], tf.int64), out_type=tf.int64)
-        return ends - tf.concat([[0], ends[:-1]], axis=0)
+        return tf.split(values, ends - tf.concat([[0], ends[:-1]], axis=0))
 
 
 MIXERS = 0xFF51AFD7ED558CCD % IDS, 0xC4CEB9FE1A85EC53 % IDS  # odd
@@ -163,11 +158,7 @@ def factor_of(rows):
 
 
 def find_on_ps(tables):
-    """Returns a lookup function for `common.scheme.found_by` that reads the current rows from the ps, for evaluation.
-
-    Args:
-      tables: `Table`s, in the order of the model's layers.
-    """
+    """Returns a lookup function for `common.scheme.found_by` that reads the current rows from the ps, for evaluation."""
 
     def find(layer, ids):
         table = tables[layer.number]

@@ -24,22 +24,20 @@ _finder: contextvars.ContextVar[Any] = contextvars.ContextVar("_finder", default
 
 
 @contextlib.contextmanager
-def on_ps(seed):
-    """Puts the tables of layers that are created in this context on the ps.
-
-    Args:
-      seed: seed of the initial rows, for layers whose initializer has none; the same in all tasks.
-    """
-    token = _on_ps.set(seed)
+def _set(variable, value):
+    token = variable.set(value)
     try:
         yield
     finally:
-        _on_ps.reset(token)
+        variable.reset(token)
 
 
-def are_on_ps():
-    """Returns whether new layers have their tables on the ps."""
-    return seed_on_ps() is not None
+def on_ps(seed):
+    """Puts the tables of layers that are created in this context on the ps.
+
+    The seed is that of the initial rows, for layers whose initializer has none; it is the same in all tasks.
+    """
+    return _set(_on_ps, seed)
 
 
 def seed_on_ps():
@@ -47,22 +45,13 @@ def seed_on_ps():
     return _on_ps.get()
 
 
-@contextlib.contextmanager
 def found_by(find):
     """Sets the layers' lookup function, of a layer and ids, int32 or int64 of any shape; it returns rows `[..., width]`."""
-    token = _finder.set(find)
-    try:
-        yield
-    finally:
-        _finder.reset(token)
+    return _set(_finder, find)
 
 
 def finder():
-    """Returns the layers' lookup function; None in a trial call of a model.
-
-    Raises:
-      UserError: in a graph that computes with the model without a lookup function.
-    """
+    """Returns the layers' lookup function; None in a trial call of a model; a `UserError` in a graph without one."""
     find = _finder.get()
     if find is None and not tf.executing_eagerly() and not tf.get_default_graph().building_function:
         raise UserError("the model has tables on the ps (common.Embedding), which this program does not look up there")
@@ -70,14 +59,9 @@ def finder():
 
 
 class Asked:
-    """A lookup function for `found_by` that records the requested ids.
+    """A lookup function for `found_by` that records the requested ids: `ids` has a list of tensors for each of the tables.
 
-    Args:
-      tables: the tables of the model.
-      values: placeholders for its variables, since ids must not depend on variables.
-
-    Attributes:
-      ids: for each table, a list of tensors.
+    `values` are placeholders for the variables of the model, since ids must not depend on variables.
     """
 
     def __init__(self, tables, values=()):
@@ -86,14 +70,6 @@ class Asked:
         self.ids: list[list[Any]] = [[] for _ in tables]
 
     def __call__(self, layer, ids):
-        self._check(layer, ids)
-        self.ids[layer.number].append(ids)
-        given = tf.zeros(tf.concat([tf.shape(ids), [layer.output_dim]], axis=0))
-        given.set_shape([*ids.shape, layer.output_dim])
-        self._rows.add(given.op)
-        return given
-
-    def _check(self, layer, ids):
         """Raises a `UserError` if these ids depend on more than samples: they must be known before rows are pulled."""
         seen, todo = set(), [ids.op]
         while todo:
@@ -102,11 +78,15 @@ class Asked:
                 continue
             seen.add(op)
             is_random = op.op_def is not None and op.op_def.is_stateful and "Random" in op.type
-            kinds = (op in self._rows, "rows of a table"), (op in self._values, "variables of the model"), (is_random, "chance")
-            for is_so, on in kinds:
-                if is_so:
-                    raise UserError(f"the ids of the layer {layer.name} depend on {on}: expected samples alone")
+            kinds = {"rows of a table": op in self._rows, "variables of the model": op in self._values, "chance": is_random}
+            if on := [kind for kind, is_so in kinds.items() if is_so]:
+                raise UserError(f"the ids of the layer {layer.name} depend on {on[0]}: expected samples alone")
             todo += [*(tensor.op for tensor in op.inputs), *op.control_inputs]
+        self.ids[layer.number].append(ids)
+        given = tf.zeros(tf.concat([tf.shape(ids), [layer.output_dim]], axis=0))
+        given.set_shape([*ids.shape, layer.output_dim])
+        self._rows.add(given.op)
+        return given
 
 
 class Spec(NamedTuple):
@@ -128,13 +108,15 @@ class Spec(NamedTuple):
 
 def specs_of(layers):
     """Returns the `Spec`s of all `common.Embedding` layers of a model."""
-    shapes = [(layer.input_dim, layer.output_dim) for layer in layers]
+    found = []
     for i, layer in enumerate(layers):
         if layer.seed_of_rows is None:
             layer.seed_of_rows = zlib.crc32(f"{layer.seed} {i}".encode())
-    how = [(_initial(each), _seed_of(each.embeddings_initializer, each.seed_of_rows) % 2**31) for each in layers]
-    of_layers = [(each.name, *shapes[i], *how[i], each.trainable) for i, each in enumerate(layers)]
-    return [Spec(f"{i}_{variable_name(more[0])}", *more) for i, more in enumerate(of_layers)]
+        seed = getattr(layer.embeddings_initializer, "_init_seed", None)  # the user's own
+        seed = getattr(seed, "_initial_seed", seed)
+        how = _initial(layer), (seed if isinstance(seed, int) else layer.seed_of_rows) % 2**31, layer.trainable
+        found.append(Spec(f"{i}_{variable_name(layer.name)}", layer.name, layer.input_dim, layer.output_dim, *how))
+    return found
 
 
 def variable_name(name):
@@ -153,44 +135,28 @@ def check_flags(settings, specs):
         raise UserError("--max_rows is for tables without a fixed size, common.Embedding(None, width), but the model has none")
     need, has = 4 * sum((spec.rows or settings.max_rows) * spec.width for spec in specs), limits.memory()
     if settings.launch and need > has:
-        raise UserError(
-            f"the tables of the model take {limits.as_bytes(need)} on the ps, but this machine, where all ps run, "
-            f"has {limits.as_bytes(has)} of memory: give them fewer rows, or start the ps on several machines"
-        )
+        but = f"this machine, where all ps run, has {limits.as_bytes(has)} of memory"
+        hint = "give them fewer rows, or start the ps on several machines"
+        raise UserError(f"the tables of the model take {limits.as_bytes(need)} on the ps, but {but}: {hint}")
     if settings.table_learning_rate is not None and settings.table_optimizer == "scheme":
         raise UserError("--table_learning_rate: choose a --table_optimizer, sgd, adagrad or rowwise_adagrad, for it")
 
 
 def check_data(model, samples, is_stream):
-    """Raises a `UserError` for streams, and for samples with ids outside of the model's tables.
-
-    Args:
-      model: a `common.models.Model`.
-      samples: the samples of each data set, as in `check_ids`.
-      is_stream: whether the workers read samples from a stream in training.
-    """
-    if not model.tables:
-        return
-    if is_stream:
+    """Raises a `UserError` for streams, and for samples x of some data set with ids outside of the model's tables."""
+    if model.tables and is_stream:
         raise UserError("with common.Embedding a worker has to know the samples of its next window: give arrays, not a stream")
-    for x in samples:
+    for x in samples if model.tables else ():
         check_ids(model, x)
 
 
 def check_ids(model, x):
-    """Raises a `UserError` if samples have ids outside of the model's tables.
-
-    Args:
-      model: a `common.models.Model`.
-      x: samples, an array or `common.data.Rows` `[n, ...]`, or several in a tuple or dict.
-    """
+    """Raises a `UserError` if samples, arrays or `common.data.Rows` `[n, ...]`, have ids outside of the model's tables."""
     _check_types(model, x)
     with tf.Graph().as_default():
         feeds = mapped(lambda array: tf.placeholder(array.dtype, [None, *array.shape[1:]]), x)
-        found = []
-        for ids in model.ids_of(feeds, model.tables):
-            flat = [tf.cast(tf.reshape(each, [-1]), tf.int64) for each in ids]
-            found.append([(tf.reduce_min(each), tf.reduce_max(each)) for each in flat])
+        of_tables = [[tf.cast(each, tf.int64) for each in ids] for ids in model.ids_of(feeds, model.tables)]
+        found = [[(tf.reduce_min(each), tf.reduce_max(each)) for each in ids] for ids in of_tables]
         arrays, places = arrays_in(x), arrays_in(feeds)
         with tf.Session() as session:
             for start in range(0, len(arrays[0]), CHECKED):
@@ -205,27 +171,20 @@ def check_ids(model, x):
 
 def _check_types(model, x):
     """Raises a `UserError` for samples that do not fit an integer input, since Keras would silently truncate or wrap them."""
-    for tensor, array in _inputs_of(model.keras_model, x):
+    if isinstance(x, dict):
+        named = named_inputs(model.keras_model)
+        pairs = [(named[name], array) for name, array in x.items() if name in named and hasattr(named[name], "dtype")]
+    else:
+        pairs = list(zip(getattr(model.keras_model, "inputs", None) or [], arrays_in(x)))
+    for tensor, array in pairs:
         dtype = tf.as_dtype(tensor.dtype)
-        if not dtype.is_integer:
-            continue
-        for start in range(0, len(array), CHECKED):
+        for start in range(0, len(array), CHECKED) if dtype.is_integer else ():
             part = np.asarray(array[start : start + CHECKED])
             if part.dtype.kind == "f" and (wrong := part[part != np.floor(part)]).size:
                 raise UserError(f"the input {tensor.name} takes whole numbers, but the samples have {wrong[0]:g} there")
             if part.size and (part.min() < dtype.min or part.max() > dtype.max):
-                raise UserError(
-                    f"the input {tensor.name} takes {dtype.name}, but the samples have numbers from {part.min():,} to "
-                    f'{part.max():,} there: give keras.Input(..., dtype="int64")'
-                )
-
-
-def _inputs_of(keras_model, x):
-    """Returns pairs of an input and its samples `[n, ...]` for a functional or sequential model; no pairs for others."""
-    if not isinstance(x, dict):
-        return list(zip(getattr(keras_model, "inputs", None) or [], arrays_in(x), strict=False))
-    named = named_inputs(keras_model)
-    return [(named[name], array) for name, array in x.items() if name in named and hasattr(named[name], "dtype")]
+                numbers = f'numbers from {part.min():,} to {part.max():,} there: give keras.Input(..., dtype="int64")'
+                raise UserError(f"the input {tensor.name} takes {dtype.name}, but the samples have {numbers}")
 
 
 def named_inputs(keras_model):
@@ -234,19 +193,8 @@ def named_inputs(keras_model):
     return inputs if isinstance(inputs, dict) else {v.name: v for v in getattr(keras_model, "inputs", None) or []}
 
 
-def _seed_of(initializer, seed):
-    """Returns the user's seed of a Keras initializer, else `seed`."""
-    given = getattr(initializer, "_init_seed", None)
-    given = getattr(given, "_initial_seed", given)
-    return given if isinstance(given, int) else seed
-
-
 def _initial(layer):
-    """Returns `Spec.initial` for a layer.
-
-    Raises:
-      UserError: for an initializer that needs the whole table, or is unknown.
-    """
+    """Returns `Spec.initial` for a layer; a `UserError` for an initializer that needs the whole table, or is unknown."""
     how = layer.embeddings_initializer
 
     def normal(least, most):
@@ -262,8 +210,6 @@ def _initial(layer):
         "Constant": lambda u: tf.fill(tf.shape(u), float(how.value)),
     }
     if type(how).__name__ not in kinds:
-        raise UserError(
-            f"{layer.name}: the initializer {type(how).__name__} is for the whole table, but that is on the ps: choose "
-            + ", ".join(kinds)
-        )
+        what = f"the initializer {type(how).__name__} is for the whole table, but that is on the ps"
+        raise UserError(f"{layer.name}: {what}: choose {', '.join(kinds)}")
     return kinds[type(how).__name__]

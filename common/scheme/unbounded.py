@@ -36,7 +36,7 @@ class Vocabulary(Table):
 
     def cut(self, places):
         """Splits sorted places by ps."""
-        return tf.split(places, self.counts(places)) if len(self.pieces) > 1 else [places]
+        return self.split(places, places)
 
     def read(self, asked, before):
         """As of `Table`. Missing rows are created."""
@@ -61,7 +61,7 @@ class Vocabulary(Table):
                 done.append(rows.op)
             with tf.device(shelf.device), tf.control_dependencies(done):
                 missing = tf.where(slots < 0)
-                values.append(tf.tensor_scatter_nd_update(rows, missing, shelf.first(tf.gather_nd(here, missing))))
+                values.append(tf.tensor_scatter_nd_update(rows, missing, first_rows(self.spec, tf.gather_nd(here, missing))))
         return values
 
     def apply(self, optimizer, gradient, piece):
@@ -79,7 +79,7 @@ class Vocabulary(Table):
 
     def told(self):
         """Returns tensors: the number of rows, and of dropped rows, on each ps."""
-        return [tf.stack([shelf.count(), shelf.dropped.read_value()]) for shelf in self._shelves]
+        return [shelf.told() for shelf in self._shelves]
 
     def parts(self, variables):
         """As of `Table`."""
@@ -92,11 +92,6 @@ class _Shelf:
     Args:
       spec: the `Spec` of the table.
       values: the variable `[room, width]` of the rows, in any order.
-
-    Attributes:
-      values, device: as above, and its device.
-      lock: a `Lock`.
-      dropped: number of evicted rows, a variable.
     """
 
     def __init__(self, spec, values):
@@ -110,8 +105,7 @@ class _Shelf:
             cleared = tf.raw_ops.LookupTableImportV2(table_handle=self._index, keys=none, values=none)
 
             def own(what, initial):
-                options = {"trainable": False, "use_resource": True}
-                return tf.get_variable(f"{name}-{what}", initializer=initial, **options)
+                return tf.get_variable(f"{name}-{what}", initializer=initial, trainable=False, use_resource=True)
 
             with tf.control_dependencies([cleared]):
                 self.places = own("places", tf.fill([self._room], tf.constant(-1, tf.int64)))  # of the row in a slot; −1: none
@@ -120,27 +114,22 @@ class _Shelf:
             self._free = own("free", tf.reverse(tf.range(self._room, dtype=tf.int64), [0]))  # a stack of slots
             self._num_free = own("num_free", tf.constant(self._room, tf.int64))
             self._time = own("time", tf.zeros([], tf.int64))
-            self.dropped = own("dropped", tf.zeros([], tf.int64))
-        self.own = [self.places, self.used, self.is_new, self._free, self._num_free, self._time, self.dropped]
-        self.saved = [self.places, self.used, self.is_new]  # beside the rows
-
-    def first(self, places):
-        """Returns the initial values of rows `[n, width]`."""
-        return first_rows(self._spec, places)
+            self._dropped = own("dropped", tf.zeros([], tf.int64))
+        self.own = [self.places, self.used, self.is_new, self._free, self._num_free, self._time, self._dropped]
 
     def find(self, places):
         """Returns the slots of these rows, −1 for missing rows."""
         none = tf.constant(-1, tf.int64)
         return tf.raw_ops.LookupTableFindV2(table_handle=self._index, keys=places, default_value=none)
 
-    def count(self):
-        """Returns the number of rows."""
-        return self._room - self._num_free.read_value()
+    def told(self):
+        """Returns the number of rows, and of evicted rows, a tensor."""
+        return tf.stack([self._room - self._num_free.read_value(), self._dropped.read_value()])
 
     def slots(self, places):
         """Returns the slots of these distinct rows; creates missing rows, and marks all as used now."""
-        found = self.find(places)
-        is_here, (time, tick) = found >= 0, self._tick()
+        found, time = self.find(places), self._time.read_value() + 1
+        is_here, tick = found >= 0, self._time.assign(time, read_value=False)
         seen = _update(self.used, tf.boolean_mask(found, is_here), time)
         missing = tf.boolean_mask(places, ~is_here)
 
@@ -151,10 +140,6 @@ class _Shelf:
 
         with tf.control_dependencies([seen, tick]):
             return tf.cond(tf.size(missing) > 0, enter, lambda: tf.identity(found))
-
-    def _tick(self):
-        time = self._time.read_value() + 1
-        return time, self._time.assign(time, read_value=False)
 
     def _enter(self, places, time):
         """Creates these rows; returns operations."""
@@ -177,7 +162,7 @@ class _Shelf:
                         _update(self.used, slots, NEVER),
                         _update(self._free, tf.range(free, free + k), slots),
                         self._num_free.assign(free + k, read_value=False),
-                        self.dropped.assign_add(k, read_value=False),
+                        self._dropped.assign_add(k, read_value=False),
                     ]
                 with tf.control_dependencies(done):
                     return tf.identity(k)
@@ -193,39 +178,32 @@ class _Shelf:
                 _update(self.places, slots, places),
                 _update(self.used, slots, time),
                 _update(self.is_new, slots, 1),
-                _update(self.values, slots, self.first(places)),
+                _update(self.values, slots, first_rows(self._spec, places)),
             ]
 
     def renew(self, optimizer, slots):
         """Resets the optimizer's slots of rows without a push so far; returns operations."""
         new = tf.boolean_mask(slots, self.is_new.sparse_read(slots) > 0)
         kept = [optimizer.get_slot(self.values, name) for name in optimizer.get_slot_names()]
+        initial = getattr(optimizer, "initial_value", getattr(optimizer, "_initial_accumulator_value", 0.0))
         with tf.control_dependencies([new]):
-            return [_update(each, new, initial_of(optimizer)) for each in kept] + [_update(self.is_new, new, 0)]
+            return [_update(each, new, initial) for each in kept] + [_update(self.is_new, new, 0)]
 
-    def put(self, places, used, is_new, values):
+    def put(self, places, used, *others):
         """Restores rows from a checkpoint, within the capacity; returns operations.
 
-        Args:
-          places: places of the rows, int64 `[n]`.
-          used, is_new: the saved values of these variables.
-          values: pairs of a variable and its rows `[n, ...]`: the table and the optimizers' slots.
+        The arguments are pairs of a variable, in the order of `_Saved`, and its rows `[n, ...]`.
         """
-        slots = self.slots(places)
-        time = tf.reduce_max(tf.concat([used, [self._time.read_value()]], axis=0))
+        slots = self.slots(places[1])
+        time = tf.reduce_max(tf.concat([used[1], [self._time.read_value()]], axis=0))
         with tf.control_dependencies([slots, time]):
-            beside = [(self.used, used), (self.is_new, is_new), *values]
-            return [*(_update(variable, slots, value) for variable, value in beside), self._time.assign(time, read_value=False)]
+            updates = [_update(variable, slots, value) for variable, value in (used, *others)]
+            return [*updates, self._time.assign(time, read_value=False)]
 
     def end(self):
         """Returns the end of the used slots, at least 1."""
         numbers = tf.range(self._room, dtype=tf.int64)
         return tf.maximum(tf.reduce_max(tf.where(self.places.read_value() < 0, tf.zeros_like(numbers), numbers + 1)), 1)
-
-
-def initial_of(optimizer):
-    """Returns the initial value of an optimizer's slots."""
-    return getattr(optimizer, "initial_value", getattr(optimizer, "_initial_accumulator_value", 0.0))
 
 
 def _update(variable, indices, value):
@@ -248,26 +226,23 @@ class _Saved:
         self._spec, self._starts, self._shelves = spec, starts, shelves
         self._begin, self._count = tf.placeholder(tf.int64, []), tf.placeholder(tf.int64, [])
         self._ends, self._reads, self._puts, self._begins = [], [], [], []
-        self._own = [tf.placeholder(tf.int64, [None]) for _ in shelves[0].saved]
-        self._values: list = []
+        self._feeds: list = []
         for shelf in shelves:
             beside = sorted((v for v in variables if v.op.name.startswith(shelf.values.op.name + "/")), key=lambda v: v.op.name)
-            kept = [shelf.values, *beside]
-            names = ["-places", "-used", "-is_new", *(v.op.name.removeprefix(shelf.values.op.name) for v in kept)]
-            self._names = [TABLES + spec.name + name for name in names]
-            if not self._values:
-                self._values = [tf.placeholder(v.dtype.base_dtype, [None, *v.shape[1:]]) for v in kept]
+            kept = [shelf.places, shelf.used, shelf.is_new, shelf.values, *beside]
+            self._names = [TABLES + spec.name + v.op.name.removeprefix(shelf.values.op.name) for v in kept]
+            self._feeds = self._feeds or [tf.placeholder(v.dtype.base_dtype, [None, *v.shape[1:]]) for v in kept]
             with tf.device(shelf.device), tf.control_dependencies(None):
                 self._ends.append(shelf.end())
                 with shelf.lock.held([]) as done:
                     rows = tf.range(self._begin, self._begin + self._count)
-                    found = [v.sparse_read(rows) for v in (*shelf.saved, *kept)]
+                    found = [v.sparse_read(rows) for v in kept]
                     done += [each.op for each in found]
                 self._reads.append((found, done))
                 with shelf.lock.held([]) as done:
-                    done += shelf.put(*self._own, list(zip(kept, self._values, strict=True)))
+                    done += shelf.put(*zip(kept, self._feeds, strict=True))
                 self._puts.append(done)
-                self._begins.append([v.initializer for v in (*kept, *shelf.own)])
+                self._begins.append([v.initializer for v in (shelf.values, *beside, *shelf.own)])
 
     def read(self, session):
         """Yields the `parts` of `common.core.write_checkpoint`."""
@@ -282,8 +257,7 @@ class _Saved:
 
     def restore(self, session, checkpoint, shapes):
         """See `common.core.Keeper.restore_tables`. With less capacity, the most recently used rows are restored."""
-        feeds = [*self._own, *self._values]
-        for name, feed in zip(self._names, feeds, strict=True):
+        for name, feed in zip(self._names, self._feeds, strict=True):
             check_shape(checkpoint, shapes, name, [None, *feed.shape.as_list()[1:]])
         session.run(self._begins)
         places, used = (np.concatenate(list(self._column(checkpoint, shapes, i))) for i in range(2))
@@ -294,20 +268,18 @@ class _Saved:
             left_out += max(0, len(here) - room)
             rows_of_shelves.append(np.sort(here[np.argsort(-used[here], kind="stable")[:room]]))
         first = 0
-        for values in zip(*(self._column(checkpoint, shapes, i) for i in range(len(feeds))), strict=True):
+        for values in zip(*(self._column(checkpoint, shapes, i) for i in range(len(self._feeds))), strict=True):
             for rows, put in zip(rows_of_shelves, self._puts, strict=True):
                 here = rows[(first <= rows) & (rows < first + len(values[0]))] - first
                 if len(here):
-                    session.run(put, {feed: value[here] for feed, value in zip(feeds, values, strict=True)})
+                    session.run(put, {feed: value[here] for feed, value in zip(self._feeds, values, strict=True)})
             first += len(values[0])
         if left_out:
-            tell(
-                f"{self._spec.layer}: {left_out:,} least recently used rows of {checkpoint} found no room: --max_rows is "
-                "smaller than before, or too small on some ps"
-            )
+            why = "--max_rows is smaller than before, or too small on some ps"
+            tell(f"{self._spec.layer}: {left_out:,} least recently used rows of {checkpoint} found no room: {why}")
 
     def _column(self, checkpoint, shapes, i):
         """Yields the values of the i-th saved name, in chunks of as many rows as the table's."""
-        name, dtype = self._names[i], [*self._own, *self._values][i].dtype
+        name, dtype = self._names[i], self._feeds[i].dtype
         for _, value in rows_in(checkpoint, name, shapes[name], width=self._spec.width, dtype=dtype):
             yield value
