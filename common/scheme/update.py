@@ -93,9 +93,11 @@ def update_if(center, is_update, counts, change, before):
         # `before` again: if `change` does not use a read, TensorFlow's graph optimizer removes the condition's dependency on
         # it, and it might come after the count.
         with tf.control_dependencies([*before, applied]):
-            counted = center.step.assign_add(tf.cast(is_update, tf.int64), read_value=False)
+            made = tf.cast(is_update, tf.int64)
+            counted = center.step.assign_add(made, read_value=False)
+        kept = made if counts is is_update else tf.cast(counts, tf.int64)
         with tf.control_dependencies([counted]):
-            return [counted, applied, center.drop(1 - tf.cast(counts, tf.int64))]
+            return [counted, applied, center.drop(1 - kept)]
 
 
 def rates_at(center, step=None):
