@@ -1,5 +1,11 @@
 """Training from Python, or from a cell of a notebook: `train` starts the same cluster as a folder's run.sh.
 
+    from common import train
+
+    run = train("DOWNPOUR", model, ((x_train, y_train), (x_test, y_test)), num_workers=4, window=20)
+    run.model.evaluate(x_test, y_test)
+    run.plot()
+
 The processes of the cluster are new. They get data, model and functions from this one through a folder of files
 (`common.cli.serialization`), which a scheme's script reads like any FILE.py:FUNCTION.
 """

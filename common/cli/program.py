@@ -1,4 +1,12 @@
-"""Runs `python SCHEME.py`: reads the flags, then starts a cluster on this machine or runs one task of a cluster."""
+"""Runs `python SCHEME.py`: reads the flags, then starts a cluster on this machine or runs one task of a cluster.
+
+A script is its update rule, its `Scheme`, and one call:
+
+    SCHEME = Scheme(hogwild, epochs=60, batch_size=32, learning_rate=0.1)
+
+    if __name__ == "__main__":
+        main(SCHEME)
+"""
 
 import contextlib
 import functools
