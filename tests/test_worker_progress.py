@@ -1,12 +1,14 @@
 """The end of a worker's training: by steps, samples, seconds, a request or a vote, and again after a ps was lost."""
 
 import types
+from typing import Any
 from unittest import mock
 
 import pytest
 
 from common.core import UserError
 from common.scheme import RoundSize
+from common.training.plan import Plan
 from common.training.worker_progress import WorkerProgress
 
 
@@ -45,8 +47,8 @@ def hooks(index=0, meeting=None):
 
 def plan(**changes):
     keeper = types.SimpleNamespace(clock=Clock(), samples_before="before", samples="samples", samples_per_update=8)
-    values = {"last": 100, "step": "step", "keeper": keeper, "gate": None, "goal": None, "waits": None}
-    return types.SimpleNamespace(**values | {"size": RoundSize(batch_size=8)} | changes)
+    values: dict[str, Any] = {"last": 100, "step": "step", "keeper": keeper, "size": RoundSize(batch_size=8)} | changes
+    return Plan(next_call=None, evaluation=None, final=None, scaffold=None, **values)
 
 
 def call_until(step, local_steps=0, ended=False):

@@ -160,7 +160,7 @@ class Keeper(tf.train.SessionRunHook):
             self._claim = is_due, self._after - (now - claimed), center.step.read_value(), tf.where(is_due, now, claimed), done
 
     def begin_run(self, session, checkpoint):
-        """Called by the chief when the parameters have their values: starts the checkpoints of a run.
+        """Called by the chief when the parameters have their values, also after the death of a ps: starts the checkpoints.
 
         If the values are initial ones, a checkpoint is saved before any other worker may begin.
 

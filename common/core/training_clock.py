@@ -75,10 +75,13 @@ class TrainingClock:
 
     def restart(self, session, seconds):
         """Called by the chief after the parameters got their values, with their seconds of training."""
-        session.run(self._restart, {self._seconds: seconds, self._life: int.from_bytes(os.urandom(7), "big")})
+        self.stop()
+        life = int.from_bytes(os.urandom(7), "big")
+        session.run(self._restart, {self._seconds: seconds, self._life: life})
+        self._last = seconds, life, time.monotonic()
 
     def stop(self):
-        """Called if this worker's session is lost, or not open yet: the next `tick` starts from the ps's values."""
+        """Called when a new session begins, as the earlier one is lost: the next `tick` starts from the ps's values."""
         self._last, self._runs = None, False
         self._prepared.clear()
         if self._is_in_call:  # the call is repeated in another session

@@ -119,7 +119,7 @@ class Ending:
             return None
         session.run_step_fn(lambda step_context: self._save(step_context.session))
         counts = session.run([plan.keeper.samples, plan.keeper.dropped]) if plan.keeper else (None, None)
-        rows = session.run(plan.rows[:1])
+        rows = session.run(plan.rows)
         outcome = Outcome(0, session.run(plan.final), reports, hooks.evaluation.evaluate(session), rows, *counts)
         if self._task:
             outcome = outcome._replace(given_up=sorted(hooks.rendezvous.given_up))

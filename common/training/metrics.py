@@ -316,13 +316,12 @@ class EvaluationHook(tf.train.SessionRunHook):
       log: a `MetricsLog`.
       step: the global step, a scalar tensor.
       results: loss and metrics on the test set, {name: scalar tensor}; on a validation set, as "validation_NAME".
-      told: tensors of further numbers to write.
-      numbers_of: function of their values that returns {name: number}.
+      told: further numbers to write: pairs of tensors, and a function of their values that returns {name: number}.
     """
 
-    def __init__(self, log, step, results, every_secs=1.0, told=(), numbers_of=lambda told: {}):
-        self._log, self._fetches, self._every_secs = log, (step, dict(results), told), every_secs
-        self._numbers_of = numbers_of
+    def __init__(self, log, step, results, every_secs=1.0, told=()):
+        self._log, self._every_secs, self._told = log, every_secs, [numbers_of for _, numbers_of in told]
+        self._fetches = step, dict(results), [tensors for tensors, _ in told]
         self._thread, self._ended = None, threading.Event()
 
     def after_create_session(self, session, coord):
@@ -352,7 +351,10 @@ class EvaluationHook(tf.train.SessionRunHook):
         """Evaluates once, writes and returns (global step, {name: number})."""
         step, results, told = session.run(self._fetches)
         results = {name: float(value) for name, value in results.items()}
-        self._log.write(step, **measured(results), **self._numbers_of(told))
+        more: dict[str, Any] = {}
+        for numbers_of, values in zip(self._told, told, strict=True):
+            more |= numbers_of(values)
+        self._log.write(step, **measured(results), **more)
         return int(step), results
 
     def _stop(self):

@@ -1,5 +1,6 @@
 """The parts of a worker's graph that its main loop needs, and the result of that loop."""
 
+import time
 from typing import Any, NamedTuple
 
 
@@ -18,11 +19,16 @@ class Plan(NamedTuple):
     keeper: Any = None  # a `common.core.Keeper`; None if the session saves checkpoints
     position: Any = None  # a `common.data.Position`, if the position is kept
     unit: Any = None  # unit of the loss, see `model_and_data.unit_of`
-    rows: Any = ()  # numbers about tables: tensors, and a function of their values, see `metrics.EvaluationHook`
+    told: Any = ()  # further numbers of an evaluation, see `metrics.EvaluationHook`
+    rows: Any = ()  # numbers about this worker's pulls of tables, tensors
     goal: Any = None  # number of samples to end at, if updates vary in samples
     farewell: Any = ()  # operations of a worker that leaves for good
     lease: Any = None  # operations for the start of a session in an elastic run
     had_left: bool = False  # whether a worker of this number had left, as far as this machine knows
+
+    def seconds(self):
+        """Returns the seconds of training so far; without a keeper those of this process's clock."""
+        return self.keeper.clock.seconds() if self.keeper else time.monotonic()
 
 
 class Outcome(NamedTuple):
@@ -32,7 +38,7 @@ class Outcome(NamedTuple):
     final: Any = None  # values of `Plan.final`, also of an interrupted training
     reports: Any = None  # reports of all workers, see `result.REPORT`
     evaluated: Any = None  # global step, and loss and metrics on the test set, {name: number}
-    rows: Any = None  # numbers about this worker's pulls of tables, values of the first of `Plan.rows`
+    rows: Any = None  # numbers about this worker's pulls of tables, values of `Plan.rows`
     samples: Any = None  # number of samples behind the parameters, including resumed runs; None: see the reports
     dropped: Any = None  # numbers of dropped gradients and of their samples, including resumed runs; None: see the reports
     given_up: Any = ()  # numbers of the workers whose reports are missing, see `common.cluster.giving_up`

@@ -144,7 +144,8 @@ class WorkerGraph:
             keeper=keeper,
             position=self._position,
             unit=self._unit,
-            rows=(local.told_of_tables(), functools.partial(local_rows.numbers_of, self._model.tables)),
+            told=[(local.told_of_tables(), functools.partial(local_rows.numbers_of, self._model.tables))],
+            rows=local.told_of_tables(),
             goal=goal,
             farewell=farewell,
             lease=[leased.begin, center.present.enter(self._index)] if leased else None,
@@ -200,7 +201,7 @@ class WorkerGraph:
         write_result(settings, self._task, outcome.reports, *outcome.evaluated, size=self.calls.size, **more)
 
     def _of_tables(self, rows):
-        settings, found = self._settings, local_rows.what_travelled(self._model.tables, *rows)
+        settings, found = self._settings, local_rows.what_travelled(self._model.tables, rows)
         for line in local_rows.dropped(found, settings.max_rows):
             tell(line)
         flags = "table_optimizer", "table_learning_rate", "max_rows", "save_tables"

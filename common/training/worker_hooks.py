@@ -67,7 +67,7 @@ class WorkerHooks:
         if self.index > 0:
             return None
         step, results = self._plan.evaluation
-        return EvaluationHook(self.log, step, results, self._settings.evaluation_secs, *self._plan.rows)
+        return EvaluationHook(self.log, step, results, self._settings.evaluation_secs, self._plan.told)
 
     def _meeting(self):
         plan = self._plan
@@ -79,20 +79,26 @@ class WorkerHooks:
         return meeting
 
     def _early_stopping(self):
-        settings, index = self._settings, self.index
-        if not (settings.run.num_evaluators or settings.patience or settings.callback):
+        """The hook by which training ends early. The chief's listeners may ask for it: one for each flag here."""
+        settings, stop = self._settings, Path(self._settings.run_dir, STOP)
+        makers = {"patience": self._patience, "callback": self._user_callback}
+        wanted = [make for flag, make in makers.items() if getattr(settings, flag)]
+        if not (wanted or settings.run.num_evaluators):
             return None
-        stop = Path(settings.run_dir, STOP)
-        if index == 0:
+        if self.index == 0:
             for name in STOP, ENDED:  # stale files of a resumed run
                 Path(settings.run_dir, name).unlink(missing_ok=True)
-            if settings.patience and not settings.run.num_evaluators:
-                self.log.listeners.append(Patience(settings.patience, stop.touch))
-            if settings.callback:
-                function = user_function("--callback", settings.callback)
-                self._callback = Callback(f"--callback={settings.callback}", function, stop.touch, settings.hang_secs / 2)
-                self.log.listeners.append(self._callback)
-        return EarlyStoppingHook(stop if index == 0 else None, stop_session=False)
+            self.log.listeners += [listener for make in wanted if (listener := make(stop.touch))]
+        return EarlyStoppingHook(stop if self.index == 0 else None, stop_session=False)
+
+    def _patience(self, stop):
+        return None if self._settings.run.num_evaluators else Patience(self._settings.patience, stop)
+
+    def _user_callback(self, stop):
+        settings = self._settings
+        function = user_function("--callback", settings.callback)
+        self._callback = Callback(f"--callback={settings.callback}", function, stop, settings.hang_secs / 2)
+        return self._callback
 
     def _start(self):
         plan, settings = self._plan, self._settings

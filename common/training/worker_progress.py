@@ -1,7 +1,6 @@
 """Progress of a worker: its present step, the end of its training, and the times for its report."""
 
 import math
-import time
 
 from common import tf
 from common.core import UserError, times
@@ -26,7 +25,6 @@ class WorkerProgress:
 
     def __init__(self, plan, settings, hooks):
         self._plan, self._settings, self._hooks = plan, settings, hooks
-        self._seconds = plan.keeper.clock.seconds if plan.keeper else time.monotonic
         self.step, self.last, self.calls, self.rounds = 0, plan.last, 0, Rounds(None, None, None)
         self._is_stopped = self._is_late = False  # whether training ends before the last step, and whether by --seconds
 
@@ -38,7 +36,7 @@ class WorkerProgress:
         """
         plan = self._plan
         self.step = session.run(plan.step)
-        self._most_seconds = (self._settings.seconds or math.inf) + (0 if plan.keeper else self._seconds())
+        self._most_seconds = (self._settings.seconds or math.inf) + (0 if plan.keeper else self._plan.seconds())
         if plan.keeper:
             self._begin_counting(session)
         if self._hooks.index > 0 and plan.gate and not session.run(plan.gate.variable):
@@ -81,11 +79,11 @@ class WorkerProgress:
         return self._is_stopped
 
     def _is_over_time(self, session):
-        if self._seconds() < self._most_seconds:
+        if self._plan.seconds() < self._most_seconds:
             return False
         if self._plan.keeper:
             session.run(self._plan.step)  # the last call may not have counted
-        return self._seconds() >= self._most_seconds
+        return self._plan.seconds() >= self._most_seconds
 
     def must_repeat(self, session):
         """Whether updates, or seconds of training, were lost with a ps after the end."""
@@ -126,7 +124,7 @@ class Stopwatch:
         if plan.size.counted != "updates":
             self._updates = tf.cast(plan.keeper.samples, tf.float64) / float(plan.size.samples_per_gradient)
         self._clock, self._step = plan.keeper and plan.keeper.clock, plan.step
-        self._seconds = self._clock.seconds if self._clock else time.monotonic
+        self._seconds = plan.seconds
 
     def begin(self, session):
         """Starts the measurement, or starts it again."""
