@@ -10,7 +10,7 @@ from runs import ROOT
 
 from common.cli import advise, recommend
 from common.core.flags import Settings
-from common.simulation.virtual_time import Action, Costs, Waiting
+from common.simulation.actions import Action, Costs, Waiting
 
 EXAMPLE = {"parameters": 25e6, "workers": 8, "mbit": 1000, "latency_ms": 5, "step_ms": 80}
 PULL, TRAIN, PUSH = Action(reads=True, down=1000), Action(local_steps=5), Action(writes=True, up=2000)

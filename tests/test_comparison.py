@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.simulation.virtual_time import Action, Timetable
+from common.simulation.actions import Action
+from common.simulation.virtual_time import Timetable
 
 ROOT = Path(__file__).parents[1]
 

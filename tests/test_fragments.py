@@ -15,9 +15,10 @@ from common.models import keras_model
 from common.scheme.center import GlobalParameters
 from common.scheme.compression import Compression
 from common.scheme.rounds import build_rounds, build_steps
+from common.simulation.actions import Action, Costs, Waiting
 from common.simulation.facts import messages_of
 from common.simulation.shards import shards_of
-from common.simulation.virtual_time import Action, Costs, VirtualTime, Waiting
+from common.simulation.virtual_time import VirtualTime
 
 SIZE, PS = 12, 2
 

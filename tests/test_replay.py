@@ -98,9 +98,9 @@ def test_one_call_does_what_single_steps_do(make, monkeypatch, scheme):
     once, single = make(3, scheme=scheme), make(3, scheme=scheme)
     order, do = [], once._do
 
-    def noted(steps, workers):
-        order.append(workers)
-        do(steps, workers)
+    def noted():
+        order.append([begun.worker for begun in once._begun])
+        do()
 
     monkeypatch.setattr(once, "_do", noted)
     pace = np.random.default_rng(1)
@@ -114,6 +114,13 @@ def test_one_call_does_what_single_steps_do(make, monkeypatch, scheme):
     assert once.center.tobytes() == single.center.tobytes() and once.replicas.tobytes() == single.replicas.tobytes()
     assert (once.updates, once.dropped, once.losses) == (single.updates, single.dropped, single.losses)
     assert bool(once.dropped) == (scheme is together)
+
+
+def test_operations_that_count_otherwise_are_a_fault(make):
+    replay = make()
+    replay._versions.updates = 5
+    with pytest.raises(RuntimeError, match="in step 0 of a round of worker 1: expected -1 after 5, found -1 after 0"):
+        replay.step(1)
 
 
 @pytest.mark.slow

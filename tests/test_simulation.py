@@ -26,11 +26,12 @@ from common.data.batches import Batches
 from common.models import keras_model
 from common.scheme.compression import Compression
 from common.scheme.learning_rates import Schedule
+from common.simulation.actions import Costs
 from common.simulation.engine import Engine
 from common.simulation.facts import MOST_PARAMETERS, facts_of, facts_of_size, messages_of
 from common.simulation.replay import Replay
 from common.simulation.shards import Shards, shards_of
-from common.simulation.virtual_time import RESTART, Activity, Costs, VirtualTime
+from common.simulation.virtual_time import RESTART, Activity, VirtualTime
 
 pytestmark = pytest.mark.slow
 
@@ -362,13 +363,13 @@ def test_three_unequal_workers_equal_an_event_loop_in_numpy(engine, load_scheme,
         assert schedule.staleness().tolist() == more and max(more) > 2
 
 
-@pytest.mark.parametrize("name", ["HogWild, overlap", "DOWNPOUR, overlap"])
+@pytest.mark.parametrize("name", ["HogWild, overlap", "DOWNPOUR, overlap", "pushes seldom, overlap", "neither, overlap"])
 def test_the_clock_knows_what_overlap_does(engine, load_scheme, model, regression, name):
     """Where workers wait for what they have read ahead, and where not: the staleness is that of the same steps in `Replay`."""
-    scheme, hp = SCHEMES[name], hyperparameters(SCHEMES[name])
+    scheme, hp = test_schemes.ALL[name], hyperparameters(test_schemes.ALL[name])
     rule = load_scheme(scheme.folder, scheme.name)
     replay = Replay(rule, hp, model, lambda i: batches_of(regression, i, WORKERS, i), WORKERS)
-    ours = engine(rule, hp, model, messages=[(0, 24), (0, 0), (16, 0)])
+    ours = engine(rule, hp, model, messages=[(16 * each.writes, 24 * each.reads) for each in replay.actions])
     slow_links = {"bandwidth_down": [2e3, 1e3, 1e4], "bandwidth_up": 5e2, "ps_bandwidth": 4e3}
     for costs in (
         {"latency": 0.03},

@@ -6,7 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from common.simulation.virtual_time import RESTART, Action, Costs, VirtualTime, Waiting
+from common.simulation.actions import Action, Costs, Waiting
+from common.simulation.virtual_time import RESTART, VirtualTime
 
 SIZE = 100_000  # bytes of a model
 PULL, TRAIN, PUSH = Action(reads=True, down=SIZE), Action(local_steps=1), Action(writes=True, up=SIZE)
@@ -63,6 +64,21 @@ def test_with_overlap_a_call_ends_when_all_is_there():
 def test_overlap_doubles_the_staleness_of_equal_workers(latency):
     schedule = VirtualTime(OVERLAP, 7, Costs(step=STEP, latency=latency)).run(updates=100)
     assert schedule.staleness()[20:].tolist() == [12] * 80
+
+
+@pytest.mark.parametrize("more", [[], [PUSH, TRAIN]], ids=["pushes seldom", "neither divides the other"])
+@pytest.mark.parametrize("rounds_per_call", [1, 100])
+def test_a_pull_ahead_without_a_push_right_before_it_asks(more, rounds_per_call):
+    """It asks as the first one of a call does; no worker waits forever for what nobody reads."""
+    actions = [OVERLAP[0], TRAIN, *more, OVERLAP[0], TRAIN, PUSH]
+    time = VirtualTime(actions, 3, Costs(step=STEP, latency=0.001, rounds_per_call=rounds_per_call), spans_until=9)
+    schedule = time.run(updates=60)
+    assert time.updates == 60
+    for worker in range(3):
+        trains = sorted((span.start, span.end) for span in time.spans if (span.worker, span.part) == (worker, "train"))
+        assert len(trains) >= 20 and all(one[1] <= other[0] for one, other in zip(trains, trains[1:]))
+        steps = schedule.steps[schedule.workers == worker]
+        assert np.array_equal(steps, np.arange(len(steps)) % len(actions))
 
 
 def test_workers_that_begin_late_or_anew_have_not_read_ahead():

@@ -17,9 +17,9 @@ from common.scheme import (
     size_of,
     steps_apart,
 )
+from common.simulation.actions import Action, Waiting
 from common.simulation.shards import ScheduledBatches, Shards
 from common.simulation.virtual_cluster import VirtualCenter, per_worker
-from common.simulation.virtual_time import Action, Waiting
 
 MOST_PARAMETERS = 2**30  # of a model in a graph
 _WORKER = "/job:worker/task:0"

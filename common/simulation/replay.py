@@ -4,7 +4,6 @@ The operations are those of worker processes; only their order is the caller's c
 repeated exactly, with more workers than a laptop has cores.
 """
 
-import heapq
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +11,7 @@ import numpy as np
 from common import tf
 from common.data import arrays_in, mapped
 from common.simulation.engine import Engine
-from common.simulation.virtual_time import Turns
+from common.simulation.versions import Versions
 
 
 class Update(NamedTuple):
@@ -22,6 +21,16 @@ class Update(NamedTuple):
     pulled: int  # global step of the parameters behind it
     updated: int  # global step after it
     staleness: int  # updates by others in between
+
+
+class _Begun(NamedTuple):
+    """A step of a round that is counted, but has not run."""
+
+    number: int
+    worker: int
+    known: int  # global step of the x̃ that its worker knows
+    own: int  # number of the worker's own updates that this x̃ lacks
+    updated: int  # of an update, the global step after it; else -1
 
 
 class Replay:
@@ -59,14 +68,10 @@ class Replay:
         self.updates: list[Update] = []
         self.dropped: list[tuple[int, int]] = []
         self.losses: list[tuple[int, float]] = []
-        self._turns, self._is_together = Turns(num_workers, self._engine.waiting), self._engine.waiting.quorum is not None
-        self._next, self._known = [0] * num_workers, [0] * num_workers
-        self._own = [0] * num_workers  # the worker's own updates that x lacks
-        self._own_since = [0] * num_workers  # the same since the last prefetch
-        self._read = [0] * num_workers  # global step at the start of each worker's pull
-        self._times = [(0.0, i) for i in range(num_workers)]
-        self._waiting: list[int] = []
-        self._global_step, self.time = 0, 0.0
+        self._versions = Versions(num_workers, self._engine.waiting)
+        self._turns, self._next = self._versions.turns, [0] * num_workers
+        self._begun: list[_Begun] = []
+        self.time, self._ready = 0.0, [0.0] * num_workers  # of `run`; the end of each worker's last local training
 
     def restart(self, seed_of=None):
         """Returns to the initial state, in a new session and a fraction of the time of a new `Replay`.
@@ -94,9 +99,9 @@ class Replay:
         """
         if self.has_to_wait(worker):
             raise RuntimeError(f"worker {worker} has to wait for others")
-        at = self._begin(worker)
-        self._do([at], [worker])
-        return self.actions[at].local_steps > 0
+        trains = self._begin(worker)
+        self._do()
+        return trains
 
     def take(self, order):
         """Runs steps of workers in this order, as `step` does, in one session call.
@@ -106,81 +111,73 @@ class Replay:
         Returns:
           The workers of the steps that were taken.
         """
-        steps, taken = [], []
+        taken = []
         for worker in order:
             if not self.has_to_wait(worker):
-                steps.append(self._begin(worker))
+                self._begin(worker)
                 taken.append(worker)
-        self._do(steps, taken)
+        self._do()
         return taken
 
     def _begin(self, worker):
-        """Records this worker's next step in clocks and global step. Returns the step's number."""
-        at, action = self._next[worker], self.actions[self._next[worker]]
-        self._next[worker] = (at + 1) % len(self.steps)
+        """Counts this worker's next step in turns and versions; returns whether it is one of local training."""
+        number, versions = self._next[worker], self._versions
+        action = self.actions[number]
+        self._next[worker] = (number + 1) % len(self.steps)
         if action.waits:
             self._turns.pass_by(worker)
         if action.ticks:
             self._turns.tick(worker)
         if action.reads:
-            self._read[worker] = self._global_step
-        if action.writes:
-            given = self._turns.give(worker, action.fragment)[1] if self._is_together else self._is_fresh(worker)
-            self._global_step += given
-        return at
+            (versions.read_ahead if action.ahead else versions.read)(worker)
+        known, own = versions.known[worker], versions.own[worker]
+        updated = versions.update(worker, action.fragment)[1] if action.writes else -1
+        self._begun.append(_Begun(number, worker, known, own, updated))
+        return action.local_steps > 0
 
-    def _is_fresh(self, worker):
-        threshold = self._engine.waiting.threshold
-        return threshold is None or self._global_step - self._read[worker] < threshold
+    def _do(self):
+        """Runs all steps that have begun, in one session call, and records the results.
 
-    def _do(self, steps, workers):
-        """Runs steps of workers, and records the results."""
-        columns = (column.tolist() for column in self._engine.run(steps, workers))
-        for at, worker, pulled, updated, step_before, loss in zip(steps, workers, *columns, strict=True):
-            action = self.actions[at]
-            if action.reads:
-                self._known[worker], self._own[worker] = pulled, self._own_since[worker] if action.ahead else 0
-                if action.ahead:
-                    self._own_since[worker] = 0
+        Raises:
+          RuntimeError: if the operations disagree with the count of global steps.
+        """
+        begun, self._begun = self._begun, []
+        outcomes = self._engine.run([each.number for each in begun], [each.worker for each in begun])
+        columns = (column.tolist() for column in outcomes)
+        for (number, worker, known, own, expected), pulled, updated, step_before, loss in zip(begun, *columns, strict=True):
+            action = self.actions[number]
+            if updated != expected or action.reads and pulled != known:
+                raise RuntimeError(
+                    f"a fault of the replay: its count and the scheme's operations disagree on the global step, in step "
+                    f"{number} of a round of worker {worker}: expected {expected} after {known}, found {updated} after {pulled}"
+                )
             if action.local_steps:
                 self.losses.append((worker, loss))
-            if action.writes:
-                self._update(worker, updated, step_before)
-
-    def _update(self, worker, updated, step_before):
-        known = self._known[worker]
-        if updated == step_before:
-            self.dropped.append((worker, updated))
-        elif self._is_together:
-            self.updates.append(Update(worker, known, updated, updated - 1 - known))
-        else:
-            self.updates.append(Update(worker, known, updated, updated - 1 - known - self._own[worker]))
-            self._own[worker] += 1
-            self._own_since[worker] += 1
+            if action.writes and updated == step_before:
+                self.dropped.append((worker, updated))
+            elif action.writes:
+                self.updates.append(Update(worker, known, updated, updated - 1 - known - own))
 
     def run(self, updates, duration=lambda worker: 1.0):
         """Runs all workers at their own pace for a number of updates, in one session call.
+
+        The worker whose local training ends first goes next, of several the one with the least index. It takes all steps
+        until it has begun to train again, or has to wait.
 
         Args:
           updates: number of updates, of all workers together.
           duration: function of a worker's index that returns the time of its next local training; the rest takes none.
         """
-        last, steps, workers = self._global_step + updates, [], []
-        while self._global_step < last:
-            self.time, worker = heapq.heappop(self._times)
-            trained = False
-            while not trained and not self.has_to_wait(worker):
-                steps.append(self._begin(worker))
-                workers.append(worker)
-                trained = self.actions[steps[-1]].local_steps > 0
-            if trained:
-                heapq.heappush(self._times, (self.time + duration(worker), worker))
-            else:
-                self._waiting.append(worker)
-            for each in [w for w in self._waiting if not self.has_to_wait(w)]:
-                self._waiting.remove(each)
-                heapq.heappush(self._times, (self.time, each))
-        self._do(steps, workers)
+        last, workers = self._versions.updates + updates, range(self._shards.num_workers)
+        while self._versions.updates < last:
+            free = [worker for worker in workers if not self.has_to_wait(worker)]
+            self.time, worker = min((max(self.time, self._ready[each]), each) for each in free)
+            trains = False
+            while not trains and not self.has_to_wait(worker):
+                trains = self._begin(worker)
+            if trains:
+                self._ready[worker] = self.time + duration(worker)
+        self._do()
 
     @property
     def center(self):

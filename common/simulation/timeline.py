@@ -1,18 +1,20 @@
 """A timeline of a scheme's workers: a picture for the top of a notebook, drawn from the scheme itself.
 
-The workers are those of `common.simulation.Replay`, on a problem of two parameters. The caller sets
-the time of a local step and of a message. So the picture shows the order of events, not the speed of a machine.
+The workers are those of `common.simulation.VirtualTime`. The caller sets the time of a local step and of a message; each round
+is a session call. So the picture shows the order of events, not the speed of a machine.
 
-A worker's bar shows one activity at a time. Only `send` and `receive` are drawn as overlapping with its steps (`BESIDE`), in a
-lane of their own under the bar.
+A worker's bar shows one activity at a time. Messages that overlap with its steps (`BESIDE`) have a lane of their own under the
+bar.
 """
 
-import heapq
 from typing import NamedTuple
 
-from common.data import Batches, datasets
+from common.data import datasets
 from common.models import keras_model
-from common.simulation.replay import Replay
+from common.simulation.actions import Costs
+from common.simulation.facts import facts_of
+from common.simulation.shards import shards_of
+from common.simulation.virtual_time import VirtualTime
 
 COLORS = {
     "pull": "tab:green",
@@ -37,19 +39,6 @@ class Span(NamedTuple):
     steps: int  # number of local steps of a train
 
 
-def part_of(action):
-    """Returns the key of COLORS for a `common.simulation.Action`; None for an action without message and gradient."""
-    if action.local_steps:
-        return "train"
-    if action.waits:
-        return "receive" if action.reads else "wait"
-    if action.fragment is not None:
-        return "send"
-    if action.writes:
-        return "pull and push" if action.reads else "push"
-    return "pull" if action.reads else None
-
-
 def spans(scheme, hp, seconds=(1.0, 1.2, 1.7), message=0.6, until=20.0):
     """Returns the `Span`s of a scheme's workers, all of which start at 0.
 
@@ -60,64 +49,42 @@ def spans(scheme, hp, seconds=(1.0, 1.2, 1.7), message=0.6, until=20.0):
       message: time of a pull or a push; also of a `send` or a `receive`, during which the worker continues.
       until: time from which no step starts.
     """
-    line, n = datasets.load("linear"), len(seconds)
-
-    def make_batches(i):
-        x, y = datasets.shard(line, i, n)
-        return Batches(x, y, 32, seed=i, name=f"batches_{i}")
-
-    replay = Replay(scheme, hp, keras_model.build("linear", line), make_batches, n)
-    found: list[Span] = []
-    waiting: dict[int, float] = {}
-    latest = [0] * n  # index of each worker's last span
-    there = [0.0] * n  # arrival time of each worker's prefetch
-    sent = [0] * n  # number of `send`s of each worker
-    made: list[float] = []  # time of each update from `send`s: arrival of the last worker's message
-    received = [0] * n  # number of `receive`s of each worker
-    heap: list[tuple] = []  # (end of a step, its start, worker)
-
-    def begin(worker, now):
-        action = replay.actions[replay.next_step(worker)]
-        part, steps = part_of(action), action.local_steps
-        if now >= until:
-            return
-        if replay.has_to_wait(worker):
-            waiting[worker] = now
-            return
-        takes = steps * seconds[worker] if part == "train" else message if part and part != "wait" else 0.0
-        if part == "send":
-            found.append(Span(worker, part, now, now + message, 0))
-            takes, sent[worker] = 0.0, sent[worker] + 1
-            if min(sent) > len(made):  # the last message of this update; the ps reply without a request
-                made.append(now + message)
-                found.extend(Span(each, "receive", now + message, now + 2 * message, 0) for each in range(n))
-        elif part == "receive":
-            part, takes = "wait", max(0.0, made[received[worker]] + message - now)
-            received[worker] += 1
-        if action.ahead:
-            takes, there[worker] = max(0.0, there[worker] - now), now + message
-        if takes:
-            latest[worker] = len(found)
-            found.append(Span(worker, part, now, now + takes, steps))
-        heapq.heappush(heap, (now + takes, now, worker))
-
+    n, line = len(seconds), datasets.load("linear")
+    facts = facts_of(scheme, hp, keras_model.build("linear", line), shards_of(line, n, 32, 0), 1)
+    # Only the transfer of a message takes time: as many seconds as it has bytes.
+    actions = [each._replace(up=message * each.writes, down=message * each.reads) for each in facts.actions]
+    costs = Costs(step=seconds, bandwidth_up=1.0, bandwidth_down=1.0, rounds_per_call=1)
+    clock = VirtualTime(actions, n, costs, facts.waiting, spans_until=until)
+    schedule = clock.run(until=5 * until)  # so that what begins before has an end, too
+    is_dropped = (schedule.pulled >= 0) & (schedule.updated == schedule.pulled)
+    found = []
     for worker in range(n):
-        begin(worker, 0.0)
-    while heap:
-        now, _, worker = heapq.heappop(heap)
-        dropped = len(replay.dropped)
-        replay.step(worker)
-        if len(replay.dropped) > dropped:  # known only once the push has arrived
-            found[latest[worker]] = found[latest[worker]]._replace(part="dropped")
-        begin(worker, now)
-        for each in [w for w in waiting if not replay.has_to_wait(w)]:
-            if now > waiting[each]:
-                found.append(Span(each, "wait", waiting[each], now, 0))
-            del waiting[each]
-            begin(each, now)
-    found += [Span(worker, "wait", start, until, 0) for worker, start in waiting.items() if start < until]
-    replay.close()
-    return found
+        found += _spans_of_worker(worker, clock, schedule.times[is_dropped & (schedule.workers == worker)], until)
+    return sorted(found, key=lambda span: span.start)
+
+
+def _spans_of_worker(worker, clock, dropped, until):
+    """Returns the `Span`s of a worker, given the `VirtualTime` at its end, and the times of the worker's dropped pushes."""
+    bar, beside = [], []
+    for kind in "train", "push", "pull":
+        for *_, start, end, step in (each for each in clock.spans if (each.worker, each.part) == (worker, kind)):
+            action, part = clock.actions[step], kind
+            meanwhile = [span.end for span in bar if span.start < end and start < span.end]
+            if kind == "push" and (meanwhile or action.fragment is not None):
+                part = "send"  # the worker has gone on before its arrival
+            elif kind == "push" and end in dropped:
+                part = "dropped"
+            elif kind == "pull" and action.is_early:
+                part = "receive"
+            elif kind == "pull":
+                start = max([start, *meanwhile])  # of a prefetch, the time for which the worker waits
+            if start < end:
+                part = "pull and push" if action.reads and action.writes else part
+                (beside if part in BESIDE else bar).append(Span(worker, part, start, end, action.local_steps))
+    bar.sort(key=lambda span: span.start)
+    ends, starts = [0.0, *(span.end for span in bar)], [*(span.start for span in bar), until]
+    waits = [Span(worker, "wait", end, start, 0) for end, start in zip(ends, starts, strict=True) if end < start]
+    return [*bar, *beside, *waits]
 
 
 def draw(scheme, hp, seconds=(1.0, 1.2, 1.7), message=0.6, until=20.0):
