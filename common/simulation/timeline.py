@@ -65,7 +65,8 @@ def spans(scheme, hp, seconds=(1.0, 1.2, 1.7), message=0.6, until=20.0):
 
 def _spans_of_worker(worker, clock, dropped, until):
     """Returns the `Span`s of a worker, given the `VirtualTime` at its end, and the times of the worker's dropped pushes."""
-    bar, beside = [], []
+    bar: list[Span] = []
+    beside: list[Span] = []
     for kind in "train", "push", "pull":
         for *_, start, end, step in (each for each in clock.spans if (each.worker, each.part) == (worker, kind)):
             action, part = clock.actions[step], kind
