@@ -25,6 +25,7 @@ class Pace:
 
     Attributes:
       staleness: as above.
+      pace: of the `common.Scheme` that waits so.
       gradients_per_update: number of workers whose gradients make an update.
       enter, leave, release: operations. `enter` runs when a session begins; `leave` when this worker has finished, so that the
         others stop waiting for it; `release` when it has to stop, so that it no longer waits itself.
@@ -36,7 +37,7 @@ class Pace:
         may begin its first round; `go` announces that its next push is its last. None elsewhere.
     """
 
-    gradients_per_update, vote = 1, None
+    pace, gradients_per_update, vote = "together", 1, None
     come = go = has_left = None
 
     def __init__(self, center, local, staleness):
@@ -87,10 +88,11 @@ class Together:
 
     Attributes:
       gradients_per_update: N; in an elastic run N at its beginning.
-      enter, leave, release, behind, vote, left, come, go, has_left: as of `Pace`; but `leave` of one worker ends the training.
+      pace, enter, leave, release, behind, vote, left, come, go, has_left: as of `Pace`; but `leave` of one worker ends the
+        training.
     """
 
-    vote = come = go = has_left = None
+    pace, vote, come, go, has_left = "together", None, None, None, None
 
     def __init__(self, center, local, backup_workers=0, mean=True):
         self._center, self._local = center, local
@@ -286,12 +288,13 @@ class Ring:
 
     Attributes:
       gradients_per_update: the number of workers.
+      pace: as of `Pace`.
       enter, leave, release: as of `Pace`; empty.
       behind: None, since no task records it.
       vote: operation that stops this worker, and with it all others, after the next call, which it must join.
     """
 
-    enter, leave, release, behind, left = (), (), (), None, None
+    pace, enter, leave, release, behind, left = "ring", (), (), (), None, None
     come = go = has_left = None
 
     def __init__(self, center, local):

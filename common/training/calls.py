@@ -8,7 +8,6 @@ from common import tf
 from common.core import UserError
 from common.scheme import (
     LocalParameters,
-    Pace,
     Ring,
     Together,
     build_rounds,
@@ -192,7 +191,6 @@ class _Turn:
 
 def _check_pace(scheme, waits, pace):
     """Raises a `UserError` if `pace` in the scheme's script contradicts the synchronization of the scheme."""
-    is_so = {"own": waits is None, "together": isinstance(waits, (Pace, Together)), "ring": isinstance(waits, Ring)}[pace]
-    if not is_so:
-        right = "own" if waits is None else "ring" if isinstance(waits, Ring) else "together"
+    right = waits.pace if waits else "own"
+    if pace != right:
         raise UserError(f'{scheme.__name__}: its script must say Scheme(..., pace="{right}"), not "{pace}"')
