@@ -112,8 +112,28 @@ def test_a_message_travels_while_its_worker_goes_on():
     fast, of_fast = lanes_of(0, 2, (1.0, 2.0), 0.5)
     assert fast[:3] == [("train", 0, 1, 1), ("train", 1, 3, 2), ("train", 3, 4, 1)]
     assert of_fast[:3] == [("send", 1, 1.5, 0), ("receive", 2.5, 3, 0), ("send", 4, 4.5, 0)]
-    assert fast[3:6] == [("train", 4, 6, 2), ("wait", 6, 8, 0), ("wait", 8, 9, 0)]  # for the send at 8, then for the messages
+    assert fast[3:5] == [("train", 4, 6, 2), ("wait", 6, 9, 0)]  # for the send at 8, then for the messages
     assert of_fast[3] == ("receive", 8.5, 9, 0)
+
+
+@pytest.mark.slow
+def test_a_push_in_the_middle_of_a_round_overlaps_with_the_next_steps():
+    """The worker waits for a push only at the end of its round."""
+
+    def twice(center, local, hp):
+        yield from asynchronous(center, local, hp)
+        sgd = tf.train.GradientDescentOptimizer(hp.learning_rate)
+        yield local.train(hp.window, sgd)
+        yield center.push(sgd, local.gradient)
+
+    assert spans_of(twice, 0)[:6] == [
+        ("pull", 0, 0.5, 0),
+        ("train", 0.5, 2.5, 2),
+        ("train", 2.5, 4.5, 2),
+        ("send", 2.5, 3, 0),
+        ("push", 4.5, 5, 0),
+        ("pull", 5, 5.5, 0),
+    ]
 
 
 @pytest.mark.slow

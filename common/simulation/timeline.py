@@ -57,7 +57,7 @@ def spans(scheme, hp, seconds=(1.0, 1.2, 1.7), message=0.6, until=20.0):
     clock = VirtualTime(actions, n, costs, facts.waiting, spans_until=until)
     schedule = clock.run(until=5 * until)  # so that what begins before has an end, too
     is_dropped = (schedule.pulled >= 0) & (schedule.updated == schedule.pulled)
-    found = []
+    found: list[Span] = []
     for worker in range(n):
         found += _spans_of_worker(worker, clock, schedule.times[is_dropped & (schedule.workers == worker)], until)
     return sorted(found, key=lambda span: span.start)
