@@ -666,3 +666,8 @@ def test_datasets_of_a_cell_for_workers_that_wait_for_each_other(run_dir):
     measured = found.model.evaluate(x, y, verbose=0, return_dict=True)
     assert measured["loss"] == pytest.approx(found.result["test_loss"], rel=1e-4)
     in_files.files_of("--data", f"{run_dir}/result.json")
+
+
+def test_ordinal_numbers():
+    found = [sources._ordinal(n) for n in (2, 3, 4, 10, 11, 12, 13, 21, 22, 101, 111, 112)]
+    assert found == ["2nd", "3rd", "4th", "10th", "11th", "12th", "13th", "21st", "22nd", "101st", "111th", "112th"]

@@ -121,14 +121,19 @@ def _of_files(settings, kind, known):
         raise UserError(f"{name}: every {HELD}th record of a file is for the test, but no file has that many: give --test_data")
     count = f"{len(parts):,} file{'s' * (len(parts) > 1)} {settings.data}"
     if settings.num_workers > 1:
-        count += ", whole files for each worker" if by_files else f", every {settings.num_workers}th record for each worker"
-        count = count.replace("2th", "2nd").replace("3th", "3rd")
+        of_each = "whole files" if by_files else f"every {_ordinal(settings.num_workers)} record"
+        count += f", {of_each} for each worker"
     tested = f"test: {settings.test_data}" if settings.test_data else f"test: every {HELD}th record"
     about = f"from {count}; {tested}, {{test}}{reader.label_line()}"
     return Stream(name, shares, test, held_out, known, about, getattr(reader, "classes", None))
 
 
 HELD_OUT = "the held-out samples"  # their name in a line
+
+
+def _ordinal(n):
+    """Returns n as an ordinal number, as "2nd" or "12th"."""
+    return f"{n}{'th' if n // 10 % 10 == 1 else {1: 'st', 2: 'nd', 3: 'rd'}.get(n % 10, 'th')}"
 
 
 def _validation(settings):
