@@ -15,7 +15,6 @@ NEEDS_TABLE = (
 )
 
 
-@keras.saving.register_keras_serializable(package="distributed_tensorflow")
 class Embedding(keras.layers.Embedding):
     """A `keras.layers.Embedding`, with the same behavior in `fit`, `predict` and files; in a cluster its table is sharded.
 
@@ -159,3 +158,7 @@ class Embedding(keras.layers.Embedding):
         else:
             self._embeddings.assign(table)
             self.__class__ = keras.layers.Embedding
+
+
+# Not as a decorator: the API pages of the book are made with a stand-in for Keras.
+keras.saving.register_keras_serializable(package="distributed_tensorflow")(Embedding)
