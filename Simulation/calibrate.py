@@ -142,7 +142,8 @@ def check(measured, settings, variables):
       UserError: if not.
     """
     for name in ("scheme", "num_ps", "data", "batch_size", "window", *COMPRESSION):
-        was, now = measured.result.get(name, COMPRESSION.get(name)), getattr(settings, name)
+        was = measured.result.get(name, COMPRESSION.get(name))
+        now = settings.run.scheme if name == "scheme" else getattr(settings, name)
         if was != now:
             what = f"it is a run of {was}" if name == "scheme" else f"it was made with --{name}={was}"
             raise UserError(f"--calibrate={measured.path}: {what}, not {now}")

@@ -10,6 +10,7 @@ from runs import HOGWILD, SECONDS, processes, wait_until_gone
 
 from common.core.exit_reasons import RAN_OUT
 from common.core.flags import Settings, UserError
+from common.core.run_facts import RunFacts
 from common.launch import input_check, supervisor, warm
 
 pytestmark = pytest.mark.cluster
@@ -28,7 +29,7 @@ if sys.argv[-1] != "--check":
     def check(code, hang_secs=60):
         (tmp_path / "scheme.py").write_text(begin + code)
         problem = {"data": "d.py:f", "model": "m.py:f", "num_workers": 2, "batch_size": 32, "window": 1}
-        settings = Settings(hang_secs=hang_secs, loss=None, warmup_steps=0, **problem)
+        settings = Settings(run=RunFacts("scheme"), hang_secs=hang_secs, loss=None, warmup_steps=0, **problem)
         try:
             with warm.WarmProcess() as process:
                 return input_check.check_input(tmp_path / "scheme.py", [], settings, process), capsys.readouterr().out

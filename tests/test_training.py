@@ -57,7 +57,7 @@ def built(problem, graph, load_scheme):
             pace = "ring" if scheme == ALL_REDUCE else "own"
             given = {"seconds": None, "rounds_per_call": None, "delays": None, "window": 1, "weight_decay": 0, **flags}
             settings = Settings(run=RunFacts("scheme", pace), learning_rate=0.1, batch_size=32, steps=last, **given)
-            found, next_call, *more = calls.build_calls(load_scheme(*scheme), center, local, settings, len(dataset.x_train))
+            found, next_call, *more, _ = calls.build_calls(load_scheme(*scheme), center, local, settings, len(dataset.x_train))
         assert found == last
         return center, local, next_call, more
 
