@@ -1,6 +1,6 @@
 """The packages of common/: imports go down the table in CONTRIBUTING.md, through front doors; each module says its job.
 
-Also the version, which three files have.
+Also the version in three files.
 """
 
 import ast

@@ -67,7 +67,7 @@ class Rendezvous:
 
     def wait(self, session, report):
         """Submits the report of a worker that is not the chief, and waits until it is dismissed."""
-        with contextlib.suppress(tf.errors.OutOfRangeError):  # the chief dismisses by closing this queue, which is always empty
+        with contextlib.suppress(tf.errors.OutOfRangeError):  # the chief closes this queue, always empty, to dismiss
             session.run(self._hand_in_and_wait, {self._report: report})
 
     def gather(self, session, report):

@@ -281,7 +281,7 @@ def _serve(connection, pipe, terminal, is_isolated, preloads):
 
 
 class Children:
-    """The children of this process; its SIGCHLD makes a descriptor readable, which `wait` takes beside connections.
+    """The children of this process. Its SIGCHLD makes a descriptor readable; `wait` takes that beside connections.
 
     Args:
       hear: handler of SIGCHLD, and of the signals `numbers`, which make the descriptor readable, too.

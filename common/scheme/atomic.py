@@ -121,7 +121,7 @@ class Exact:
                 step_before = is_fresh = None
                 with rates:
                     if self.threshold is None:
-                        applied, updated = update.update(center, optimizer, gradient, read)
+                        applied, updated = update.update_always(center, optimizer, gradient, read)
                     else:
                         applied, updated, step_before, is_fresh = self._update_if_fresh(optimizer, gradient, late, read)
                     if made:

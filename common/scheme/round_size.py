@@ -1,4 +1,4 @@
-"""What a round trains, known from the round that was built: the basis of samples, epochs, speeds, schedules and simulations."""
+"""The size of a round, known from the round that was built: the basis of samples, epochs, speeds, schedules and simulations."""
 
 from fractions import Fraction
 from typing import NamedTuple
@@ -46,7 +46,7 @@ class RoundSize(NamedTuple):
 
 
 def size_of(center, local, batch_size):
-    """Returns the `RoundSize` of the rounds built from these parameters, which are all alike."""
+    """Returns the `RoundSize` of the rounds built from these parameters; they are all alike."""
     waits = center.waits(local)
     counted = "local steps" if local.dynamic else "updates" if center.local_steps is None else "gradients"
     gradients = waits.gradients_per_update if waits else 1

@@ -70,7 +70,11 @@ class Asked:
         self.ids: list[list[Any]] = [[] for _ in tables]
 
     def __call__(self, layer, ids):
-        """Raises a `UserError` if these ids depend on more than samples: they must be known before rows are pulled."""
+        """Records these ids, and returns zeros for their rows.
+
+        Raises:
+          UserError: if the ids depend on more than samples, since they must be known before rows are pulled.
+        """
         seen, todo = set(), [ids.op]
         while todo:
             op = todo.pop()

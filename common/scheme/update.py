@@ -2,7 +2,8 @@
 
 There are three decisions:
   - `GlobalParameters.push` and `add`: each message is an update, at once, without a lock (`update_at_once`).
-  - `Exact.push`, under the lock of the center: the same (`update`), or with a threshold only a fresh gradient (`update_if`).
+  - `Exact.push`, under the lock of the center: the same (`update_always`), or with a threshold only a fresh gradient
+    (`update_if`).
   - `Together.push` and `send`, under that lock: the N-th message, with the gradients of all N (`update_if`).
 """
 
@@ -60,7 +61,7 @@ def update_at_once(center, parts, change):
     return [*applied, count], updated
 
 
-def update(center, optimizer, gradient, before):
+def update_always(center, optimizer, gradient, before):
     """Applies the gradients of all pieces, and counts the update; returns the operations and the new global step.
 
     Args:

@@ -1,4 +1,4 @@
-"""What virtual time knows of a scheme and of a cluster: the steps of a round, their costs, and the waiting."""
+"""The input of virtual time: the steps of a round, their costs, and the waiting of workers."""
 
 import math
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Who may go on, and which x̃ each worker knows: the turns of workers and the versions behind their updates."""
+"""The turns of workers, and the versions of x̃ behind their updates."""
 
 
 class Turns:
@@ -54,7 +54,7 @@ class Turns:
 
 
 class Versions:
-    """The global step, and the version of x̃ behind the x of each worker: what makes an update stale.
+    """The global step, and the version of x̃ behind the x of each worker: the source of staleness.
 
     `common.scheme.build_rounds` counts the same in the graph of a worker.
 

@@ -257,7 +257,7 @@ class VirtualTime:
         return max(now, *self._coming[worker], 0.0) + self.costs.call
 
     def _arrive(self, worker, came, k, alone):
-        """Handles the arrival of a message at the ps, which receives one message at a time.
+        """Handles the arrival of a message at the ps; a ps receives one message at a time.
 
         Args:
           worker, came, k: the worker, the time, and the step.
@@ -281,7 +281,7 @@ class VirtualTime:
             self._at_ps(worker, at, k, not alone)
 
     def _served(self, k, now):
-        """Returns the time at which the ps finishes step k, which it starts at `now`, or once it is free."""
+        """Returns the time at which the ps finishes step k. It starts at `now`, or once it is free."""
         self._ps_free = max(now, self._ps_free) + self._at_work[k]
         return self._ps_free
 
