@@ -24,6 +24,7 @@ from runs import (
 
 from common import tf
 from common.cluster import membership
+from common.cluster.hooks import EnterHook
 from common.cluster.task_spec import TaskSpecDef
 from common.core import run_folder as folders
 from common.core import signals, task_status
@@ -230,9 +231,15 @@ def cluster(monkeypatch):
 def rendezvous_of(of, kept=dict):
     task, server = of
     with tf.Graph().as_default() as graph:
-        rendezvous = membership.Rendezvous(task, 2, kept)
+        rendezvous = membership.Rendezvous(task, membership.Members(membership.PS_0, 2, begin=2), kept)
         with tf.Session(server.target, graph, config=task.config()) as session:
             yield rendezvous, session
+
+
+def rows(rendezvous, session):
+    """The table of members: those that have come, have left, and have reported."""
+    members = rendezvous._members
+    return members.who_came(session), members.who_left(session), set(session.run(members.reports()).keys.tolist())
 
 
 def test_chief_waits_for_no_report_but_of_those_who_are_there(cluster, tmp_path):
@@ -244,19 +251,31 @@ def test_chief_waits_for_no_report_but_of_those_who_are_there(cluster, tmp_path)
         membership.say_gone(other[0], other[1], [1.0, 5.0])
         assert mine.gather(session, [0.0, 0.0]).tolist() == [[0, 0], [1, 5]]
         with rendezvous_of(other) as (theirs, of_other):
-            assert theirs.come_back(of_other)
-            assert mine._kept() == {} and of_other.run(theirs._own).tolist() == [0, 0]
+            assert rows(theirs, of_other) == ({1}, {1}, {0, 1})
+            hook = EnterHook(theirs._members.enter(1))
+            hook.has_left = True  # as when another ps was restarted since
+            hook.after_create_session(of_other, None)
+            assert rows(theirs, of_other) == ({1}, {1}, {0, 1})
+            hook.has_left = False
+            for _ in range(2):
+                hook.after_create_session(of_other, None)
+                assert hook.is_back
+            assert mine._kept() == {} and rows(theirs, of_other) == ({1}, set(), {0})
             folders.write_left(tmp_path, 1, [1.0, 7.0])
             assert mine.gather(session, [0.0, 0.0]).tolist() == [[0, 0], [1, 7]]
             assert folders.forget_left(tmp_path, 1) and not folders.forget_left(tmp_path, 1)
             gathered: list = []
             thread = threading.Thread(target=lambda: gathered.append(mine.gather(session, [0.0, 0.0])), daemon=True)
             thread.start()
-            theirs.leave(of_other, [1.0, 0.0])  # as one that has ended hands it in
+            waiting = threading.Thread(target=theirs.wait, args=(of_other, [1.0, 0.0]), daemon=True)
+            waiting.start()
             thread.join(SECONDS)
             assert gathered[0].tolist() == [[0, 0], [1, 0]]
-            assert not theirs.come_back(of_other)  # not one that has left: its report stays
-            assert of_other.run(theirs._own).tolist() == [1, 0]
+            hook.after_create_session(of_other, None)  # not one that has left: its report stays
+            assert rows(theirs, of_other) == ({1}, set(), {0, 1})
+            mine.dismiss(session)
+            waiting.join(SECONDS)
+            assert not waiting.is_alive()
 
 
 def test_chief_tells_the_ps_of_those_who_have_left(cluster):
@@ -271,10 +290,31 @@ def test_chief_tells_the_ps_of_those_who_have_left(cluster):
     assert not serving.is_alive()
 
 
+def test_a_ps_that_is_asked_to_end_counts_who_has_just_left(cluster, monkeypatch):
+    """Not who left long before it was asked, since that worker may be back."""
+    (chief, other), ps = cluster
+    answers, seconds = [False, True], []
+
+    def has_just_left(left, asked):
+        seconds.append(asked - left)
+        return answers.pop(0)
+
+    monkeypatch.setattr(membership, "has_just_left", has_just_left)
+    membership.say_left(*other)
+    membership.ask_to_end(*ps)
+    membership.say_done(*chief)
+    membership.say_left(*other)
+    serving = threading.Thread(target=membership.serve, args=ps, daemon=True)
+    serving.start()
+    serving.join(SECONDS)
+    assert not serving.is_alive() and not answers
+    assert seconds[0] > 0 > seconds[1]
+
+
 def test_places_that_nobody_has_taken_are_absent(cluster):
     task, server = cluster[0][0]
     with tf.Graph().as_default() as graph:
-        rendezvous = membership.Rendezvous(task, 2, expected=lambda session: {0})
+        rendezvous = membership.Rendezvous(task, membership.Members(membership.PS_0, 2, begin=1))
         with tf.Session(server.target, graph, config=task.config()) as session:
             assert rendezvous.absent(session) == [1]
             assert rendezvous.gather(session, [0.0, 0.0]).tolist() == [[0, 0]]

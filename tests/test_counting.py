@@ -92,7 +92,7 @@ def built(graph, problem, monkeypatch):
         dataset, model = problem
         center = GlobalParameters(model.initial_parameters, schedule=schedule)
         batches = Batches(dataset.x_train, dataset.y_train, BATCH, 0)
-        center.present = begin_workers and types.SimpleNamespace(count=lambda: tf.constant(3))
+        center.members = begin_workers and types.SimpleNamespace(count=lambda: tf.constant(3))
         local = LocalParameters(center, model, batches, num_workers=3, begin_workers=begin_workers)
         pace = "together" if scheme is together else "own"
         given: dict[str, Any] = {"seconds": None, "rounds_per_call": 1, "delays": None, "window": 1, "steps": None}

@@ -12,6 +12,7 @@ from runs import SECONDS
 
 from common import tf
 from common.cluster.hooks import Gate, SemiSyncRunHook, StartHook
+from common.cluster.membership import Members
 from common.core.flags import TrainingFailed
 from common.scheme.rounds import Rounds
 from common.training import metrics
@@ -369,7 +370,7 @@ def test_semi_synchronous_hook_alone_waits_for_nobody(graph):
 
 @pytest.fixture
 def gate(graph):
-    return Gate("")
+    return Gate(Members(""))
 
 
 def start(session, gate, said, **settings):

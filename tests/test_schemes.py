@@ -344,15 +344,15 @@ def test_elastic_force_is_that_of_the_workers_who_are_there(graph, model, batche
     scheme, places, rng = SCHEMES[name], 5, random.Random(0)
     hp = types.SimpleNamespace(**vars(scheme.hyperparameters(3)), max_workers=places)
     center = GlobalParameters(model.initial_parameters)
-    center.present = present = membership.Present("")
+    center.members = members = membership.Members("")
     locals_ = [
         LocalParameters(center, model, known_batches(*(b[i] for b in batches), f"b{i}"), f"w{i}", i, places) for i in range(2)
     ]
     rule = load_scheme(scheme.folder, scheme.name)
     steps = [build_steps(rule, center, local, hyperparameters(hp, center, local)) for local in locals_]
     what = {
-        "come": [[membership.came_to_gate("", i), present.enter(i)] for i in range(places)],
-        "leave": [present.leave(i) for i in range(places)],
+        "come": [[members.come(i), members.enter(i)] for i in range(places)],
+        "leave": [members.leave(i, tf.zeros([1], tf.float64)) for i in range(places)],
     }
     problem = Problem(model.initial_parameters, batches, scheme.hyperparameters(3))
     lives, at, here, counts = [scheme.life(problem, i) for i in range(2)], [0, 0], {0, 1}, set()
@@ -380,8 +380,9 @@ def test_elastic_force_in_a_loop_of_the_graph(graph, model, batches, known_batch
     """As in a long run: it reads anew, each time around, how many workers there are."""
     scheme, times = SCHEMES["AEASGD"], tf.placeholder(tf.int32, [])
     hp = types.SimpleNamespace(**vars(scheme.hyperparameters(3)), max_workers=5)
-    center, come = GlobalParameters(model.initial_parameters), [membership.came_to_gate("", i) for i in range(4)]
-    center.present = membership.Present("")
+    center = GlobalParameters(model.initial_parameters)
+    center.members = members = membership.Members("")
+    come = [members.come(i) for i in range(4)]
     local = LocalParameters(center, model, known_batches(*(b[0] for b in batches)), num_workers=5)
     hp, rule = hyperparameters(hp, center, local), load_scheme(*scheme[:2])
     build_rounds(rule, center, local, hp)

@@ -181,7 +181,7 @@ def test_ring_names_workers_that_do_not_answer(waiting, monkeypatch):
 def test_start_names_workers(servers, graph):
     worker, server = servers(1)
     with tf.device("/job:ps/task:0"):
-        gate = Gate("/job:ps/task:0")
+        gate = Gate(membership.Members(membership.PS_0))
     closed, hook = gate.closed(2), StartHook(gate, 4, 60)
     with tf.Session(server.target, config=worker.config()) as session:
         session.run(closed)
@@ -190,7 +190,8 @@ def test_start_names_workers(servers, graph):
 
 def test_end_names_workers(servers, graph):
     worker, server = servers(1)
-    rendezvous = membership.Rendezvous(types.SimpleNamespace(num_workers=3, shard_index=0, num_ps=1), 1)
+    task, members = types.SimpleNamespace(num_workers=3, shard_index=0, num_ps=1), membership.Members(membership.PS_0)
+    rendezvous = membership.Rendezvous(task, members)
     assert rendezvous.missing() == ["worker 1", "worker 2"]
     rendezvous._came = {0, 2}
     assert rendezvous.missing() == ["worker 1"]

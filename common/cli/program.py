@@ -105,7 +105,7 @@ def _serve(task):
     """Runs a ps that no launcher has started, until its workers are done.
 
     SIGTERM comes from a scheduler, which sends it to all tasks; SIGHUP from a closed terminal, maybe the workers', too. After
-    either, the ps waits until the workers have left (`membership.count_left_as_done`), at most `supervisor.STOP_SECONDS`, and
+    either, the ps waits until the workers have left (`membership.ask_to_end`), at most `supervisor.STOP_SECONDS`, and
     exits with 130 like Ctrl-C. A second SIGTERM ends it at once.
     """
     is_asked = threading.Event()
@@ -120,7 +120,7 @@ def _serve(task):
         timer.start()
         is_asked.set()
         print(f"asked to end: waits until the workers have left, {supervisor.STOP_SECONDS} s at most", flush=True)
-        threading.Thread(target=membership.count_left_as_done, args=(task, task.start_server()), daemon=True).start()
+        threading.Thread(target=membership.ask_to_end, args=(task, task.start_server()), daemon=True).start()
 
     signals.hear_signals((signal.SIGTERM, signal.SIGHUP), hear)
     task.create_server()

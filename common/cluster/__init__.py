@@ -10,7 +10,7 @@ from common.core import front_door
 if TYPE_CHECKING:  # the front door: what others may import
     from common.cluster import membership, slurm, task_spec
     from common.cluster.giving_up import GiveUpHook
-    from common.cluster.hooks import EarlyStoppingHook, Gate, MeetingHook, StartHook, WarmStartHook
+    from common.cluster.hooks import EarlyStoppingHook, EnterHook, Gate, MeetingHook, StartHook, WarmStartHook
     from common.cluster.membership import serve
     from common.cluster.session import Saver, monitored_session
     from common.cluster.task_spec import TaskSpecDef

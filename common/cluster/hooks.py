@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 
 from common import tf
-from common.cluster import membership
 from common.cluster.session import restoring
 from common.core import Clocks, Lock, UserError, meanwhile, tell, workers_away
 
@@ -14,16 +13,18 @@ from common.core import Clocks, Lock, UserError, meanwhile, tell, workers_away
 class Gate:
     """Start barrier on a ps: the other workers wait until the chief opens it. It is not saved in checkpoints.
 
+    Args:
+      members: the `membership.Members` of the cluster.
+
     Attributes:
       variable: a boolean, initialized when the gate opens; false if training has already ended.
     """
 
-    def __init__(self, device):
-        with tf.device(device), tf.control_dependencies(None):
+    def __init__(self, members):
+        self._members = members
+        with tf.device(members.device), tf.control_dependencies(None):
             self.variable = tf.get_variable("gate", initializer=True, trainable=False, collections=[])
             self._end = self.variable.assign(False, read_value=False)
-            self._came = membership.gate_table(device)
-            self._who_came = tf.raw_ops.LookupTableExportV2(table_handle=self._came, Tkeys=tf.int64, Tvalues=tf.int64).keys
             self._is_open = self.variable.is_initialized()
 
     def closed(self, index):
@@ -32,19 +33,19 @@ class Gate:
         Reading it registers the worker as arrived.
         """
         with tf.device(self.variable.device):
-            with tf.control_dependencies([membership.came_to_gate(self.variable.device, index)]):
+            with tf.control_dependencies([self._members.come(index)]):
                 return tf.report_uninitialized_variables([self.variable])
 
     def is_open(self, session):
         """Whether the workers may begin; a restarted ps has lost this."""
         return bool(session.run(self._is_open))
 
-    def open(self, session):
-        session.run(self.variable.initializer)
-
     def who_came(self, session):
         """Returns the indices of the workers that have arrived, a set."""
-        return set(session.run(self._who_came).tolist())
+        return self._members.who_came(session)
+
+    def open(self, session):
+        session.run(self.variable.initializer)
 
     def close(self, session, for_all=False):
         """Tells workers still waiting that training has ended; with `for_all` also those that arrive later."""
@@ -94,6 +95,28 @@ class StartHook(tf.train.SessionRunHook):
                 tell(f"{count} have not started within --start_secs={self._secs:g}: the others begin")
                 break
             time.sleep(0.02)
+
+
+class EnterHook(tf.train.SessionRunHook):
+    """Enters this worker in the table of members at the start of each session.
+
+    Args:
+      enter: tensor of `membership.Members.enter`.
+      begin: further operations for the start of a session.
+
+    Attributes:
+      is_back: whether this worker revoked an earlier departure.
+      has_left: to be set when this worker has left for good: it does not enter again.
+    """
+
+    def __init__(self, enter, begin=()):
+        self._enter, self._begin, self.is_back, self.has_left = enter, begin, False, False
+
+    def after_create_session(self, session, coord):
+        """Enters; a restarted ps has lost it."""
+        if not self.has_left:
+            had_left, _ = session.run([self._enter, self._begin])
+            self.is_back |= bool(had_left)
 
 
 class WarmStartHook(tf.train.SessionRunHook):

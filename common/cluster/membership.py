@@ -12,52 +12,135 @@ from common import tf
 WAKE_SECS = 1.0  # interval at which a chief that waits for reports checks all ps
 
 
+PS_0 = "/job:ps/task:0"
+
+
+class Members:
+    """Who is there: a table on a ps with a row for each worker that has come, as operations in the present graph.
+
+    A worker comes (it waits at the start barrier, or trains), reports when it has ended, and may leave for good. A place
+    without a row is free. A killed worker stays until its restart takes its place: no worker counts twice.
+
+    Each column is a hash table, so that a write needs no lock. They need no initialization, belong to no checkpoint and live as
+    long as the ps: after its restart all workers register again, and those that have left are known from the run's folder.
+
+    Args:
+      device: device of the table, `PS_0` in a cluster; "" for this process.
+      size: length of a report.
+      begin: number of workers at the start of the run: these are expected before they come.
+    """
+
+    def __init__(self, device, size=1, begin=1):
+        self.device, self.size, self._begin = device, size, begin
+        with tf.device(device), tf.control_dependencies(None):
+            self._came, self._left = (
+                tf.raw_ops.MutableHashTableV2(key_dtype=tf.int64, value_dtype=tf.int64, shared_name=f"members_{column}")
+                for column in ("came", "left")
+            )
+            self._reports = tf.raw_ops.MutableHashTableOfTensorsV2(
+                key_dtype=tf.int64, value_dtype=tf.float64, value_shape=[size], shared_name="members_report"
+            )
+            self._who_came, self._who_left = self._workers(self._came), self._workers(self._left)
+
+    def _workers(self, column):
+        return tf.raw_ops.LookupTableExportV2(table_handle=column, Tkeys=tf.int64, Tvalues=tf.int64).keys
+
+    def _insert(self, column, worker, value):
+        return tf.raw_ops.LookupTableInsertV2(table_handle=column, keys=[worker], values=[value])
+
+    def come(self, worker):
+        """Returns the operation that registers a worker as arrived."""
+        with tf.device(self.device):
+            worker = tf.cast(worker, tf.int64)
+            return self._insert(self._came, worker, worker)
+
+    def enter(self, worker):
+        """Revokes an earlier departure under this worker's number; returns whether there was one, a boolean scalar.
+
+        To be run at the start of each session. The report of a worker that has ended stays.
+        """
+        with tf.device(self.device):
+            worker, none = tf.cast(worker, tf.int64), tf.constant(-1, tf.int64)
+            had_left = tf.raw_ops.LookupTableFindV2(table_handle=self._left, keys=worker, default_value=none) >= 0
+            with tf.control_dependencies([had_left]):
+                removed = [
+                    tf.raw_ops.LookupTableRemoveV2(table_handle=column, keys=[tf.where(had_left, worker, none)])
+                    for column in (self._left, self._reports)
+                ]
+            with tf.control_dependencies(removed):
+                return tf.identity(had_left)
+
+    def report(self, worker, report):
+        """Returns the operation that stores a worker's report, `[size]`."""
+        with tf.device(self.device):
+            return self._insert(self._reports, tf.cast(worker, tf.int64), report)
+
+    def leave(self, worker, report):
+        """Returns the operation of a worker that leaves for good; it registers the arrival too, which a ps may have lost."""
+        with tf.device(self.device):
+            worker = tf.cast(worker, tf.int64)
+            with tf.control_dependencies([self.come(worker), self.report(worker, report)]):
+                return self._insert(self._left, worker, worker)
+
+    def count(self):
+        """Returns the number of workers that are there, an int64 scalar: worker 0, and those that have come and not left."""
+        with tf.device(self.device):
+            came, left = (tf.raw_ops.LookupTableSizeV2(table_handle=column) for column in (self._came, self._left))
+            return 1 + came - left
+
+    def reports(self):
+        """Returns the workers that have reported, `[n]`, and their reports, `[n, size]`."""
+        with tf.device(self.device):
+            return tf.raw_ops.LookupTableExportV2(table_handle=self._reports, Tkeys=tf.int64, Tvalues=tf.float64)
+
+    def who_came(self, session):
+        """Returns the indices of the workers that have arrived, a set."""
+        return set(session.run(self._who_came).tolist())
+
+    def who_left(self, session):
+        """Returns the indices of the workers that have left for good and are not back, a set."""
+        return set(session.run(self._who_left).tolist())
+
+    def expected(self, session):
+        """Returns the indices of the workers that belong to the run, a set; the other places are free."""
+        return {*range(self._begin), *self.who_came(session)}
+
+
 class Rendezvous:
     """Final barrier of the workers of a cluster, as operations in the present graph.
 
     Each worker submits a report when it stops, and waits. The chief gathers all reports, finishes its work with the parameters,
-    now constant, and dismisses the others. All wait on queues on ps 0. The reports stay in a table there, so that a worker that
-    is restarted meanwhile, even the chief, can continue where it was.
-
-    A worker that leaves for good submits its report and does not wait: see `leave`.
+    now constant, and dismisses the others. All wait on queues on ps 0. The reports stay in the table of members, so that a
+    worker that is restarted meanwhile, even the chief, can continue where it was.
 
     Args:
       task: this worker.
-      size: length of a report; its last number is 0, or the time at which the worker left for good.
+      members: the `Members` of the cluster.
       kept: function that returns reports of workers that have left, {worker: numbers}: a restarted ps has lost its table.
-      expected: function of a session that returns the set of workers to expect; by default all. The others are free places.
 
     Attributes:
       is_gathering: whether this is the chief, waiting for reports.
       given_up: numbers of the workers whose reports it does not wait for, a set.
     """
 
-    def __init__(self, task, size, kept=dict, expected=None):
-        self._came, self._kept = {task.shard_index}, kept
+    def __init__(self, task, members, kept=dict):
+        self._came, self._members, self._kept = {task.shard_index}, members, kept
         self.given_up: set[int] = set()
         self.is_gathering = False
         self._all = self._awaited = set(range(task.num_workers))
-        self._expected = expected or (lambda session: self._all)
-        self._report = report = tf.placeholder(tf.float64, [size])
-        with tf.device("/job:ps/task:0"):
-            table = tf.raw_ops.MutableHashTableOfTensorsV2(
-                key_dtype=tf.int64, value_dtype=tf.float64, value_shape=[size], shared_name="reports"
-            )
+        self._report = tf.placeholder(tf.float64, [members.size])
+        with tf.device(members.device):
             arrivals = tf.queue.FIFOQueue(1000, tf.int64, shared_name="arrivals")
             dismissal = tf.queue.FIFOQueue(1, tf.bool, shared_name="dismissal")
             index = tf.constant(task.shard_index, tf.int64)
-            hand_in = tf.raw_ops.LookupTableInsertV2(table_handle=table, keys=[index], values=[report])
+            hand_in, leave = members.report(index, self._report), members.leave(index, self._report)
             with tf.control_dependencies([hand_in]):
                 arrive = arrivals.enqueue(index)
-            self._hand_in = arrive
-            self._list = tf.raw_ops.LookupTableExportV2(table_handle=table, Tkeys=tf.int64, Tvalues=tf.float64)
-            nothing = tf.zeros([size], tf.float64)
-            self._own = tf.raw_ops.LookupTableFindV2(table_handle=table, keys=index, default_value=nothing)
-            self._take_back = tf.raw_ops.LookupTableRemoveV2(table_handle=table, keys=[index])
+                self._hand_in_and_list = members.reports()
             with tf.control_dependencies([arrive]):
                 self._hand_in_and_wait = dismissal.dequeue()
-            with tf.control_dependencies([hand_in]):
-                self._hand_in_and_list = tf.raw_ops.LookupTableExportV2(table_handle=table, Tkeys=tf.int64, Tvalues=tf.float64)
+            with tf.control_dependencies([leave]):
+                self._leave = arrivals.enqueue(index)
             self._next_arrival, self._wake = arrivals.dequeue(), arrivals.enqueue(index)
             self._dismiss = dismissal.close()
         self._touch = []
@@ -77,7 +160,7 @@ class Rendezvous:
             # Submits its own each time, since a restarted ps has lost it.
             (workers, reports), _ = session.run([self._hand_in_and_list, self._touch], {self._report: report})
             known = self._known(workers, reports)
-            self._came, self._awaited = set(known), self._expected(session) - self.given_up
+            self._came, self._awaited = set(known), self._members.expected(session) - self.given_up
             if self._awaited <= self._came:
                 self.given_up -= self._came  # they reported after all
                 return np.array([known[worker] for worker in sorted(known)])
@@ -110,19 +193,12 @@ class Rendezvous:
 
     def leave(self, session, report):
         """Submits the report of a worker that leaves for good: nobody waits for it any more."""
-        session.run(self._hand_in, {self._report: report})
-
-    def come_back(self, session):
-        """Revokes an earlier departure under this worker's number; returns whether there was one. Call it at the start."""
-        has_left = session.run(self._own)[-1] > 0
-        if has_left:
-            session.run(self._take_back)
-        return has_left
+        session.run(self._leave, {self._report: report})
 
     def absent(self, session):
         """Returns the numbers of workers that have left for good and are not back, and of free places."""
-        left = {worker for worker, report in self._known(*session.run(self._list)).items() if report[-1] > 0}
-        return sorted(left | self._all - self._expected(session))
+        left = self._members.who_left(session) | set(self._kept()) - self._members.who_came(session)
+        return sorted(left | self._all - self._members.expected(session))
 
     def _known(self, workers, reports):
         return self._kept() | dict(zip(workers.tolist(), reports, strict=True))
@@ -137,14 +213,10 @@ class Rendezvous:
             session.run(self._dismiss)
 
 
-def _done_queue(ps_index):
+def _departures(ps_index):
+    """The queue of a ps for workers that depart: pairs of a worker and 0, or the time of this ps at which it may be back."""
     with tf.device(f"/job:ps/task:{ps_index}"):
-        return tf.queue.FIFOQueue(1000, tf.int64, shared_name="done")
-
-
-def _left_queue(ps_index):
-    with tf.device(f"/job:ps/task:{ps_index}"):
-        return tf.queue.FIFOQueue(1000, [tf.int64, tf.float64], shared_name="left")
+        return tf.queue.FIFOQueue(1000, [tf.int64, tf.float64], [[], []], shared_name="departures")
 
 
 def say_done(task, server, others=()):
@@ -154,8 +226,22 @@ def say_done(task, server, others=()):
 
 def say_done_for(task, server, workers):
     """Tells every ps that these workers are done."""
+
+    def depart(i):
+        return _departures(i).enqueue_many([tf.constant(workers, tf.int64), tf.zeros(len(workers), tf.float64)])
+
     if workers:
-        _say(task, server, lambda i: _done_queue(i).enqueue_many([tf.constant(workers, tf.int64)]))
+        _say(task, server, depart)
+
+
+def say_left(task, server):
+    """Tells every ps that this worker was interrupted and has saved all its state; see `serve`."""
+
+    def depart(i):
+        with tf.device(f"/job:ps/task:{i}"):
+            return _departures(i).enqueue([tf.constant(task.shard_index, tf.int64), tf.timestamp()])
+
+    _say(task, server, depart, tf.RunOptions(timeout_in_ms=1000 * LEFT_SECONDS))
 
 
 def say_gone(task, server, report):
@@ -166,10 +252,8 @@ def say_gone(task, server, report):
 
     def say():
         with tf.Graph().as_default() as graph:
-            rendezvous = Rendezvous(task, len(report))
-            words = [Present(f"/job:ps/task:{i}").leave(task.shard_index) for i in range(task.num_ps)]
+            rendezvous = Rendezvous(task, Members(PS_0, len(report)))
             with tf.Session(server.target, graph, config=task.config()) as session:
-                session.run(words)
                 rendezvous.leave(session, report)
         say_left(task, server)
 
@@ -191,62 +275,6 @@ def has_code_of_chief(task, server, code):
         return session.run(tells) in (None, code.encode())
 
 
-def gate_table(device):
-    """Returns the table of the workers that have arrived at the start barrier, see `common.cluster.Gate`."""
-    with tf.device(device):
-        return tf.raw_ops.MutableHashTableV2(key_dtype=tf.int64, value_dtype=tf.int64, shared_name="came_to_gate")
-
-
-def came_to_gate(device, index):
-    """Returns the operation that registers worker `index` as arrived."""
-    table, keys = gate_table(device), tf.constant([index], tf.int64)
-    return tf.raw_ops.LookupTableInsertV2(table_handle=table, keys=keys, values=keys)
-
-
-class Present:
-    """Number of workers present in an elastic run: worker 0, and those that have arrived and not left for good since.
-
-    A killed worker stays counted until its restart takes its place: no worker counts twice. The tables are lost with the ps:
-    after its restart all workers register again.
-
-    Args:
-      device: device of the global step; "" for this process.
-    """
-
-    def __init__(self, device):
-        self._device = device
-        with tf.device(device), tf.control_dependencies(None):
-            self._came = gate_table(device)
-            self._gone = tf.raw_ops.MutableHashTableV2(key_dtype=tf.int64, value_dtype=tf.int64, shared_name="gone")
-
-    def count(self):
-        """Returns the number of workers, an int64 scalar."""
-        with tf.device(self._device):
-            came, gone = (tf.raw_ops.LookupTableSizeV2(table_handle=table) for table in (self._came, self._gone))
-            return 1 + came - gone
-
-    def enter(self, worker):
-        """Returns the operation for the start of a worker's session: it revokes an earlier departure under its number."""
-        with tf.device(self._device):
-            return tf.raw_ops.LookupTableRemoveV2(table_handle=self._gone, keys=tf.constant([worker], tf.int64))
-
-    def leave(self, worker):
-        """Returns the operation of a worker that leaves for good; it registers the arrival too, which a ps may have lost."""
-        with tf.device(self._device), tf.control_dependencies([came_to_gate(self._device, worker)]):
-            keys = tf.constant([worker], tf.int64)
-            return tf.raw_ops.LookupTableInsertV2(table_handle=self._gone, keys=keys, values=keys)
-
-
-def say_left(task, server):
-    """Tells every ps that this worker was interrupted and has saved all its state; see `count_left_as_done`."""
-
-    def leave(i):
-        with tf.device(f"/job:ps/task:{i}"):
-            return _left_queue(i).enqueue([tf.constant(task.shard_index, tf.int64), tf.timestamp()])
-
-    _say(task, server, leave, tf.RunOptions(timeout_in_ms=1000 * LEFT_SECONDS))
-
-
 def _say(task, server, word, options=None):
     graph = tf.Graph()
     with graph.as_default():
@@ -261,35 +289,45 @@ def _say(task, server, word, options=None):
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))  # never closed, not even at interpreter exit
 
 
-def serve(task, server):
-    """Serves as a ps until every worker has reported that it is done."""
-    done: set[int] = set()
-    with tf.Graph().as_default():
-        next_done = _done_queue(task.index).dequeue()
-        alone = tf.ConfigProto(device_filters=[task.device])  # don't wait for other ps tasks, which may have exited
-        with tf.Session(server.target, config=task.config(alone)) as session:
-            while len(done) < task.num_workers:
-                done.add(int(session.run(next_done)))
-
-
 LEFT_SECONDS = 10  # a scheduler stops a ps and its workers within this time; a worker that left earlier may be back
+_ASKED = -1  # in place of a worker: the ps itself is asked to end
 
 
-def count_left_as_done(task, server):
-    """Counts workers that leave as done, on a ps asked to exit: so the chief can save a checkpoint before.
+def serve(task, server):
+    """Serves as a ps until every worker is done.
 
-    Never returns; runs in a thread of its own while another is in `serve`.
+    After `ask_to_end` a worker that leaves counts as done, so that the chief can save a checkpoint before.
     """
-    asked = time.time()
+    done: set[int] = set()
+    left: list[tuple[int, float]] = []
+    asked = None
     with tf.Graph().as_default():
-        next_left, index = _left_queue(task.index).dequeue(), tf.placeholder(tf.int64, [])
-        is_done = _done_queue(task.index).enqueue(index)
-        alone = tf.ConfigProto(device_filters=[task.device])
-        with tf.Session(server.target, config=task.config(alone)) as session:
-            while True:
-                worker, moment = session.run(next_left)
-                if has_just_left(moment, asked):
-                    session.run(is_done, {index: worker})
+        departure = _departures(task.index).dequeue()
+        with tf.Session(server.target, config=_alone(task)) as session:
+            while len(done) < task.num_workers:
+                worker, moment = session.run(departure)
+                if worker == _ASKED:
+                    asked = moment
+                elif moment:
+                    left.append((int(worker), moment))
+                else:
+                    done.add(int(worker))
+                if asked is not None:
+                    done |= {worker for worker, moment in left if has_just_left(moment, asked)}
+                    left.clear()
+
+
+def ask_to_end(task, server):
+    """Makes `serve`, in another thread of this ps, count workers that leave as done."""
+    with tf.Graph().as_default():
+        ask = _departures(task.index).enqueue([tf.constant(_ASKED, tf.int64), tf.constant(time.time(), tf.float64)])
+        with tf.Session(server.target, config=_alone(task)) as session:
+            session.run(ask)
+
+
+def _alone(task):
+    """Returns the configuration of a session that does not wait for other ps tasks, which may have exited."""
+    return task.config(tf.ConfigProto(device_filters=[task.device]))
 
 
 def has_just_left(moment, asked):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # the front door: what others may import
     from common.data.batches import Batches, Position, assign_part, fed, local_variable, make_local, order_of
     from common.data.builtin_data import ALPHABET, decoded, digits, encoded, next_characters, quadratic_optimum
     from common.data.datasets import Data
-    from common.data.ledger import LeasedBatches, LeaseHook, Ledger
+    from common.data.ledger import LeasedBatches, Ledger
     from common.data.mapped_rows import Rows, chunks
     from common.data.nested_arrays import arrays_in, mapped
     from common.data.streams import Stream, StreamedBatches, TestSet

@@ -142,14 +142,3 @@ class LeasedBatches(Batches):
             pool, need = self._pool.read_value(), tf.cast(window, tf.int64) * self.batch_size
         with tf.control_dependencies([self._pool.assign(pool[need:], read_value=False)]):
             return tf.identity(pool[:need])
-
-
-class LeaseHook(tf.train.SessionRunHook):
-    """Runs operations when a session begins, so that a worker returns its earlier leases."""
-
-    def __init__(self, begin):
-        self._begin = begin
-
-    def after_create_session(self, session, coord):
-        """Returns the worker's earlier leases to the ledger."""
-        session.run(self._begin)

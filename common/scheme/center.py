@@ -68,7 +68,7 @@ class GlobalParameters:
         max_rows=ROOM,
     ):
         self.schedule, self.decay, self.has_decayed = schedule, None, False
-        self.present: Any = None  # `common.training` sets it
+        self.members: Any = None  # a `common.cluster.membership.Members`, in an elastic run: `common.training` sets it
         self.compression, self.fragments, self.local_steps = compression, fragments, None
         self.dropped: Any = None
         self.size = len(initial_parameters)
@@ -168,7 +168,7 @@ class GlobalParameters:
         """Returns the number of `present` workers, a float32 scalar, read when `read` reads x̃. One small message."""
         device = self.step.device
         with tf.device(device), tf.control_dependencies(None), tf.control_dependencies(before_read(device)):
-            return tf.cast(self.present.count(), tf.float32)
+            return tf.cast(self.members.count(), tf.float32)
 
     def packed(self, values, pieces=None):
         """Packs pieces of x̃ on their ps by `--compress_pull`; returns pairs of the unpacked value, on worker and ps."""

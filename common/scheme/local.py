@@ -303,7 +303,7 @@ class LocalParameters:
         return Step((self.vector("difference").assign(self.value - value, read_value=False), *noted), pulled=step)
 
     def _count_workers(self, center):
-        if center.present is None:
+        if center.members is None:
             return []
         if self.present is None:
             with tf.control_dependencies(None), tf.variable_scope(self.name):

@@ -87,7 +87,7 @@ class Ending:
         session.run(plan.farewell)
         run_folder.write_left(self._settings.run_dir, self._index, report)
         hooks.rendezvous.leave(session, report)
-        session.run(plan.farewell)  # repeated, as a ps restarted meanwhile has registered this worker again
+        hooks.entered.has_left = True
         if hooks.meeting:
             self._leave_others(session)
         say_left(self._index, self._settings, report)

@@ -22,8 +22,9 @@ class Plan(NamedTuple):
     told: Any = ()  # further numbers of an evaluation, see `metrics.EvaluationHook`
     rows: Any = ()  # numbers about this worker's pulls of tables, tensors
     goal: Any = None  # number of samples to end at, if updates vary in samples
+    members: Any = None  # a `common.cluster.membership.Members`; None: only the main loop needs one
+    begin: Any = ()  # operations for the start of a session
     farewell: Any = ()  # operations of a worker that leaves for good
-    lease: Any = None  # operations for the start of a session in an elastic run
     had_left: bool = False  # whether a worker of this number had left, as far as this machine knows
 
     def seconds(self):

@@ -16,6 +16,7 @@ from common.training.metrics import measured, shares_of_parts
 REPORT = ("index", "first_time", "first_step", "stop_time", "samples", "updates", "staleness_sum", "staleness_max", "dropped")
 # Last fields: seconds since the start of the worker's process; time of its departure for good, by its own clock, or 0.
 STAY = ("seconds", "left")
+REPORT_SIZE = len(REPORT) + len(PARTS) + len(STAY)
 
 
 def write_result(

@@ -52,7 +52,7 @@ def check(settings, dataset, scheme=None):
             pieces = {"num_ps": settings.num_ps or 1, "fragments": fragments_of(settings), "tables": model.tables}
             pieces["max_rows"] = settings.max_rows
             center = GlobalParameters(model.initial_parameters, **pieces, compression=compression)
-            center.present = membership.Present("") if settings.max_workers else None
+            center.members = membership.Members("") if settings.max_workers else None
             batches = batches_of(dataset, settings, 0, 1, None)
             local = LocalParameters(
                 center,

@@ -21,7 +21,7 @@ from common.training.model_and_data import (
     what_is_trained,
 )
 from common.training.plan import Plan
-from common.training.result import save_model, write_result
+from common.training.result import REPORT_SIZE, save_model, write_result
 
 
 class WorkerGraph:
@@ -58,6 +58,7 @@ class WorkerGraph:
         self._unit = unit_of(settings, model)
         with tf.device(task and task.device):
             self._leased: Any = None
+            self._members = membership.Members(membership.PS_0, REPORT_SIZE, self._begin_workers) if task else None
             self._position: Any = None
             batches = self._batches()
             self._kept = center.keep(model.initial_state)
@@ -87,7 +88,7 @@ class WorkerGraph:
             self._position = position_of(settings, index, self._num_workers, dataset.num_samples)
             return batches_of(dataset, settings, index, self._num_workers, self._position)
         center = self._center
-        center.present, ledger = membership.Present(center.step.device), Ledger(center.step.device)
+        center.members, ledger = self._members, Ledger(center.step.device)
         x, y, *weights = dataset.train
         self._leased = LeasedBatches(
             x,
@@ -115,7 +116,7 @@ class WorkerGraph:
             keeper = self._keeper(copies)
             gate = ready = None
             if self._num_workers > 1:
-                gate = Gate(center.step.device)
+                gate = Gate(self._members)
                 if self._index > 0:
                     ready = tf.concat([keeper.has_lost, gate.closed(self._index)], axis=0)
             scaffold = tf.train.Scaffold(
@@ -130,7 +131,7 @@ class WorkerGraph:
         if center.local_steps is not None and not settings.steps and self._dataset.num_samples is not None:
             goal = settings.epochs * self._dataset.num_samples
         farewell = [local.dynamic.leave()] if local.dynamic else []
-        farewell += [leased.leave, center.present.leave(self._index)] if leased else []
+        farewell += [leased.leave] if leased else []
         return Plan(
             last=self.calls.last,
             step=center.step,
@@ -147,8 +148,9 @@ class WorkerGraph:
             told=[(local.told_of_tables(), functools.partial(local_rows.numbers_of, self._model.tables))],
             rows=local.told_of_tables(),
             goal=goal,
+            members=self._members,
+            begin=leased.begin if leased else (),
             farewell=farewell,
-            lease=[leased.begin, center.present.enter(self._index)] if leased else None,
         )
 
     def _evaluation(self):

@@ -3,19 +3,16 @@
 import functools
 import os
 from pathlib import Path
-from typing import Any
 
-from common.cluster import EarlyStoppingHook, GiveUpHook, MeetingHook, StartHook, WarmStartHook, membership
+from common.cluster import EarlyStoppingHook, EnterHook, GiveUpHook, MeetingHook, StartHook, WarmStartHook, membership
 from common.core import nobody, run_folder
-from common.data import LeaseHook, user_function
-from common.scheme import PARTS
+from common.data import user_function
 from common.training.callbacks import Callback, Patience
 from common.training.metrics import EvaluationHook, MetricsHook, MetricsLog
-from common.training.result import REPORT, STAY
+from common.training.result import REPORT_SIZE
 
 # Files in the run's folder. STOP, written by an evaluator or the chief, ends training; the chief then writes ENDED.
 STOP, ENDED = "evaluator-says-stop", "training-has-ended"
-REPORT_SIZE = len(REPORT) + len(PARTS) + len(STAY)  # of a worker's report
 
 
 class WorkerHooks:
@@ -35,6 +32,7 @@ class WorkerHooks:
       meeting, early_stopping: a `MeetingHook` and an `EarlyStoppingHook`, or None.
       rendezvous: a `common.cluster.Rendezvous`, or None without a cluster.
       evaluation: the chief's `EvaluationHook`, or None.
+      entered: an `EnterHook`, or None without a cluster.
     """
 
     def __init__(self, plan, task, settings, server, interruption):
@@ -48,15 +46,16 @@ class WorkerHooks:
         self._kept = functools.partial(run_folder.read_left, settings.run_dir, task.num_workers if task else 1, REPORT_SIZE)
         elastic = task and settings.max_workers
         self._begin_workers = settings.run.begin_workers if elastic else task and task.num_workers
-        self.rendezvous = self._rendezvous()
+        self._members = task and (plan.members or membership.Members(membership.PS_0, REPORT_SIZE, task.num_workers))
+        self.rendezvous = membership.Rendezvous(task, self._members, self._kept) if task else None
         self.meeting = self._meeting()
         self.metrics, self.evaluation, self.early_stopping = self._metrics(), self._evaluation(), self._early_stopping()
-        lease = LeaseHook(plan.lease) if plan.lease is not None else None  # the chief's before the start of the others
+        self.entered = self._enter()  # the chief's before the start of the others
         gives_up = task and not os.environ.get("LAUNCHER_KEY")  # a launcher restarts dead tasks
         giving_up = GiveUpHook(task, server, settings, plan.step, self.rendezvous) if gives_up else None
         evaluation = None if settings.run.num_evaluators else self.evaluation
-        every = [interruption, self.meeting, self.metrics, evaluation, self.early_stopping, lease, self._start(), giving_up]
-        self.all = [hook for hook in every if hook]
+        every = [interruption, self.meeting, self.metrics, evaluation, self.early_stopping, self.entered]
+        self.all = [hook for hook in (*every, self._start(), giving_up) if hook]
 
     def _metrics(self):
         plan, settings = self._plan, self._settings
@@ -108,22 +107,17 @@ class WorkerHooks:
             return WarmStartHook(plan.gate, plan.step, settings.warm_start_steps)
         return StartHook(plan.gate, self._begin_workers, settings.start_secs, lambda: self.interruption.requested, self._kept)
 
-    def _rendezvous(self) -> Any:
-        if not self._task:
-            return None
-        gate, expected = self._plan.gate, None
-        if self._settings.max_workers and gate:
-            expected = lambda opened: {*range(self._begin_workers), *gate.who_came(opened)}  # noqa: E731
-        return membership.Rendezvous(self._task, REPORT_SIZE, self._kept, expected)
+    def _enter(self):
+        return EnterHook(self._members.enter(self.index), self._plan.begin) if self._members else None
 
     def missing(self):
         """Returns the workers that this one waits for in a call, as ["worker 3"]."""
         return self.meeting.missing() if self.meeting else nobody()
 
     def register(self, session):
-        """Revokes an earlier departure of this worker, and notes the arrival of a worker in an elastic run."""
+        """Notes the arrival of a worker in an elastic run, if it came after the start or is back."""
         settings, index = self._settings, self.index
-        is_back = (index > 0 and self.rendezvous.come_back(session)) or self._plan.had_left
+        is_back = self._plan.had_left or self.entered and self.entered.is_back
         if settings.max_workers and (is_back or index >= self._begin_workers) and not self.interruption.leaves:
             self.log.write(session.run(self._plan.step), came=True)
 
