@@ -285,8 +285,12 @@ def _say(task, server, word, options=None):
     for say in says:  # one `run` per ps, as an error of one operation fails the whole `run`
         with contextlib.suppress(*its_end):
             session.run(say, options=options)
-    # Closing a session waits for an answer from each ps: for ever if a ps has exited.
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))  # never closed, not even at interpreter exit
+    never_close(session)
+
+
+def never_close(session):
+    """Keeps a session open, even at interpreter exit: closing it waits for each of its tasks, for ever if one has exited."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))
 
 
 LEFT_SECONDS = 10  # a scheduler stops a ps and its workers within this time; a worker that left earlier may be back

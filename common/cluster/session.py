@@ -43,6 +43,13 @@ class _Session(tf.Session):
             return super().run(*args, **kwargs)
 
 
+class _SessionOfWorkers(_Session):
+    """A session that reaches other workers. It is never closed: that would wait for an answer of those that have ended."""
+
+    def close(self):
+        membership.never_close(self)
+
+
 class _Creator(tf.train.SessionCreator):
     """As `tf.train.ChiefSessionCreator` and `WorkerSessionCreator`, with two differences.
 
@@ -50,9 +57,10 @@ class _Creator(tf.train.SessionCreator):
     0.1 s for initialized parameters; TensorFlow's creator polls every 30 s, so workers would start up to 30 s late.
     """
 
-    def __init__(self, task, scaffold, target, checkpoint_dir, config, keeper=None):
+    def __init__(self, task, scaffold, target, checkpoint_dir, config, keeper=None, reaches_workers=False):
         self._task, self._scaffold, self._target, self._checkpoint_dir = task, scaffold, target, checkpoint_dir
-        self._config, self._keeper = task.config(config) if task else config, keeper
+        self._config, self._keeper = task.config(config, reaches_workers) if task else config, keeper
+        self._class = _SessionOfWorkers if reaches_workers else _Session
 
     def create_session(self):
         is_chief = self._task is None or self._task.is_master()
@@ -60,7 +68,7 @@ class _Creator(tf.train.SessionCreator):
         # Workers wait for the chief; if it waits for workers in turn, it reports that itself.
         with meanwhile(what, waits=not is_chief, whom=nobody if is_chief else lambda: ["worker 0"]), _lost_ps():
             session = self._create_session()
-            session.__class__ = _Session  # `SessionManager` creates a plain `tf.Session`
+            session.__class__ = self._class  # `SessionManager` creates a plain `tf.Session`
             return session
 
     def _create_session(self):
@@ -304,14 +312,24 @@ def _saver_hook(checkpoint_dir, checkpoint_secs, scaffold):
     return tf.train.CheckpointSaverHook(checkpoint_dir, save_secs=checkpoint_secs, scaffold=scaffold, save_graph_def=False)
 
 
-def monitored_session(task, target, scaffold, checkpoint_dir, checkpoint_secs, hooks=(), keeper=None, is_short=False):
+def monitored_session(
+    task,
+    target,
+    scaffold,
+    checkpoint_dir,
+    checkpoint_secs,
+    hooks=(),
+    keeper=None,
+    is_short=False,
+    reaches_workers=False,
+):
     """Returns a `tf.train.MonitoredSession` for this task; its end tells the ps tasks nothing, see `membership.say_done`.
 
     The chief (and a single process, `task` None) initializes lost global variables or restores them from the newest checkpoint.
     The `common.core.Keeper` saves them. Without one the chief saves between its calls: at the start, every `checkpoint_secs`
     seconds and at the end.
 
-    `is_short`: optimizing the graphs would take longer than it saves.
+    `is_short`: optimizing the graphs would take longer than it saves. `reaches_workers`: the graph has operations of others.
     """
     hooks = list(hooks)
     if keeper:
@@ -326,4 +344,5 @@ def monitored_session(task, target, scaffold, checkpoint_dir, checkpoint_secs, h
     if is_short and not devices.gpus():  # on a GPU, the optimizer is needed for the image layout
         rewriting.disable_meta_optimizer = True
         optimizing.opt_level = optimizing.L0
-    return tf.train.MonitoredSession(_Creator(task, scaffold, target, checkpoint_dir, config, keeper), hooks)
+    creator = _Creator(task, scaffold, target, checkpoint_dir, config, keeper, reaches_workers)
+    return tf.train.MonitoredSession(creator, hooks)

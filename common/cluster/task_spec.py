@@ -128,10 +128,10 @@ class TaskSpecDef:
             return None
         return tf.train.replica_device_setter(ps_tasks=self.num_ps, worker_device=self.device)
 
-    def config(self, config=None):
+    def config(self, config=None, reaches_workers=False):
         """Returns the session's configuration: `config`, or the default one, with this task's device filters.
 
-        Without the filters a worker waits for every other worker, and hangs when one exits.
+        Without the filters a worker waits for every other worker, and hangs when one exits. With `reaches_workers` it does.
         """
         merged = tf.ConfigProto(allow_soft_placement=True)
         merged = merged if config is None else type(merged).FromString(config.SerializeToString())
@@ -139,7 +139,7 @@ class TaskSpecDef:
             merged.device_count["GPU"] = 0  # a ps only adds tensors in host memory
         if self._has_server():
             if not merged.device_filters:
-                merged.device_filters.extend(["/job:ps", self.device])
+                merged.device_filters.extend(["/job:ps", "/job:worker" if reaches_workers else self.device])
             merged.experimental.collective_group_leader = "/job:worker/replica:0/task:0"
         return merged
 

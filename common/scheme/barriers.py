@@ -11,6 +11,7 @@ from common import tf
 from common.core import AWAY, FINISHED, UserError
 from common.data import assign_part, local_variable
 from common.scheme import update
+from common.scheme.exchange import LARGE, exchanged_mean
 from common.scheme.messages import AtUpdate, gradient_of, parts_of
 from common.scheme.steps import Step, before_all, before_early_read, before_read, spent
 
@@ -31,13 +32,14 @@ class Pace:
         others stop waiting for it; `release` when it has to stop, so that it no longer waits itself.
       behind: the workers that block this one at the moment, booleans `[num_workers]`.
       vote: None, since a worker stops by itself.
+      exchanges: whether the workers send tensors to each other.
       left: placeholder for `enter` on the chief of an elastic run: the workers that have left for good, booleans
         `[num_workers]`, since a restarted ps has lost them. None elsewhere.
       come, go, has_left: in an elastic synchronous run, two operations and a boolean tensor: `come` ends when an entered worker
         may begin its first round; `go` announces that its next push is its last. None elsewhere.
     """
 
-    pace, gradients_per_update, vote = "together", 1, None
+    pace, gradients_per_update, vote, exchanges = "together", 1, None, False
     come = go = has_left = None
 
     def __init__(self, center, local, staleness):
@@ -88,11 +90,11 @@ class Together:
 
     Attributes:
       gradients_per_update: N; in an elastic run N at its beginning.
-      pace, enter, leave, release, behind, vote, left, come, go, has_left: as of `Pace`; but `leave` of one worker ends the
-        training.
+      pace, enter, leave, release, behind, vote, left, come, go, has_left, exchanges: as of `Pace`; but `leave` of one worker
+        ends the training.
     """
 
-    pace, vote, come, go, has_left = "together", None, None, None, None
+    pace, vote, come, go, has_left, exchanges = "together", None, None, None, None, False
 
     def __init__(self, center, local, backup_workers=0, mean=True):
         self._center, self._local = center, local
@@ -292,6 +294,7 @@ class Ring:
       enter, leave, release: as of `Pace`; empty.
       behind: None, since no task records it.
       vote: operation that stops this worker, and with it all others, after the next call, which it must join.
+      exchanges: whether the workers send each other large tensors, see `common.scheme.exchange`; a session must reach all.
     """
 
     pace, enter, leave, release, behind, left = "ring", (), (), (), None, None
@@ -299,6 +302,7 @@ class Ring:
 
     def __init__(self, center, local):
         self._center, self._local, self._num_means = center, local, 0
+        self.exchanges = local.num_workers > 1 and center.size >= LARGE
         self.gradients_per_update = local.num_workers
         with tf.control_dependencies(None), tf.variable_scope(local.name):
             with tf.device(center.step.device):
@@ -311,8 +315,8 @@ class Ring:
     def mean(self, tensor):
         """Returns the mean of a tensor over all workers, by an all-reduce. It blocks until all workers take part.
 
-        It is TensorFlow's ring: a worker sends 2 (n − 1) chunks in turn, each 1/n of the tensor. Two workers exchange whole
-        tensors instead: the same number of bytes in one message.
+        For a small model it is TensorFlow's ring: a worker sends 2 (n − 1) chunks in turn, each 1/n of the tensor. Two workers
+        exchange whole tensors instead: the same number of bytes in one message. For a large model see `common.scheme.exchange`.
         """
         return spent("all-reduce", lambda: self._mean(tensor), tensor)
 
@@ -321,6 +325,8 @@ class Ring:
         if n == 1:
             return tensor
         self._num_means += 1  # the same on all workers, since they build the same graph
+        if self.exchanges:  # of a number, too: a collective would give the steps of all workers one id, so that they collide
+            return exchanged_mean(tensor, self._local.index, n, f"mean_{self._num_means}")
         ring = {"group_size": n, "group_key": 1, "instance_key": self._num_means, "communication_hint": "ring"}
         if n > 2:
             return tf.raw_ops.CollectiveReduce(input=tensor, merge_op="Add", final_op="Div", subdiv_offsets=[0], **ring)
