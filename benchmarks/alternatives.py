@@ -5,6 +5,8 @@ import math
 import time
 from pathlib import Path
 
+from wide_mlp import WIDTHS
+
 from common.core import run_folder
 from common.data import datasets
 from common.launch import launcher
@@ -28,6 +30,7 @@ def parse(**more):
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the order of the samples (default: 0)")
     parser.add_argument("--data", choices=["digits"], default="digits", help="the only choice")
     parser.add_argument("--model", choices=["mlp"], default="mlp", help="the only choice")
+    parser.add_argument("--millions", type=int, choices=list(WIDTHS), help="parameters of a larger mlp, in place of 26,122")
     parser.add_argument("--launch", action="store_true", help="ignored: the processes are always started")
     for name, (default, text) in more.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: {default})")

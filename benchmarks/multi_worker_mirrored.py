@@ -19,6 +19,7 @@ import multiprocessing.connection
 import os
 import sys
 import time
+from pathlib import Path
 
 import alternatives
 import numpy as np
@@ -26,6 +27,7 @@ import numpy as np
 from common.launch import launcher, sandbox
 from common.models import keras_model
 
+HERE = Path(__file__).resolve().parent
 STEPS_PER_VOTE = 50  # how often, at most, the workers ask worker 0 whether the time is over
 
 
@@ -59,7 +61,8 @@ def train(rank, options, digits, hosts, launcher):
     )
     strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=communication)
     with strategy.scope():
-        model = keras_model.build(options.model, digits, options.seed)
+        large = f"{HERE}/wide_mlp.py:millions_{options.millions}"
+        model = keras_model.build(large if options.millions else options.model, digits, options.seed)
         optimizer = keras.optimizers.SGD(options.learning_rate)
         optimizer.build(model.keras_model.trainable_variables)
     x, y = tf.constant(digits.x_train), tf.constant(digits.y_train)
@@ -83,7 +86,8 @@ def train(rank, options, digits, hosts, launcher):
     def total(value):
         return strategy.reduce(tf.distribute.ReduceOp.SUM, value, axis=None)
 
-    stream, step, next_vote = batches(len(digits.x_train), rank, options), 0, STEPS_PER_VOTE
+    steps_per_vote = 5 if options.millions else STEPS_PER_VOTE  # of a large model each takes longer
+    stream, step, next_vote = batches(len(digits.x_train), rank, options), 0, steps_per_vote
     train_steps(np.empty([0, options.batch_size], int))  # traces it
     total(0.0)  # a barrier
     start = time.monotonic()
@@ -92,7 +96,7 @@ def train(rank, options, digits, hosts, launcher):
         train_steps(np.stack(indices))
         step += len(indices)
         if options.seconds and step >= next_vote:
-            next_vote = step + STEPS_PER_VOTE
+            next_vote = step + steps_per_vote
             if total(float(rank == 0 and time.monotonic() - start > options.seconds)) > 0:  # all stop at the same step
                 break
     total(0.0)
