@@ -120,8 +120,8 @@ def build_calls(scheme, center, local, settings, num_samples):
     return Calls(last, next_call, most, float(last * size.steps_per_update / at_once), size)
 
 
-# A run of fewer calls has fewer rounds per call, as building one round takes as long as a hundred calls.
-SHORT_RUN = 20
+# A worker of fewer calls has fewer rounds per call, as building one round takes as long as a hundred calls.
+SHORT_RUN = 100
 
 
 def rounds_of_call(settings, model, size, at_once, last, in_ring=False):
