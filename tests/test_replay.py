@@ -165,6 +165,39 @@ def test_it_begins_anew(make):
     assert np.any(again.center != once.center)
 
 
+def noisy(center, local, hp):
+    """Random numbers of a generator that is no variable."""
+    sgd = tf.train.GradientDescentOptimizer(hp.learning_rate)
+    yield local.pull(center)
+    yield local.train(1, sgd)
+    yield center.push(sgd, local.gradient + tf.random.uniform([], seed=5))
+
+
+def in_a_loop(center, local, hp):
+    """The same inside a function of the graph."""
+    sgd = tf.train.GradientDescentOptimizer(hp.learning_rate)
+    yield local.pull(center)
+    yield local.train(1, sgd)
+    noise = tf.while_loop(lambda total: total < 2, lambda total: total + 1 + tf.random.uniform([], seed=5), [0.0])
+    yield center.push(sgd, local.gradient + noise)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scheme", "stays"), [(hogwild_like, True), (paced, True), (together, False), (noisy, False), (in_a_loop, False)]
+)
+def test_the_session_stays_where_variables_are_all_its_state(make, scheme, stays):
+    """After a restart; where accumulators or random generators have a state, too, it is another one."""
+    once, again = make(3, scheme=scheme), make(3, scheme=scheme)
+    session = again.session
+    again.take([0, 1, 2] * 7)
+    again.restart()
+    assert (again.session is session) == stays
+    for replay in once, again:
+        replay.take([0, 1, 2] * 5)
+    assert again.center.tobytes() == once.center.tobytes() and again.replicas.tobytes() == once.replicas.tobytes()
+
+
 def test_nobody_waits_for_what_was_before_the_restart(regression):
     def bounded(center, local, hp):
         sgd = tf.train.GradientDescentOptimizer(hp.learning_rate)

@@ -8,6 +8,7 @@ it. A schedule of steps runs as one session call, a loop in the graph.
 from typing import Any, NamedTuple
 
 import numpy as np
+from tensorflow.python.framework import op_def_registry
 
 from common import tf
 from common.core import ROOM, UserError
@@ -18,6 +19,7 @@ from common.simulation.shards import ScheduledBatches
 from common.simulation.virtual_cluster import SHARED, VirtualCenter, per_worker, write_row
 from common.simulation.virtual_time import RESTART
 
+VISIBLE = {"VarHandleOp", "While", "If", "Case", "Assert"}  # operations without state, or whose state is that of variables
 MOST_SAMPLES = 1_000_000  # sample indices fed to one session call
 
 
@@ -36,7 +38,7 @@ class Engine:
       clip_norm: see `common.scheme.LocalParameters`.
       compression: see `common.scheme.GlobalParameters`.
       messages: bytes (up, down) of each step, see `messages_of`; None for none.
-      optimize: whether TensorFlow optimizes the graph first: takes a second, saved again within a thousand steps.
+      optimize: whether TensorFlow may also rewrite the arithmetic of the graph first: takes up to a second.
 
     Attributes:
       actions: the `common.simulation.Action`s of a round.
@@ -109,7 +111,9 @@ class Engine:
         self.restart()
 
     def restart(self, shards=None, parameters=None):
-        """Restarts training in a new session.
+        """Restarts training: all variables return to their initial values.
+
+        The session stays, prepared for this graph, unless operations hold state beside that of variables.
 
         Args:
           shards: new `Shards` of the same samples, with the same share per worker; None for the present ones, at their present
@@ -126,9 +130,11 @@ class Engine:
             self._shards = shards
         if parameters is not None:
             self._feeds[self._begin_of_center] = parameters
-        if self.session:
+        if self.session and _has_hidden_state(self.graph):
             self.session.close()
-        self.session = tf.Session(graph=self.graph, config=self._config)
+            self.session = None
+        if not self.session:
+            self.session = tf.Session(graph=self.graph, config=self._config)
         for initializer in self._initializers:
             self.session.run(initializer, self._feeds)
 
@@ -338,9 +344,21 @@ def _uses(operations, variables):
     return [[v for v in variables if v.ref() in found] for found in (read, written)]
 
 
+def _has_hidden_state(graph):
+    """Returns whether operations hold state that the initializers of variables leave as it is, as random generators do."""
+    definition = graph.as_graph_def()
+    nodes = [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
+    return any(_is_hidden(op_def_registry.get(op)) for op in {node.op for node in nodes} - VISIBLE)
+
+
+def _is_hidden(op):
+    return op is None or op.is_stateful and all(each.type != tf.resource.as_datatype_enum for each in op.input_arg)
+
+
 def _config(optimize):
     """One thread: the steps run one after the other, and results are bit-identical."""
     threads = {"intra_op_parallelism_threads": 1, "inter_op_parallelism_threads": 1, "use_per_session_threads": True}
     config = tf.ConfigProto(**threads)
-    config.graph_options.rewrite_options.disable_meta_optimizer = not optimize
+    if not optimize:
+        config.graph_options.rewrite_options.optimizers.extend(["function", "pruning", "dependency"])
     return config

@@ -74,7 +74,7 @@ class Replay:
         self.time, self._ready = 0.0, [0.0] * num_workers  # of `run`; the end of each worker's last local training
 
     def restart(self, seed_of=None):
-        """Returns to the initial state, in a new session and a fraction of the time of a new `Replay`.
+        """Returns to the initial state, in a fraction of the time of a new `Replay`. `session` may be another one then.
 
         Args:
           seed_of: function of a worker's index that returns the seed of its batches from now on; None keeps their order.
