@@ -544,22 +544,30 @@ def test_run_keeps_its_promises(run_dir, tmp_path, row):
 # --- Several runs, and others ------------------------------------------------------------------------------------------------
 
 
-def test_through_the_ps_and_by_all_reduce_come_to_the_same(run_dir):
+WIDE = """import keras
+def build():
+    layers = keras.layers.Flatten(), keras.layers.Dense(4300, activation="relu"), keras.layers.Dense(10)
+    return keras.Sequential([keras.Input((8, 8, 1)), *layers])
+"""
+
+
+@pytest.mark.parametrize(("is_large", "steps"), [(False, 200), (True, 20)])
+def test_through_the_ps_and_by_all_reduce_come_to_the_same(run_dir, tmp_path, is_large, steps):
     """With workers of different speed, each of which contributes once to each update. Both runs train at the same time, and the
-    folder of one is in that of the other."""
+    folder of one is in that of the other. The gradients of a large model go through queues of the workers."""
     import keras
 
+    (tmp_path / "wide.py").write_text(WIDE)
+    flags = [*SLOW.split(), f"--steps={steps}", *([f"--model={tmp_path}/wide.py:build"] if is_large else [])]
     folders, weights = (run_dir, run_dir / "another"), []
     scripts = ROOT / "Synchronous-SGD" / "synchronous_sgd.py", ROOT / ALL_REDUCE
-    both = [
-        start(at, "--launch", *SLOW.split(), "--steps=200", script=script) for at, script in zip(folders, scripts, strict=True)
-    ]
+    both = [start(at, "--launch", *flags, script=script) for at, script in zip(folders, scripts, strict=True)]
     for process in both:
         finish(process)
     for folder in folders:
         result = result_of(folder)
-        assert (result["global_steps"], result["samples"], result["gradients_dropped"]) == (200, 3 * 200 * 32, 0)
-        assert [updates_of(folder, i) for i in range(3)] == [200, 200, 200]
+        assert (result["global_steps"], result["samples"], result["gradients_dropped"]) == (steps, 3 * steps * 32, 0)
+        assert [updates_of(folder, i) for i in range(3)] == [steps] * 3
         model = keras.models.load_model(folder / "model.keras")
         weights.append(np.concatenate([w.ravel() for w in model.get_weights()]))
     assert np.abs(weights[0] - weights[1]).max() < 1e-5 * np.abs(weights[0]).max()
