@@ -14,6 +14,7 @@ from typing import Any
 
 import come_and_go
 import compression
+import large_models
 import predictions
 import run
 import scaling
@@ -51,6 +52,7 @@ TABLES: dict[str, tuple[Any, Any]] = {  # name: file, and what makes a table of 
     "cost": ("scaling.json", scaling.cost_table),
     "time to accuracy": ("time_to_accuracy.json", time_to_accuracy.table),
     "startup": ("startup.json", startup.table),
+    "large models": ("large_models.json", large_models.table),
     "come and go": ("come_and_go.json", come_and_go.table),
     "predictions": ("predictions.json", predictions.table),
     "workers": ("workers.json", workers.table),

@@ -71,10 +71,11 @@ def test_every_scheme_takes_part():
 
 
 def test_scripts_of_the_benchmarks_exist():
+    import large_models
     import run
     import scaling
 
-    scripts = [script for script, _ in run.CONTESTANTS.values()]
+    scripts = [script for script, _ in run.CONTESTANTS.values()] + list(large_models.CONTESTANTS.values())
     scripts += [script for points in scaling.AXES.values() for script in points.values()]
     assert [script for script in scripts if not (ROOT / script.split(" ")[0]).is_file()] == []
 
@@ -96,6 +97,19 @@ def test_target_that_is_missed_is_said_to_be():
     }
     missed, reached = run.targets(report).splitlines()[2:]
     assert "0.79 ×, missed" in missed and "missed" not in reached
+
+
+def test_large_models_are_multiples_of_ddp():
+    """The median of each, the fastest with the largest model first; without DDP there are no multiples."""
+    import large_models
+
+    rates = {"HogWild": [30, 10, 20], large_models.DDP: [40]}, {"HogWild": [9], large_models.DDP: [10]}
+    models = [{"parameters": 10**6 * (1 + 4 * i), "samples_per_second": of_model} for i, of_model in enumerate(rates)]
+    head, _, *lines = large_models.table({"models": models}).splitlines()
+    assert "1.0 million | 5.0 million" in head
+    assert lines == ["| PyTorch DDP | 40 (1.00) | 10 (1.00) |", "| HogWild | 20 (0.50) | 9 (0.90) |"]
+    del rates[0][large_models.DDP], rates[1][large_models.DDP]
+    assert large_models.table({"models": models}).splitlines()[2:] == ["| HogWild | 20 | 9 |"]
 
 
 def test_accuracy_is_reached_between_two_evaluations():

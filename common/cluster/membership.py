@@ -235,7 +235,7 @@ def say_done_for(task, server, workers):
 
 
 def say_left(task, server):
-    """Tells every ps that this worker was interrupted and has saved all its state; see `serve`."""
+    """Tells every ps that this worker was interrupted and has saved all its state; see `ask_to_end`."""
 
     def depart(i):
         with tf.device(f"/job:ps/task:{i}"):
@@ -298,27 +298,37 @@ _ASKED = -1  # in place of a worker: the ps itself is asked to end
 
 
 def serve(task, server):
-    """Serves as a ps until every worker is done.
-
-    After `ask_to_end` a worker that leaves counts as done, so that the chief can save a checkpoint before.
-    """
-    done: set[int] = set()
-    left: list[tuple[int, float]] = []
-    asked = None
+    """Serves as a ps until every worker has reported that it is done."""
+    done = _Done()
     with tf.Graph().as_default():
-        departure = _departures(task.index).dequeue()
+        next_departure = _departures(task.index).dequeue()
         with tf.Session(server.target, config=_alone(task)) as session:
-            while len(done) < task.num_workers:
-                worker, moment = session.run(departure)
-                if worker == _ASKED:
-                    asked = moment
-                elif moment:
-                    left.append((int(worker), moment))
-                else:
-                    done.add(int(worker))
-                if asked is not None:
-                    done |= {worker for worker, moment in left if has_just_left(moment, asked)}
-                    left.clear()
+            while len(done.workers) < task.num_workers:
+                done.add(*session.run(next_departure))
+
+
+class _Done:
+    """The workers that are done; once the ps is asked to end, workers that leave count, too.
+
+    So the chief can save a checkpoint before.
+    """
+
+    def __init__(self):
+        self.workers: set[int] = set()
+        self._left: list[tuple[int, float]] = []
+        self._asked = None
+
+    def add(self, worker, moment):
+        """Takes a pair from the queue of departures."""
+        if worker == _ASKED:
+            self._asked = moment
+        elif moment:
+            self._left.append((int(worker), moment))
+        else:
+            self.workers.add(int(worker))
+        if self._asked is not None:
+            self.workers |= {worker for worker, moment in self._left if has_just_left(moment, self._asked)}
+            self._left.clear()
 
 
 def ask_to_end(task, server):
@@ -330,7 +340,7 @@ def ask_to_end(task, server):
 
 
 def _alone(task):
-    """Returns the configuration of a session that does not wait for other ps tasks, which may have exited."""
+    """Returns the configuration of a session that does not wait for other ps tasks: they may have exited."""
     return task.config(tf.ConfigProto(device_filters=[task.device]))
 
 
