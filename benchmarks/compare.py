@@ -9,6 +9,7 @@ same command differ by up to 2 on a busy machine: only medians of runs in turn a
 
 import argparse
 import contextlib
+import importlib.util
 import io
 import json
 import shlex
@@ -25,6 +26,7 @@ import h5py
 from common.core import counted
 
 SAME_WORK = ["--data=digits", "--model=mlp", "--batch_size=32", "--learning_rate=0.1", "--epochs=120"]
+DDP = "PyTorch DDP"  # among the contestants; PyTorch is not in the requirements
 MUST_BE_EQUAL = ("num_ps", "num_workers", "data", "batch_size", "parameters")
 
 
@@ -61,6 +63,17 @@ def main():
         accuracy = f"{min(accuracies)} to {max(accuracies)}" if accuracies else ""
         ratio = medians[script] / medians[options.scripts[-1]]
         print(f"| `{script}` | {' | '.join(rates)} | {medians[script]:,.0f} | {ratio:.2f} | {accuracy} |")
+
+
+def chosen(contestants, only, parser):
+    """Returns those of `contestants`, a dict, whose names begin as `--only` says; without DDP if there is no PyTorch."""
+    found = {name: value for name, value in contestants.items() if name.startswith(tuple((only or "").split(",")))}
+    if not found:
+        parser.error(f"--only={only} matches none of: {'; '.join(contestants)}")
+    if DDP in found and not importlib.util.find_spec("torch"):
+        print("PyTorch is not installed, so its DDP is left out: pip install torch", flush=True)
+        del found[DDP]
+    return found
 
 
 def interruptible(main):

@@ -1,12 +1,11 @@
 """Large models, whose messages cost more than their latency, beside the alternatives: `bash benchmarks/large_models.sh`.
 
-MLPs of 1, 5, 25 and, with `--largest=100`, 100 million parameters, which train the digits in turn; the figures are medians. It
-prints a table, and writes `large_models.json` and `large_models.png` beside this file.
+MLPs of 1, 5, 25 and, with `--largest=100`, 100 million parameters train the digits in turn; the figures are medians. It prints
+a table, and writes `large_models.json` and `large_models.png` beside this file.
 """
 
 import argparse
 import datetime
-import importlib.util
 import json
 import os
 import statistics
@@ -20,7 +19,7 @@ import wide_mlp
 HERE = Path(__file__).resolve().parent
 # A small rate, so that no scheme diverges: only speed is measured.
 FLAGS = ["--data=digits", "--batch_size=32", "--epochs=1000000", "--learning_rate=0.01"]
-LIMIT, DDP = "the limit: nothing shared", "PyTorch DDP"
+LIMIT, DDP = "the limit: nothing shared", compare.DDP
 CONTESTANTS = {  # name: script with its flags
     LIMIT: "benchmarks/limit.py",
     "one process": "benchmarks/limit.py --num_workers=1",
@@ -45,13 +44,7 @@ def main():
     sizes = [millions for millions in wide_mlp.WIDTHS if millions <= options.largest]
     if options.rounds < 1 or options.seconds <= 0 or not sizes:
         parser.error("--rounds and --largest must be at least 1, and --seconds greater than 0")
-    wanted = tuple(options.only.split(",")) if options.only else ("",)
-    chosen = {name: script for name, script in CONTESTANTS.items() if name.startswith(wanted)}
-    if not chosen:
-        parser.error(f"--only={options.only} matches none of: {'; '.join(CONTESTANTS)}")
-    if DDP in chosen and not importlib.util.find_spec("torch"):
-        print("PyTorch is not installed, so its DDP is left out: pip install torch", flush=True)
-        del chosen[DDP]
+    chosen = compare.chosen(CONTESTANTS, options.only, parser)
     os.chdir(HERE.parent)
     began, models = time.monotonic(), []
     for millions in sizes:

@@ -59,7 +59,7 @@ CONTESTANTS = {
     "Asynchronous-DiLoCo, window 10": ("Asynchronous-DiLoCo/asynchronous_diloco.py --window=10", f"Adam, {SGD}"),
     "SparseLoCo, window 10": ("SparseLoCo/sparseloco.py --window=10", f"Adam, {SGD}"),
 }
-LIMIT, PLAIN, DDP = "the limit: nothing shared", "plain TensorFlow, asynchronous", "PyTorch DDP"
+LIMIT, PLAIN, DDP = "the limit: nothing shared", "plain TensorFlow, asynchronous", compare.DDP
 # Of the table in README.md
 SHORT = ("DOWNPOUR, window 100", "one process", "HogWild", DDP, "Synchronous-SGD, through the ps", PLAIN)
 TARGETS = [  # what, at least so many times, of what
@@ -87,14 +87,7 @@ def main():
     options = parser.parse_args()
     if options.rounds < 1 or options.seconds <= 0:
         parser.error("--rounds must be at least 1, and --seconds greater than 0")
-    began, chosen = time.monotonic(), dict(CONTESTANTS)
-    if options.only:
-        chosen = {name: value for name, value in chosen.items() if name.startswith(tuple(options.only.split(",")))}
-        if not chosen:
-            parser.error(f"--only={options.only} matches none of: {'; '.join(CONTESTANTS)}")
-    if DDP in chosen and not importlib.util.find_spec("torch"):
-        print("PyTorch is not installed, so its DDP is left out: pip install torch", flush=True)
-        del chosen[DDP]
+    began, chosen = time.monotonic(), compare.chosen(CONTESTANTS, options.only, parser)
     os.chdir(HERE.parent)
     first: dict[str, dict] = {}
 

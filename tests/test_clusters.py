@@ -341,7 +341,7 @@ def stopped_early(run):
 def dropped_late_gradients(run):
     """On two ps; a gradient that comes late is dropped, not applied late, and the last step is not overshot.
 
-    The straggler is the chief, which begins first: the others can't end the run before it is there.
+    The straggler is the chief, the first to begin: the others can't end the run before it is there.
     """
     updates = run.updates()
     assert run.result["global_steps"] == 300

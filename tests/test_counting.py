@@ -231,7 +231,7 @@ def test_a_run_of_a_users_own_scheme(run_dir, tmp_path, flags):
 def test_samples_of_dropped_gradients_count_after_a_resume(run_dir, script, flags):
     """Each with the batch that it was made of; and what is of the last start alone is called so.
 
-    The chief, which begins first, is the straggler: it can't end the run before the others are there.
+    The straggler is the chief, the first to begin: it can't end the run before the others are there.
     """
     drawn = dropped = 0
     for steps, more in (200, ["--batch_size=16"]), (400, ["--batch_size=32", "--resume"]):

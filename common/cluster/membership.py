@@ -10,13 +10,11 @@ import numpy as np
 from common import tf
 
 WAKE_SECS = 1.0  # interval at which a chief that waits for reports checks all ps
-
-
 PS_0 = "/job:ps/task:0"
 
 
 class Members:
-    """Who is there: a table on a ps with a row for each worker that has come, as operations in the present graph.
+    """A table of the workers of a run, on a ps, with a row for each that has come, as operations in the present graph.
 
     A worker comes (it waits at the start barrier, or trains), reports when it has ended, and may leave for good. A place
     without a row is free. A killed worker stays until its restart takes its place: no worker counts twice.
@@ -76,7 +74,7 @@ class Members:
             return self._insert(self._reports, tf.cast(worker, tf.int64), report)
 
     def leave(self, worker, report):
-        """Returns the operation of a worker that leaves for good; it registers the arrival too, which a ps may have lost."""
+        """Returns the operation of a worker that leaves for good; it registers the arrival too: a ps may have lost it."""
         with tf.device(self.device):
             worker = tf.cast(worker, tf.int64)
             with tf.control_dependencies([self.come(worker), self.report(worker, report)]):

@@ -34,7 +34,7 @@ def exchanged_mean(tensor, index, num_workers, name):
 
 
 def _mean_of_two(tensor, index, name):
-    """As `exchanged_mean`: two workers send each other the whole tensor, which takes as many bytes, in one message."""
+    """As `exchanged_mean`: two workers send each other the whole tensor: as many bytes, in one message."""
     other = 1 - index
     sent = _sent(tensor, f"{name}_from_{index}", other)
     received = _received(f"{name}_from_{other}", index, tensor)

@@ -5,10 +5,10 @@ the variables that a step reads are loaded from storage `[num_workers, ...]` bef
 it. A schedule of steps runs as one session call, a loop in the graph.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
-from tensorflow.python.framework import op_def_registry
 
 from common import tf
 from common.core import ROOM, UserError
@@ -110,6 +110,16 @@ class Engine:
         self.session: Any = None
         self.restart()
 
+    @functools.cached_property
+    def _has_hidden_state(self):
+        """Whether operations hold state that the initializers of variables leave as it is, as random generators do."""
+        from tensorflow.python.framework import op_def_registry  # importing it imports tensorflow
+
+        definition = self.graph.as_graph_def()
+        parts = [definition.node, *(function.node_def for function in definition.library.function)]
+        used = {each.op for part in parts for each in part}
+        return any(_is_hidden(op_def_registry.get(op)) for op in used - VISIBLE)
+
     def restart(self, shards=None, parameters=None):
         """Restarts training: all variables return to their initial values.
 
@@ -130,7 +140,7 @@ class Engine:
             self._shards = shards
         if parameters is not None:
             self._feeds[self._begin_of_center] = parameters
-        if self.session and _has_hidden_state(self.graph):
+        if self.session and self._has_hidden_state:
             self.session.close()
             self.session = None
         if not self.session:
@@ -342,13 +352,6 @@ def _uses(operations, variables):
                 written.add(variable.ref())
         todo += op.control_inputs
     return [[v for v in variables if v.ref() in found] for found in (read, written)]
-
-
-def _has_hidden_state(graph):
-    """Returns whether operations hold state that the initializers of variables leave as it is, as random generators do."""
-    definition = graph.as_graph_def()
-    nodes = [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
-    return any(_is_hidden(op_def_registry.get(op)) for op in {node.op for node in nodes} - VISIBLE)
 
 
 def _is_hidden(op):

@@ -48,9 +48,7 @@ def train(scheme, task, settings):
         plan = graph.plan._replace(had_left=had_left)
         is_short = graph.calls.local_steps < OPTIMIZED and is_small(model)
         exchanges = bool(plan.waits and plan.waits.exchanges)
-        open_session = functools.partial(
-            monitored_session, keeper=plan.keeper, is_short=is_short, reaches_workers=exchanges
-        )
+        open_session = functools.partial(monitored_session, keeper=plan.keeper, is_short=is_short, reaches_workers=exchanges)
         with streams.reading(dataset):
             outcome = run_worker(plan, task, settings, server, interruption, open_session)
     doing("writing the result")
