@@ -223,7 +223,7 @@ def test_it_is_trained(tmp_path):
     """The run says the unit of its loss; its model is loaded by Keras, and by `train`'s `Run`."""
     sizes = {"layers": 1, "width": 8, "heads": 2}
     given = [f"--{name}={value}" for name, value in sizes.items()]
-    output = run(tmp_path, "--data=text", "--model=transformer", *given, "--steps=100", "--learning_rate=0.3")
+    output = run(tmp_path, "--data=text", "--model=transformer", *given, "--steps=300", "--learning_rate=0.3")
     assert "minimizes sparse categorical crossentropy of logits in nats per character, by SGD on the ps" in output
     result, text = result_of(tmp_path), load("text")
     assert f"test loss {result['test_loss']:.4f} nats per character; staleness" in output

@@ -9,6 +9,8 @@ import numpy as np
 from common.core import progress
 from common.core.task_status import tell_and_log
 
+_PANELS = 3.5  # inches of the panels with their titles and ticks; the rows of the legend are above
+
 
 def read_metrics(run_dir):
     """Returns the undamaged lines of all workers' and the evaluator's metrics, oldest first."""
@@ -35,15 +37,24 @@ def curve(run_dir):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure  # not pyplot, which would look for a display
 
-    figure = Figure(layout="constrained")
+    figure = Figure()
     if not draw(figure, run_dir):
         return
+    _set_margins(figure)
     unfinished = Path(run_dir, f"curve.unfinished-{os.getpid()}.png")  # chief and evaluator may draw at the same time
     try:
         FigureCanvasAgg(figure).print_png(unfinished)
         unfinished.replace(Path(run_dir, "curve.png"))
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _set_margins(figure):
+    """Leaves room for ticks, titles and the legend, in inches; a constrained layout takes 0.2 s longer."""
+    panels, (width, height) = len(figure.axes), figure.get_size_inches()
+    left, right, bottom, top, between = 0.65, 0.15, 0.5, height - _PANELS + 0.35, 0.65
+    panel = (width - left - right - between * (panels - 1)) / panels
+    figure.subplots_adjust(left / width, bottom / height, 1 - right / width, 1 - top / height, between / panel)
 
 
 def draw(figure, run_dir):
@@ -91,7 +102,7 @@ def draw(figure, run_dir):
     # One legend above the panels, so that it covers no curve; a worker has the same color in each panel.
     named = {name: line for axes in figure.axes for line, name in zip(*axes.get_legend_handles_labels(), strict=True)}
     columns = 2 * len(panels)
-    figure.set_size_inches(4 * len(panels), 3.5 + 0.25 * -(-len(named) // columns))
+    figure.set_size_inches(4 * len(panels), _PANELS + 0.25 * -(-len(named) // columns))
     figure.legend(named.values(), named.keys(), loc="outside upper center", ncols=columns)
     return True
 
