@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # the front door: what others may import
     from common.data.mapped_rows import Rows, chunks
     from common.data.nested_arrays import arrays_in, mapped
     from common.data.streams import Stream, StreamedBatches, TestSet
+    from common.data.table_files import convert
     from common.data.user_functions import call_user_function, one_line, user_function
 
 __getattr__, __dir__ = front_door(__name__)
