@@ -28,7 +28,7 @@ _TYPES = {
 }
 # Patterns for a whole value
 _BOOL = r"^\s*(true|True|TRUE|false|False|FALSE|0|1)\s*$"
-_WITH_THOUSANDS = r"^\s*[+-]?\d{1,3}(,\d{3})*(\.\d+)?\s*$"
+_WITH_THOUSANDS = r"^\s*[+-]?(\d{1,3}|[1-9]\d{0,2}(,\d{3})+)(\.\d+)?\s*$"
 _WITH_DECIMALS = r"^\s*[+-]?\d+,\d+([eE][+-]?\d+)?\s*$"
 _DATE = r"^\s*(\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.]\d{4})([T ].*)?$"
 
@@ -251,8 +251,9 @@ class CsvFile:
         text = array[max(i, 0)].as_py()
         expected = "true or false" if known == "bool" else "a number"
         way_out = "correct it, or leave it empty and give --missing; in a column of texts, begin each with a letter"
-        if re.match(NUMBER, text.replace(",", "")):
-            expected, way_out = f"{expected} with a decimal point", "write all numbers with one, and without other marks"
+        if known != "bool" and re.match(NUMBER, text.replace(",", "")):
+            mark = "point" if self._decimal == "." else "comma"
+            expected, way_out = f"a number with a decimal {mark}", "write all numbers so, and without other marks"
         problem = problem or f"expected {expected}, as in other rows: {way_out}"
         raise UserError(f"{self.path}: the column {name!r}, row {self._rows + max(i, 0) + 1:,}, holds {text!r}, {problem}")
 

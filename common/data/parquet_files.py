@@ -36,7 +36,7 @@ class ParquetFile:
             if name in self.names[:i]:
                 raise UserError(f"{path} has two columns of one name, {name!r}: rename one")
         if len(self.names) < 2:
-            raise UserError(f"{path} has only {len(self.names)} column, {self.names}: expected several")
+            raise UserError(f"{path} has only one column, {', '.join(map(repr, self.names))}: expected several")
 
     @contextlib.contextmanager
     def _open(self):
