@@ -76,8 +76,8 @@ def main():
         found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
         size, on_disk = path.stat().st_size, sum(each.stat().st_size for each in folder.iterdir())
     print("| rows | file, GB | seconds | MB/s | peak memory, MB | arrays, GB |\n|--:|--:|--:|--:|--:|--:|")
-    speed, memory = size / 1e6 / found["seconds"], found["memory"] / 1e6
-    print(f"| {options.rows:,} | {size / 1e9:.2f} | {found['seconds']:.1f} | {speed:.0f} | {memory:.0f} | {on_disk / 1e9:.2f} |")
+    seconds, memory = found["seconds"], found["memory"] / 1e6
+    print(f"| {options.rows:,} | {size / 1e9:.2f} | {seconds:.1f} | {size / 1e6 / seconds:.0f} | {memory:.0f} | {on_disk / 1e9:.2f} |")
 
 
 if __name__ == "__main__":
