@@ -77,7 +77,8 @@ def main():
         size, on_disk = path.stat().st_size, sum(each.stat().st_size for each in folder.iterdir())
     print("| rows | file, GB | seconds | MB/s | peak memory, MB | arrays, GB |\n|--:|--:|--:|--:|--:|--:|")
     seconds, memory = found["seconds"], found["memory"] / 1e6
-    print(f"| {options.rows:,} | {size / 1e9:.2f} | {seconds:.1f} | {size / 1e6 / seconds:.0f} | {memory:.0f} | {on_disk / 1e9:.2f} |")
+    speed = size / 1e6 / seconds
+    print(f"| {options.rows:,} | {size / 1e9:.2f} | {seconds:.1f} | {speed:.0f} | {memory:.0f} | {on_disk / 1e9:.2f} |")
 
 
 if __name__ == "__main__":

@@ -306,7 +306,7 @@ BAD = {
     "both decimal marks": (
         "a;b;y\n1;2.5;3\n1;2,5;3\n",
         {},
-        "0.csv: the column 'b', row 1, holds '2.5', expected a number with a decimal comma, as in other rows: "
+        "0.csv: the column 'b', row 2, holds '2,5', expected a number with a decimal point, as in other rows: "
         "write all numbers so, and without other marks",
     ),
     "decimals or thousands": (
@@ -338,12 +338,23 @@ BAD = {
     "a value of two lines": (
         'a,b,y\n1,"x\ny",3\n',
         {},
-        "0.csv: row 1 has a quote that is not closed in its line: close it, or replace line ends in values",
+        "0.csv: row 1 has a quote that is not closed in its line; close it, or replace line ends in values",
     ),
     "an open quote": (
         'a,b,y\n1,2,"x\n1,2,z\n',
         {},
-        "0.csv: row 1 has a quote that is not closed in its line: close it, or replace line ends in values",
+        "0.csv: row 1 has a quote that is not closed in its line; close it, or replace line ends in values",
+    ),
+    "a comment with an open quote": (
+        'a,b,y\n1,2,3\n# see,"this\n1,2,3\n1,2,3\n',
+        {},
+        "0.csv: row 2 has 2 values, expected 3: a quote that is not closed in its line; "
+        "close it, or replace line ends in values",
+    ),
+    "an open quote before rows": (
+        'a,b,y\n1,2,"3\n1,2,3\n1,2,3\n',
+        {},
+        "0.csv: row 1 has a quote that is not closed in its line; close it, or replace line ends in values",
     ),
     # Parquet
     "lists of two lengths": (
@@ -388,7 +399,7 @@ BAD = {
 
 
 # What the first block shows decides
-ONE_BLOCK = "decimal commas of three digits", "a number with a unit", "both decimal marks", "a value of two lines"
+ONE_BLOCK = "decimal commas of three digits", "a number with a unit", "a value of two lines", "a comment with an open quote"
 IN_BLOCKS = [(name, 2**22) for name in [*GOOD, *BAD]] + [(name, 4) for name in [*GOOD, *BAD] if name not in ONE_BLOCK]
 
 

@@ -26,10 +26,12 @@ _TYPES = {
     "bool": pyarrow.bool_(),
     "string": pyarrow.dictionary(pyarrow.int32(), pyarrow.string()),
 }
+_OPEN_QUOTE = "a quote that is not closed in its line; close it, or replace line ends in values"
 # Patterns for a whole value
 _BOOL = r"^\s*(true|True|TRUE|false|False|FALSE|0|1)\s*$"
 _WITH_THOUSANDS = r"^\s*[+-]?(\d{1,3}|[1-9]\d{0,2}(,\d{3})+)(\.\d+)?\s*$"
 _WITH_DECIMALS = r"^\s*[+-]?\d+,\d+([eE][+-]?\d+)?\s*$"
+_WITH_POINT = re.compile(rb"[;\t|\n\"][+-]?\d*\.\d+[;\t|\r\n\"]")  # in a line
 _DATE = r"^\s*(\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.]\d{4})([T ].*)?$"
 
 
@@ -61,7 +63,7 @@ class CsvFile:
         self.notes = [] if mark == "," else [f"delimiter: {'tab' if mark == chr(9) else mark}"]
         if index is not None:
             self.notes.append(f"left out: the column {index!r} (an index)")
-        self._decimal, self._has_points = ".", False  # whether a number with a decimal point was found
+        self._decimal, self._has_points = ".", mark == ","  # whether numbers have a decimal point for sure
         self._with_thousands: set[str] = set()  # columns of numbers such as 1,234
         self._rows = 0  # of the blocks before
         self._first = 0  # number in the index
@@ -124,9 +126,8 @@ class CsvFile:
         arrays = [column.combine_chunks() for column in table.columns]
         arrays = [array.dictionary_encode() if pyarrow.types.is_string(array.type) else array for array in arrays]
         if b'"' in block:
-            problem = "has a quote that is not closed in its line: close it, or replace line ends in values"
             for array in arrays:
-                _refuse_where(array, r"[\r\n]", problem)
+                _refuse_where(array, r"[\r\n]", f"has {_OPEN_QUOTE}")
         if b"#" in block:
             problem = "begins with #, but has as many values as a row: remove the comment, or put another column first"
             _refuse_where(arrays[0], "^#", problem)
@@ -138,10 +139,10 @@ class CsvFile:
 
         def of_other_length(row):
             nonlocal comments, wrong
-            if row.text.startswith("#"):
+            if row.text.startswith("#") and "\n" not in row.text.strip():
                 comments += 1
                 return "skip"
-            wrong = wrong or (row.number - 1 - comments, row.actual_columns)
+            wrong = wrong or (row.number - 1 - comments, row)
             return "error"
 
         header = self._header
@@ -153,8 +154,10 @@ class CsvFile:
         except pyarrow.ArrowInvalid:
             if wrong is None:
                 raise
-            values = f"{wrong[1]} value{'s' * (wrong[1] != 1)}"
-            raise _WrongRow(wrong[0], f"has {values}, expected {len(header.columns)}") from None
+            i, row = wrong
+            values = f"{row.actual_columns} value{'s' * (row.actual_columns != 1)}"
+            hint = f": {_OPEN_QUOTE}" if "\n" in row.text.strip() else ""
+            raise _WrongRow(i, f"has {values}, expected {len(header.columns)}{hint}") from None
 
     def _settled(self, block, decimal, future, done):
         """Returns ({name: array}, `done`) of a block, which may be read again with the kinds and decimal point now known."""
@@ -181,8 +184,8 @@ class CsvFile:
 
         Returns False if the block is to be read again, with a decimal comma.
         """
-        if self._decimal == ".":
-            self._has_points |= any(pyarrow.types.is_floating(array.type) for array in found.values())
+        if self._decimal == "." and not self._has_points:
+            self._has_points = bool(_WITH_POINT.search(b"\n" + block + b"\n"))
         for name in self.names:
             kind, known = kind_of(found[name].type), self._kinds.get(name)
             if known == "string" or kind is None:
@@ -224,7 +227,7 @@ class CsvFile:
                 raise UserError(f"{self.path} has no header line: {name!r} is the name of a column, and one of its values")
             return "string"
         if known != "bool" and self._decimal == ".":
-            if self._header.delimiter != "," and not self._has_points and with_comma.any():
+            if not self._has_points and with_comma.any():
                 if (with_comma & ~in_thousands).any():
                     self._decimal = ","
                     self.notes.append("decimals: with a comma")
