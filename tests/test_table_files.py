@@ -319,9 +319,24 @@ BAD = {
     "a date of another order": (
         "a,b,y\n31.1.2024,2,3\n",
         {},
-        "0.csv: the column 'a' holds dates, such as '31.1.2024': "
-        "turn them into numbers, as days since a date, or leave the column out",
+        "0.csv: the column 'a' holds '31.1.2024', a date: turn dates into numbers, as days since one, or leave the column out",
     ),
+    "percentages": (
+        "a,b,y\n5%,2,3\n7.5%,2,3\n",
+        {},
+        "0.csv: the column 'a' holds '5%', an amount: write its number alone, or leave the column out",
+    ),
+    "sums of money": (
+        "a,b,y\n-\u20ac5,2,3\n$7.50,2,3\n",
+        {},
+        "0.csv: the column 'a' holds '-\u20ac5', an amount: write its number alone, or leave the column out",
+    ),
+    "too large for any type": (
+        "a,b,y\n9223372036854775808,2,3\n",
+        {},
+        "0.csv: the column 'a', row 1, holds the whole number 9,223,372,036,854,775,808, too large for int64: scale the column",
+    ),
+    "JSON": ('{"a": 1, "b": 2}\n', {}, "0.csv is no CSV file: it begins with '{\"a\": 1, \"b\": 2}'"),
     "latin-1": (
         "a,b,y\n" + "1,2,3\n" * 2 + "\u00e9,2,3\n",
         {},

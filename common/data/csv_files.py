@@ -32,6 +32,7 @@ _BOOL = r"^\s*(true|True|TRUE|false|False|FALSE|0|1)\s*$"
 _WITH_THOUSANDS = r"^\s*[+-]?(\d{1,3}|[1-9]\d{0,2}(,\d{3})+)(\.\d+)?\s*$"
 _WITH_DECIMALS = r"^\s*[+-]?\d+,\d+([eE][+-]?\d+)?\s*$"
 _WITH_POINT = re.compile(rb"[;\t|\n\"][+-]?\d*\.\d+[;\t|\r\n\"]")  # in a line
+_AMOUNT = r"^\s*\p{Sc}?\s*[+-]?\s*\p{Sc}?\d[\d.,]*\s*[%\p{Sc}]?\s*$"  # with a sign of a currency
 _DATE = r"^\s*(\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.]\d{4})([T ].*)?$"
 
 
@@ -206,39 +207,40 @@ class CsvFile:
     def _kind_of_strings(self, name, array, block):
         """Returns the kind of a column that pyarrow reads as strings: "string", or "int" or "float" for numbers with commas.
 
-        Raises a `UserError` if at least half of the different strings are numbers, or all are dates. Returns None if numbers
-        have a decimal comma; from then on this is known.
+        It is "" if some of the strings are numbers, at least half of the different ones, or the column was no string before.
+        Returns None if numbers have a decimal comma; from then on this is known.
         """
         known, words = self._kinds.get(name), array.dictionary
-
-        def match(pattern):
-            return np.asarray(compute.match_substring_regex(words, pattern))
-
         if not len(words):
             return known
-        in_thousands, with_comma = match(_WITH_THOUSANDS), match(_WITH_DECIMALS)
-        if known is None and (match(self._number) | in_thousands | with_comma).mean() < 0.5:
-            if match(_DATE).all():
-                raise UserError(
-                    f"{self.path}: the column {name!r} holds dates, such as {words[0].as_py()!r}: turn them into numbers, as "
-                    "days since a date, or leave the column out"
-                )
-            if self._rows == 0 and name in words.to_pylist():
-                raise UserError(f"{self.path} has no header line: {name!r} is the name of a column, and one of its values")
+        in_thousands, with_comma = _match(_WITH_THOUSANDS, words), _match(_WITH_DECIMALS, words)
+        if known is None and (_match(self._number, words) | in_thousands | with_comma).mean() < 0.5:
+            self._check_words(name, words)
             return "string"
-        if known != "bool" and self._decimal == ".":
-            if not self._has_points and with_comma.any():
-                if (with_comma & ~in_thousands).any():
-                    self._decimal = ","
-                    self.notes.append("decimals: with a comma")
-                    return None
-                self._refuse_string(name, block, "a number with a decimal comma, or thousands: write it without the comma")
-            if in_thousands.all():
-                if name not in self._with_thousands:
-                    self.notes.append(f"thousands: the commas in {name!r} are left out")
-                self._with_thousands.add(name)
-                return "float" if match(r"\.").any() else "int"
-        return ""
+        if known == "bool" or self._decimal == ",":
+            return ""
+        if not self._has_points and with_comma.any():
+            if (with_comma & ~in_thousands).any():
+                self._decimal = ","
+                self.notes.append("decimals: with a comma")
+                return None
+            self._refuse_string(name, block, "a number with a decimal comma, or thousands: write it without the comma")
+        if not in_thousands.all():
+            return ""
+        if name not in self._with_thousands:
+            self._with_thousands.add(name)
+            self.notes.append(f"thousands: the commas in {name!r} are left out")
+        return "float" if _match(r"\.", words).any() else "int"
+
+    def _check_words(self, name, words):
+        """Raises a `UserError` if all strings of a column are dates or amounts, or one is the name of the column."""
+        problems = {_DATE: "a date: turn dates into numbers, as days since one", _AMOUNT: "an amount: write its number alone"}
+        for pattern, problem in problems.items():
+            if _match(pattern, words).all():
+                text = words[0].as_py()
+                raise UserError(f"{self.path}: the column {name!r} holds {text!r}, {problem}, or leave the column out")
+        if self._rows == 0 and name in words.to_pylist():
+            raise UserError(f"{self.path} has no header line: {name!r} is the name of a column, and one of its values")
 
     @property
     def _number(self):
@@ -275,6 +277,11 @@ class CsvFile:
 
 def _is_row(line):
     return bool(line.strip()) and not line.startswith(b"#")
+
+
+def _match(pattern, words):
+    """Returns which of the strings contain a pattern, bool [n]."""
+    return np.asarray(compute.match_substring_regex(words, pattern))
 
 
 def _refuse_where(array, pattern, problem):

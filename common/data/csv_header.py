@@ -33,6 +33,8 @@ def read_header(path, file):
             comment = comment if header else text.strip()
         elif header:
             following = text
+        elif text.lstrip()[0] in "{[<":
+            raise UserError(f"{path} is no CSV file: it begins with {text.strip()[:50]!r}")
         elif text.count('"') % 2:
             raise UserError(f"{path}: a quote in its header line is not closed there")
         else:

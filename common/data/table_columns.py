@@ -79,7 +79,7 @@ class Column:
         """Forgets the values, not the kind: the rows are read from the beginning."""
         self.most = 0  # the largest absolute value of whole numbers
         self.has_fractions = False
-        self.changed: Any = None  # the first whole number that float32 changes: (batch, row, text)
+        self.changed: Any = None  # the first whole number that float32 changes: (batch, row, problem)
         self.words: dict[str, int] = {}  # the vocabulary: string → number
         self.untrained: dict[str, tuple] = {}  # strings of test rows alone → (batch, row)
         self.filled = 0  # number of empty values
@@ -206,7 +206,10 @@ class Column:
         changes = np.flatnonzero((near.astype(np.float64) != values) | (np.abs(values) >= EXACT[1]))
         if len(changes):
             number, after = int(values[changes[0]]), int(near[changes[0]])
-            self.changed = batch, int(changes[0]) // self.width, f"{number:,}, which float32 rounds to {after:,}"
+            problem = f"which float32 rounds to {after:,}: write whole numbers without a point, or scale them"
+            if abs(number) >= 2**63:
+                problem = "too large for int64: scale the column"
+            self.changed = batch, int(changes[0]) // self.width, f"holds the whole number {number:,}, {problem}"
 
     def _numbers_of_strings(self, values, batch):
         if not types.is_dictionary(values.type):
@@ -247,8 +250,8 @@ class Column:
         if self.kind is None:
             raise UserError(f"the column {self.name!r} is empty in all rows: leave it out of the files")
         if self.kind == "float" and self.changed and not self.has_fractions and not self.is_label:
-            batch, i, number = self.changed
-            batch.refuse(self.name, i, f"holds the whole number {number}: write whole numbers without a point, or scale them")
+            batch, i, problem = self.changed
+            batch.refuse(self.name, i, problem)
         if self.untrained:
             word, (batch, i) = next(iter(self.untrained.items()))
             way_out = "leave the row out" if self.is_label else "hash the strings, with --hash_strings=BUCKETS"

@@ -199,8 +199,9 @@ class _Conversion:
         note = f"label: the column {self._label.name!r}"
         if classes is None:
             return note
-        listed = ", ".join(f"{name!r} is {i}" for i, name in enumerate(classes[:5]))
-        return f"{note}, {len(classes):,} classes: {listed}" + (f", and {len(classes) - 5:,} more" if len(classes) > 5 else "")
+        more = f", and {len(classes) - 5:,} more" if len(classes) > 5 else ""
+        first = ", ".join(f"{name!r} is {i}" for i, name in enumerate(classes[:5]))
+        return f"{note}, {len(classes):,} class{'es' * (len(classes) != 1)}: {first}{more}"
 
     def _about(self, column):
         array, at = self._layout.places[column.name]
@@ -270,7 +271,7 @@ def _notes_of(columns):
             value = "an empty string" if column.kind == "string" else "0"
             if column.missing == "mean" and column.kind != "string":
                 value = "means" if column.shape else f"the mean, {column.mean()[0]:.6g}"
-            notes.append(f"filled: {column.filled:,} empty values of {column.name!r} with {value}")
+            notes.append(f"filled: {column.filled:,} empty value{'s' * (column.filled != 1)} of {column.name!r} with {value}")
     return notes
 
 
