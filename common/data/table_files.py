@@ -83,11 +83,12 @@ def _label_of(file, label):
 
 
 class _Layout(NamedTuple):
-    """Places of the columns in the arrays: {name: (array, first place)}, and the widths and types of the arrays."""
+    """Places of the columns in the arrays: {name: (array, first place)}; widths and types of these; the columns of strings."""
 
     places: dict[str, tuple[str, int]]
     widths: dict[str, int]
     types: dict[str, str]
+    strings: list[str]
 
 
 def _layout_of(columns):
@@ -98,7 +99,7 @@ def _layout_of(columns):
         widths[array] = widths.get(array, 0) + column.width
         if column.is_label:
             types["labels"] = "float32" if column.kind == "float" else "int32"
-    return _Layout(places, widths, types)
+    return _Layout(places, widths, types, [column.name for column in columns if column.kind == "string"])
 
 
 class _Conversion:
