@@ -4,6 +4,7 @@ import datetime
 import decimal
 import gzip
 import json
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -68,7 +69,7 @@ def converted(tmp_path):
 
 PLAIN = {"a": [1, 3], "b": [2.5, 4], "y": [0, 1]}
 # {file: (its content, flags, {column: values}, notes beside that of the label)}
-GOOD = {
+GOOD: dict[str, Any] = {
     "plain": ("a,b,y\n1,2.5,0\n3,4,1\n", {}, PLAIN, []),
     "without a last line end": ("a,b,y\n1,2.5,0\n3,4,1", {}, PLAIN, []),
     "CRLF": ("a,b,y\r\n1,2.5,0\r\n3,4,1\r\n", {}, PLAIN, []),
@@ -209,7 +210,7 @@ CORRECT = "correct it, or leave it empty and give --missing; in a column of text
 DATES = "a date or time is no number: turn it into some, as days or seconds since a date, or leave the column out"
 HOLDS = "expected numbers, strings, or lists of numbers"
 # {file: (its content, flags, the line)}
-BAD = {
+BAD: dict[str, Any] = {
     "empty": ("", {}, "0.csv is empty: expected a header line, then rows"),
     "a header alone": ("a,b,y\n", {}, "0.csv has no rows to train with: expected rows after its header line"),
     "no header": ("1,2,3\n4,5,6\n", {}, "0.csv has no header line: it begins with 1, 2, 3; name the columns there"),
@@ -338,7 +339,7 @@ BAD = {
     ),
     "JSON": ('{"a": 1, "b": 2}\n', {}, "0.csv is no CSV file: it begins with '{\"a\": 1, \"b\": 2}'"),
     "latin-1": (
-        "a,b,y\n" + "1,2,3\n" * 2 + "\u00e9,2,3\n",
+        ("a,b,y\n" + "1,2,3\n" * 2 + "\u00e9,2,3\n").encode("latin-1"),
         {},
         "0.csv: row 3 is not UTF-8: convert the file, as with `iconv -f latin1 -t utf8`",
     ),
@@ -454,7 +455,7 @@ def refused(converted, tmp_path):
 def test_bad(refused, in_blocks, name, size):
     in_blocks(size)
     content, flags, line = BAD[name]
-    assert refused(content.encode("latin-1") if name == "latin-1" else content, **flags) == line
+    assert refused(content, **flags) == line
 
 
 def test_what_is_told(converted):

@@ -59,7 +59,7 @@ class CsvFile:
         self.path, self._kinds = path, kinds
         with self._open() as (_, file):
             self._header = read_header(path, file)
-        index, mark = self._header.index, self._header.delimiter
+        index, mark = self._header.index_name, self._header.delimiter
         self.names = self._header.columns[0 if index is None else 1 :]
         self.notes = [] if mark == "," else [f"delimiter: {'tab' if mark == chr(9) else mark}"]
         if index is not None:
@@ -173,8 +173,8 @@ class CsvFile:
         except _WrongRow as error:
             i, problem = error.args
             raise UserError(f"{self.path}: row {self._rows + i + 1:,} {problem}") from None
-        if self._header.index is not None:
-            self._check_index(found[self._header.index])
+        if self._header.index_name is not None:
+            self._check_index(found[self._header.index_name])
         self._rows += len(found[self.names[0]])
         for name in self._with_thousands:
             found[name] = _without_commas(found[name], _TYPES[self._kinds[name]])
@@ -264,7 +264,7 @@ class CsvFile:
 
     def _check_index(self, array):
         """Raises a `UserError` unless the first column of a block numbers the rows."""
-        index, wrong = self._header.index, [0] if len(array) else []
+        index, wrong = self._header.index_name, np.arange(min(1, len(array)))
         if kind_of(array.type) == "int" and not array.null_count:
             numbers = array.to_numpy()
             self._first = numbers[0] if self._rows == 0 else self._first

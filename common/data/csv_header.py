@@ -15,12 +15,12 @@ _NO_TEXT = b"PAR1", b"PK\x03\x04"  # Parquet, zip
 
 
 class Header(NamedTuple):
-    """The names of all columns, the delimiter, the place after the header line in bytes, and the name of an index, or None."""
+    """The names of all columns, the delimiter, the place after the header line in bytes, and that of an index, or None."""
 
     columns: list[str]
     delimiter: str
     end: int
-    index: str | None
+    index_name: str | None
 
 
 def read_header(path, file):

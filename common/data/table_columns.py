@@ -69,7 +69,8 @@ class Column:
 
     def __init__(self, name, missing=None, buckets=None, is_label=False):
         self.name, self.is_label = name, is_label
-        self.missing, self.buckets = (None, None) if is_label else (missing, buckets)
+        self.missing = None if is_label else missing
+        self.buckets = None if is_label else buckets
         self.kind: str | None = None  # see kind_of; None until there is a value
         self.shape: tuple[int, ...] | None = None  # of a value: (), or (k,) for lists; None until there is a value
         self.is_big = False  # whether float32 may not hold a whole number of it
@@ -224,7 +225,8 @@ class Column:
         if self.buckets:
             import tensorflow as tf
 
-            return tf.strings.to_hash_bucket_fast([word or "" for word in words], self.buckets).numpy()[places]
+            array = np.array([word or "" for word in words], object)  # faster than a list
+            return tf.strings.to_hash_bucket_fast(array, self.buckets).numpy()[places]
         return self._places_of(words, places, batch)[places]
 
     def _places_of(self, words, places, batch):

@@ -257,7 +257,7 @@ class _Conversion:
                     rows = np.frombuffer(bytearray(data), dtype).reshape(-1, width)
                     change(rows)
                     file.seek(-len(data), os.SEEK_CUR)
-                    file.write(rows)
+                    file.write(rows.data)
 
 
 def _notes_of(columns):
