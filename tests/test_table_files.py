@@ -199,10 +199,14 @@ GOOD: dict[str, Any] = {
         [],
     ),
     "small types": (
-        {"a": pyarrow.array([1.5, 2], pyarrow.float16()), "b": pyarrow.array([2**62, 1], pyarrow.uint64()), "y": [0, 1]},
-        {},
-        {"a": [1.5, 2], "b": [2**62, 1], "y": [0, 1]},
-        [],
+        {
+            "a": pyarrow.array(np.array([1.5, 2], "f2"), mask=np.array([True, False])),
+            "b": pyarrow.array([2**62, 1], pyarrow.uint64()),
+            "y": [0, 1],
+        },
+        {"missing": "0"},
+        {"a": [0, 2], "b": [2**62, 1], "y": [0, 1]},
+        ["filled: 2 empty values of 'a' with 0"],
     ),
 }
 WAYS_OUT = "fill it, or give --missing=0 or --missing=mean"

@@ -52,7 +52,7 @@ class ParquetFile:
         size, read = os.path.getsize(self.path), 0
         with self._open() as file:
             for batch in file.iter_batches(ROWS):
-                table = _flat(pyarrow.table(batch))
+                table = _flat(pyarrow.Table.from_batches([batch]))
                 read += len(table)
                 done = size * read // file.metadata.num_rows
                 yield {name: table[name].combine_chunks() for name in self.names}, done

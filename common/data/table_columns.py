@@ -102,6 +102,8 @@ class Column:
         if types.is_dictionary(array.type) and kind_of(array.type) != "string":
             array = array.dictionary_decode()
         values = self._unlisted(array, batch)
+        if types.is_float16(values.type):  # old versions of pyarrow cannot do much with it
+            values = values.cast(pyarrow.float32())
         kind = kind_of(values.type)
         if kind == "" or (kind == "string" and values is not array):
             refuse_type(batch.path, self.name, array.type)
@@ -216,8 +218,6 @@ class Column:
         if not types.is_dictionary(values.type):
             values = values.cast(pyarrow.string()).dictionary_encode()
         words, places = values.dictionary.to_pylist(), _filled(values.indices, -1)
-        if None in words:
-            places = np.where(places == words.index(None), -1, places)
         if (empty := places < 0).any():
             self._check_missing(empty, batch)
             places = np.where(empty, len(words), places)
@@ -225,7 +225,7 @@ class Column:
         if self.buckets:
             import tensorflow as tf
 
-            array = np.array([word or "" for word in words], object)  # faster than a list
+            array = np.array(words, object)  # faster than a list
             return tf.strings.to_hash_bucket_fast(array, self.buckets).numpy()[places]
         return self._places_of(words, places, batch)[places]
 
