@@ -11,7 +11,7 @@ from common.data.user_functions import one_line
 
 ROWS = 2**14  # read at once
 _INDEX = "__index_level_0__"  # the name of pandas for an index
-_BUFFER = 2**20  # bytes read of each column at once, where without it a row group would be read whole
+_BUFFER = 2**20  # bytes of each column that are read at once; otherwise it is a whole row group
 
 
 class ParquetFile:
@@ -42,7 +42,7 @@ class ParquetFile:
     def _open(self):
         """A context that gives the open file; an error in it becomes a `UserError` of one line."""
         try:
-            with pyarrow.parquet.ParquetFile(self.path, buffer_size=_BUFFER) as file:
+            with pyarrow.parquet.ParquetFile(self.path, buffer_size=_BUFFER, pre_buffer=False) as file:
                 yield file
         except (OSError, pyarrow.ArrowException) as error:
             raise UserError(f"{self.path} is truncated, damaged or no Parquet file: {one_line(error)}") from None
