@@ -50,7 +50,7 @@ def merged(kind, other):
 
 
 def refuse_type(path, name, kind):
-    """Raises a `UserError` on a column of a type that is no kind."""
+    """Raises a `UserError` on a column of a type of pyarrow without a kind."""
     way_out = next((line for test, line in _WAYS_OUT.items() if getattr(types, test)(kind)), "leave the column out")
     if types.is_large_binary(kind) or types.is_fixed_size_binary(kind):
         way_out = _WAYS_OUT["is_binary"]
@@ -98,7 +98,7 @@ class Column:
         return self.is_big if self.kind == "int" else self.kind == "string" and (self.buckets or 0) > EXACT[0]
 
     def look(self, array, batch):
-        """Returns the values of a batch, an array of pyarrow; lists beside each other. It learns kind and shape."""
+        """Returns the values of a batch, an array of pyarrow, those of lists in a row; it learns kind and shape."""
         if types.is_dictionary(array.type) and kind_of(array.type) != "string":
             array = array.dictionary_decode()
         values = self._unlisted(array, batch)
@@ -123,6 +123,7 @@ class Column:
         return values
 
     def _unlisted(self, array, batch):
+        """Returns the values of lists in a row, or the array itself if it holds none."""
         is_list = any(test(array.type) for test in (types.is_list, types.is_large_list, types.is_fixed_size_list))
         if not is_list:
             self._learn_shape((), array, batch)
@@ -138,7 +139,7 @@ class Column:
         if width == 0:
             batch.refuse(self.name, present[0], "holds a list without values")
         self._learn_shape((width,), array, batch)
-        values = array.flatten()  # without those of empty lists
+        values = array.flatten()  # nothing for an empty list
         if array.null_count:
             places = np.zeros([len(array), width], np.int64)
             places[present] = np.arange(len(values)).reshape(-1, width)
@@ -162,22 +163,19 @@ class Column:
         if self.kind == "string":
             return self._numbers_of_strings(values, batch)
         found = _filled(values)
-        empty = np.asarray(values.is_null(nan_is_null=True)) if values.null_count or found.dtype.kind == "f" else None
-        if empty is not None and empty.any():
+        empty = np.asarray(values.is_null(nan_is_null=True))
+        if empty.any():
             self._check_missing(empty, batch)
             found = np.where(empty, np.zeros([], found.dtype), found)
-        else:
-            empty = None
         if self.kind == "float":
             self._check_floats(found, batch)
         if self.missing == "mean":
-            present = np.ones(len(found), bool) if empty is None else ~empty
-            of_training = found.reshape(len(batch.held), -1)[~batch.held]
-            self.sum = self.sum + of_training.sum(axis=0, dtype=np.float64)
-            self.count = self.count + present.reshape(len(batch.held), -1)[~batch.held].sum(axis=0)
+            in_rows = len(batch.held), self.width
+            self.sum = self.sum + found.reshape(in_rows)[~batch.held].sum(axis=0, dtype=np.float64)
+            self.count = self.count + (~empty).reshape(in_rows)[~batch.held].sum(axis=0)
         whole = self.kind in ("int", "bool") and (self.of_ids or self.is_label)
         result = found.astype(np.int64 if whole else np.float32, copy=False)
-        if empty is not None and self.missing == "mean":
+        if self.missing == "mean" and empty.any():
             result = np.where(empty, np.array(_NONE if whole else np.nan, result.dtype), result)
         return result.reshape([-1, *self.shape]) if self.shape else result
 
@@ -248,7 +246,7 @@ class Column:
         return numbers
 
     def finish(self):
-        """Raises a `UserError` if the column, now read to its end, cannot be used."""
+        """Raises a `UserError` if no training could use the column, now that all rows are known."""
         if self.kind is None:
             raise UserError(f"the column {self.name!r} is empty in all rows: leave it out of the files")
         if self.kind == "float" and self.changed and not self.has_fractions and not self.is_label:

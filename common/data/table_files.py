@@ -27,7 +27,8 @@ def convert(kind, train, test, folder, told, label=None, missing=None, hash_stri
       train: paths of the files, with the same columns.
       test: paths of the test files; [] if every tenth row of a training file is for the test.
       folder: path of an empty folder.
-      told: a function that is called with the bytes read so far and those of all files. It may begin anew: see `_Again`.
+      told: a function of the bytes read so far and the bytes of all files, called now and then. Where a later row changes the
+        type of a column, the files are read once more, from 0 bytes on.
       label: name of the label column; None: that called label, target or y, or else the last.
       missing: replacement of empty values: "0", "mean" of the training rows, or None, to refuse them.
       hash_strings: number of buckets for strings, or None.
@@ -53,9 +54,9 @@ def convert(kind, train, test, folder, told, label=None, missing=None, hash_stri
     first, *others = [file for file, _ in opened()]
     chosen = _label_of(first, label)
     for file in others:
-        if other := sorted(set(file.names) ^ set(first.names)):
-            has = "has" if other[0] in file.names else "lacks"
-            raise UserError(f"{file.path} {has} the column {other[0]!r}, unlike {first.path}: expected the same columns")
+        if different := sorted(set(file.names) ^ set(first.names)):
+            has = "has" if different[0] in file.names else "lacks"
+            raise UserError(f"{file.path} {has} the column {different[0]!r}, unlike {first.path}: expected the same columns")
     columns = [table_columns.Column(name, missing, hash_strings, is_label=name == chosen) for name in first.names]
     while True:
         conversion = _Conversion(columns, folder)
@@ -134,7 +135,7 @@ class _Conversion:
     def read(self, files, batch_type, told):
         """Writes the rows of all files, pairs of a file and "train" or "test", into the arrays."""
         sizes = [os.path.getsize(file.path) for file, _ in files]
-        has_test, before = any(half == "test" for _, half in files), 0
+        has_test, before, total = any(half == "test" for _, half in files), 0, sum(sizes)
         try:
             for (file, half), size in zip(files, sizes):
                 rows = 0
@@ -145,7 +146,7 @@ class _Conversion:
                     if count:
                         self._add(arrays, batch_type(file.path, rows, held))
                     rows += count
-                    told(before + done, sum(sizes))
+                    told(before + done, total)
                 before += size
                 self._notes += [note for note in file.notes if note not in self._notes]
         finally:
