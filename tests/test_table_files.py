@@ -404,6 +404,11 @@ BAD: dict[str, Any] = {
         {},
         f"0.parquet: the column 'a' holds binary, {HOLDS}: decode it into lists of numbers, or leave the column out",
     ),
+    "no UTF-8": (
+        {"a": pyarrow.array([b"x", b"\xe9"]).view(pyarrow.string()), "y": [0, 1]},
+        {},
+        "0.parquet: the column 'a', row 2, holds b'\\xe9': expected UTF-8",
+    ),
     "lists of strings": (
         {"a": [["x"]], "y": [0]},
         {},

@@ -44,7 +44,7 @@ class ParquetFile:
         try:
             with pyarrow.parquet.ParquetFile(self.path, buffer_size=_BUFFER, pre_buffer=False) as file:
                 yield file
-        except (OSError, pyarrow.ArrowException) as error:
+        except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
             raise UserError(f"{self.path} is truncated, damaged or no Parquet file: {one_line(error)}") from None
 
     def batches(self):

@@ -215,7 +215,13 @@ class Column:
     def _numbers_of_strings(self, values, batch):
         if not types.is_dictionary(values.type):
             values = values.cast(pyarrow.string()).dictionary_encode()
-        words, places = values.dictionary.to_pylist(), _filled(values.indices, -1)
+        places = _filled(values.indices, -1)
+        try:
+            words = values.dictionary.to_pylist()
+        except UnicodeDecodeError:
+            raw = values.dictionary.cast(pyarrow.binary()).to_pylist()
+            wrong = next(i for i, word in enumerate(raw) if word.decode(errors="ignore").encode() != word)
+            batch.refuse(self.name, int(np.argmax(places == wrong)), f"holds {raw[wrong]!r}: expected UTF-8")
         if (empty := places < 0).any():
             self._check_missing(empty, batch)
             places = np.where(empty, len(words), places)
