@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from common.core import UserError
-from common.data import convert, csv_files, parquet_files, table_columns, table_files
+from common.data import convert, csv_files, parquet_files, table_files
 
 
 class Converted:
@@ -622,10 +622,12 @@ def test_vocabularies_of_names_that_are_no_file_names(converted):
     assert {path.parent for path in found.folder.rglob("*")} == {found.folder}
 
 
-def test_a_vocabulary_too_large(refused, monkeypatch):
-    monkeypatch.setattr(table_columns, "MOST_WORDS", 2)
-    line = "0.csv: the column 'a' holds more than 2 strings: hash them, with --hash_strings=BUCKETS"
-    assert refused("a,b,y\nx,2,0\nz,2,1\nw,2,1\n") == line
+@pytest.mark.parametrize("name, way_out", [("a", "hash them, with --hash_strings=BUCKETS"), ("y", "name another by --label")])
+def test_too_many_strings(refused, monkeypatch, name, way_out):
+    """They are counted over all columns."""
+    monkeypatch.setattr(table_files, "MOST_STRINGS", 5)
+    content = {"b": [1] * 5, "few": ["x"] * 5, "a": list(range(5)), "y": [0] * 5, name: ["p", "q", "r", "s", "t"]}
+    assert refused(content) == f"the columns hold more than 5 strings, {name!r} most of them: {way_out}"
 
 
 def test_the_mean_is_that_of_training_rows(converted, in_blocks):

@@ -10,7 +10,6 @@ from pyarrow import types
 from common.core import UserError
 from common.data.array_types import EXACT
 
-MOST_WORDS = 2**24  # strings of a vocabulary: float32 holds each of their numbers
 _NONE = np.iinfo(np.int64).min  # an empty value in an array of int64, until the mean is known
 _MOST = float(np.finfo(np.float32).max)
 _WAYS_OUT = {
@@ -246,9 +245,6 @@ class Column:
             elif self.untrained:
                 self.untrained.pop(word, None)
             numbers[i] = self.words.setdefault(word, len(self.words))
-        if len(self.words) > MOST_WORDS:
-            way_out = "give --label for another" if self.is_label else "hash them, with --hash_strings=BUCKETS"
-            raise UserError(f"{batch.path}: the column {self.name!r} holds more than {MOST_WORDS:,} strings: {way_out}")
         return numbers
 
     def finish(self):

@@ -11,6 +11,7 @@ from common.core import UserError
 
 HELD = 10  # without test files, every tenth row of each file is for the test
 LABELS = ("label", "target", "y")  # names of a label column
+MOST_STRINGS = 2**22  # of all vocabularies together: each takes about 130 bytes of memory, and half a gigabyte is enough
 _CHUNK = 2**16  # rows at once, of arrays on disk
 
 
@@ -173,6 +174,10 @@ class _Conversion:
             array, at = layout.places[column.name]
             numbers = column.numbers(values[column.name], batch)
             found[array][:, at : at + column.width] = numbers.reshape(len(numbers), -1)
+        if sum(len(column.words) for column in self._columns) > MOST_STRINGS:
+            most = max(self._columns, key=lambda column: len(column.words))
+            way_out = "name another by --label" if most.is_label else "hash them, with --hash_strings=BUCKETS"
+            raise UserError(f"the columns hold more than {MOST_STRINGS:,} strings, {most.name!r} most of them: {way_out}")
         for half, chosen in (("train", ~batch.held), ("test", batch.held)):
             count = int(np.count_nonzero(chosen))
             self._rows[half] += count
