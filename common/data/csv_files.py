@@ -61,7 +61,7 @@ class CsvFile:
             self._header = read_header(path, file)
         index, mark = self._header.index_name, self._header.delimiter
         self.names = self._header.columns[0 if index is None else 1 :]
-        self.notes = [] if mark == "," else [f"delimiter: {'tab' if mark == chr(9) else mark}"]
+        self.notes = [] if mark == "," else [f"delimiter: {'tab' if mark == chr(9) else repr(mark)}"]
         if index is not None:
             self.notes.append(f"left out: the column {index!r} (an index)")
         self._decimal, self._has_points = ".", mark == ","  # whether numbers have a decimal point for sure

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.core import UserError
+from common.data.files import HELD
 
-HELD = 10  # without test files, every tenth row of each file is for the test
 LABELS = ("label", "target", "y")  # names of a label column
 MOST_STRINGS = 2**22  # of all vocabularies together: each takes about 130 bytes of memory, and half a gigabyte is enough
 _CHUNK = 2**16  # rows at once, of arrays on disk
@@ -182,7 +182,7 @@ class _Conversion:
             count = int(np.count_nonzero(chosen))
             self._rows[half] += count
             for array, rows in found.items():
-                (rows if count == len(rows) else rows[chosen]).tofile(self._files[half, array])
+                self._files[half, array].write((rows if count == len(rows) else rows[chosen]).data)  # tofile hides a full disk
 
     def finish(self):
         """Fills empty values with means, sorts classes, writes vocabularies; returns the result of `convert`."""
