@@ -12,6 +12,7 @@ from common.core import flags as flag_defaults
 from common.data import builtin_data, datasets
 from common.data.batches import Batches
 from common.data.nested_arrays import arrays_in, mapped
+from common.data.user_functions import user_module
 from common.models import builtin_models, keras_model, stateless_model
 from common.scheme.center import GlobalParameters
 from common.scheme.local import LocalParameters
@@ -359,13 +360,26 @@ def test_model_in_place_of_a_function(user_error, images, tmp_path):
 
 @pytest.mark.parametrize("spec", ["mpl", "", "m.py"])
 def test_no_such_model(user_error, spec):
-    with user_error(f"--model must be one of linear, mlp, cnn, cnn1d, dense, transformer or FILE.py:FUNCTION, not {spec!r}"):
+    with user_error("--model must be one of linear, mlp, cnn, cnn1d, dense, transformer, FILE.keras or ", f", not {spec!r}"):
         keras_model.build(spec, classes(9, [3], 4))
 
 
-def test_a_saved_model_in_place_of_a_function(user_error):
-    with user_error("not 'm.keras'; for a saved model, a function that returns keras.models.load_model('m.keras')"):
-        keras_model.build("m.keras", classes(9, [3], 4))
+def test_a_saved_model(user_error, tmp_path):
+    """With its weights; its own classes are in a file."""
+    (tmp_path / "own.py").write_text("import keras\n\nclass Doubled(keras.layers.Dense):\n    pass\n")
+    own = user_module("--custom_objects", f"{tmp_path}/own.py")
+    saved = keras.Sequential([keras.Input([3]), own.Doubled(4)])
+    saved.save(tmp_path / "m.keras")
+    data = classes(9, [3], 4)
+    model = keras_model.build(f"{tmp_path}/m.keras", data, custom_objects=f"{tmp_path}/own.py")
+    np.testing.assert_array_equal(model.initial_parameters, np.concatenate([v.numpy().ravel() for v in saved.weights]))
+    why = "Could not locate class 'Doubled'; --custom_objects=FILE.py names the file with its own classes"
+    with user_error(f"--model={tmp_path}/m.keras cannot be loaded: {why}"):
+        keras_model.build(f"{tmp_path}/m.keras", data)
+    with user_error("--custom_objects=own.py is for --model=FILE.keras, not mlp"):
+        keras_model.build("mlp", data, custom_objects="own.py")
+    with user_error("--model=m.keras: there is no such file"):
+        keras_model.build("m.keras", data)
 
 
 # --- The same as Keras -------------------------------------------------------------------------------------------------
@@ -835,7 +849,7 @@ def test_loss_and_metrics_of_the_model_are_honoured(user_model, problem):
         lambda p, state, x, y, *w: model.loss(model.split(p), state, x, y, *w),
         *(model.initial_parameters, model.initial_state, x, y, *weights),
     )
-    inputs = mapped(lambda array: keras.ops.convert_to_tensor(stateless_model.as_input(array)), x)
+    inputs = stateless_model.as_inputs(mapped(keras.ops.convert_to_tensor, x))
     outputs = model.keras_model(inputs, **stateless_model.training_arg(model.keras_model, True))
     expected = model.keras_model._compute_loss(inputs, y, outputs, *weights)
     np.testing.assert_allclose(ours, expected, rtol=1e-5)
@@ -851,7 +865,7 @@ def test_loss_and_metrics_of_the_model_are_honoured(user_model, problem):
     if not model.keras_model.compiled:
         model.keras_model.compile("sgd")
     expected = model.keras_model.evaluate(
-        mapped(stateless_model.as_input, x),
+        mapped(np.asarray, stateless_model.as_inputs(mapped(keras.ops.convert_to_tensor, x))),
         y,
         sample_weight=weights[0] if weights else None,
         batch_size=3,

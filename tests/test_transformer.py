@@ -147,7 +147,7 @@ def test_sizes_that_are_refused(parse, user_error, arguments, text):
 
 def test_sizes_by_flags(parse):
     settings = parse("--model=transformer", "--width=32", "--layers=3")
-    assert flags.sizes(settings) == {"layers": 3, "width": 32, "heads": 4}
+    assert flags.model_options(settings) == {"layers": 3, "width": 32, "heads": 4, "custom_objects": None}
 
 
 ONE_HOT = np.eye(4, dtype=int)[np.arange(9) % 4]

@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # the front door: what others may import
         TrainingFailed,
         UserError,
         check_backend,
-        sizes,
+        model_options,
         why_unwritable,
     )
     from common.core.keeper import Keeper, Trained, times

@@ -306,11 +306,18 @@ def _of_cluster_and_input():
     text = "label column of CSV and Parquet files (default: the last one called label, target or y, or else the last)"
     yield string("label", None, text)
     yield string("parse", None, "FILE.py:FUNCTION that parses a TFRecord, a scalar string tensor, into (x, y)")
+    yield choice("missing", None, ("0", "mean"), "value of empty fields of CSV and Parquet files (default: they are refused)")
+    text = "buckets into which the strings of CSV and Parquet files are hashed (default: a vocabulary numbers them)"
+    yield integer("hash_strings", None, text, least=1, most=INT32)
+    text = "folder of the arrays that files and datasets are converted to (default: one in ~/.cache)"
+    yield string("data_cache", None, text)
+    yield boolean("stream", False, "read a tf.data.Dataset anew in each epoch, as for augmentation, instead of converting it")
     text = "share of the training set that is held out; its loss and metrics are reported as validation_..."
     yield number("validation", None, text, above=0, below=1)
     yield "Model"
     names = "linear, dense (no bias), mlp, cnn (images), cnn1d (series), transformer (sequences of whole numbers)"
-    yield string("model", "mlp", f"{names}; or FILE.py:FUNCTION")
+    yield string("model", "mlp", f"{names}; FILE.keras, a saved model; or FILE.py:FUNCTION")
+    yield string("custom_objects", None, "FILE.py with the classes and functions of the user's in --model=FILE.keras")
     for name, most, text in (
         ("layers", 1000, "blocks of --model=transformer"),  # each adds some 400 operations to the graph
         ("width", INT32, "embedding width of --model=transformer, a multiple of --heads"),
@@ -438,17 +445,17 @@ def parse(values, arguments, program, without=()):
     return settings
 
 
-def sizes(settings):
-    """Returns the sizes of --model=transformer in these settings: {"layers", "width", "heads": number}."""
-    given = {name: getattr(settings, name, None) for name in TRANSFORMER}
-    return {name: default if given[name] is None else given[name] for name, default in TRANSFORMER.items()}
+def model_options(settings):
+    """Returns options of a model by keyword: {"layers", "width", "heads": number} of a transformer, and "custom_objects"."""
+    given = {name: getattr(settings, name, None) for name in (*TRANSFORMER, "custom_objects")}
+    return {name: TRANSFORMER.get(name) if value is None else value for name, value in given.items()}
 
 
 def _check_sizes(settings):
     for name in TRANSFORMER:
         if (value := getattr(settings, name, None)) is not None and settings.model != "transformer":
             raise UserError(f"--{name}={value} needs --model=transformer: add that, or leave --{name} out")
-    if (has := sizes(settings))["width"] % has["heads"]:
+    if (has := model_options(settings))["width"] % has["heads"]:
         raise UserError(
             f"--heads={has['heads']} does not divide --width={has['width']}: each head has an equal part of the width, so "
             "choose a width that is a multiple of the heads"

@@ -52,6 +52,10 @@ class Rows:
             return Rows(self._array, self.dtype, self.chosen[which])
         return Rows(self._array[which], self.dtype) if isinstance(which, slice) else Rows(self._array, self.dtype, which)
 
+    def as_type(self, dtype):
+        """Returns the same `Rows` with another type, as read."""
+        return Rows(self._array, dtype, self.chosen)
+
     def min(self):
         return min(chunk.min() for chunk in chunks(self))
 

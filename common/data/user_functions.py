@@ -27,6 +27,21 @@ def user_function(flag, spec):
     path, colon, name = spec.rpartition(":")
     if not colon:
         raise UserError(f"{flag} must be FILE.py:FUNCTION, not {spec!r}")
+    module = user_module(flag, path, spec)
+    try:
+        function = getattr(module, name, None)
+    except Exception as error:  # of a module's own __getattr__
+        raise UserError(f"{flag}={spec}: {one_line(error)}") from error
+    is_model = hasattr(function, "get_config") and not isinstance(function, type)
+    if not callable(function) or is_model:
+        what = f", but a {type(function).__name__}: give a function that returns it" if function is not None else ""
+        raise UserError(f"{flag}={spec}: {path} has no function {name!r}{what}")
+    return function
+
+
+def user_module(flag, path, spec=None):
+    """Returns the module in a Python file of the user's, or raises `UserError` on `flag=spec`, by default the path."""
+    spec = spec or path
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         raise UserError(f"{flag}={spec}: there is no file {path}")
@@ -44,15 +59,7 @@ def user_function(flag, spec):
             raise UserError(f"{flag}={spec}: {path} cannot be imported: {one_line(error)}") from error
         if before is not None:  # another module of the same name, still importable
             sys.modules[file.stem] = before
-    try:
-        function = getattr(module, name, None)
-    except Exception as error:  # of a module's own __getattr__
-        raise UserError(f"{flag}={spec}: {one_line(error)}") from error
-    is_model = hasattr(function, "get_config") and not isinstance(function, type)
-    if not callable(function) or is_model:
-        what = f", but a {type(function).__name__}: give a function that returns it" if function is not None else ""
-        raise UserError(f"{flag}={spec}: {path} has no function {name!r}{what}")
-    return function
+    return module
 
 
 def one_line(error):

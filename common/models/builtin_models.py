@@ -39,6 +39,8 @@ def built_in(spec, data, sizes):
     """Returns the Keras model `spec`, one of `BUILT_IN`, for this data."""
     import keras
 
+    if data.columns is not None:
+        data = data._replace(x_train=data.columns.matrix(data.x_train), x_test=data.columns.matrix(data.x_test))
     _check_arrays(spec, data)
     shape = data.x_train.shape[1:]
     if _is_sequence(data) and spec in ("linear", "transformer"):

@@ -2,19 +2,22 @@
 
 import contextlib
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 
 from common import tf
 from common.core import TRANSFORMER, UserError, check_backend
-from common.data import OF_STRINGS, arrays_in, call_user_function, chunks, mapped
+from common.data import OF_STRINGS, arrays_in, call_user_function, chunks, mapped, one_line, user_module
 from common.models.builtin_models import BUILT_IN, built_in
-from common.models.stateless_model import Model, as_input, as_user_error, scalars_of, scope_of, training_arg
+from common.models.column_inputs import ColumnInputs
+from common.models.stateless_model import Model, as_inputs, as_user_error, scalars_of, scope_of, training_arg
 from common.scheme import tables
 
 
-def build(spec, data, seed=0, loss=None, tables_on_ps=False, tables_seed=0, **sizes):
-    """Returns the `Model` that `--model=spec` names, one of `BUILT_IN` or FILE.py:FUNCTION, with its initial values.
+def build(spec, data, seed=0, loss=None, tables_on_ps=False, tables_seed=0, custom_objects=None, **sizes):
+    """Returns the `Model` that `--model=spec` names, of `BUILT_IN`, FILE.keras or FILE.py:FUNCTION, with its initial values.
 
     Call it before a graph is entered: Keras variables can only be read eagerly. Raises `UserError` if the model does not exist
     or does not fit `data`.
@@ -25,25 +28,44 @@ def build(spec, data, seed=0, loss=None, tables_on_ps=False, tables_seed=0, **si
       loss: `--loss`, a Keras loss name, for a model without a loss of its own.
       tables_on_ps: whether tables of `common.Embedding` layers lie on the ps, see `common.scheme.tables`, or in the model.
       tables_seed: seed of the initial rows of these tables, the same in all tasks.
-      **sizes: sizes of a transformer, see `common.core.sizes`; other models ignore them.
+      custom_objects: `--custom_objects`, a Python file for FILE.keras, or None.
+      **sizes: sizes of a transformer, see `common.core.model_options`; other models ignore them.
     """
     import keras
 
     check_backend(keras.backend.backend())
+    if custom_objects is not None and not spec.endswith(".keras"):
+        raise UserError(f"--custom_objects={custom_objects} is for --model=FILE.keras, not {spec}")
     keras.utils.set_random_seed(seed)
     with tables.on_ps(tables_seed) if tables_on_ps else contextlib.nullcontext():
         if spec in BUILT_IN:
             keras_model = built_in(spec, data, {**TRANSFORMER, **sizes})
         elif ":" in spec:
             keras_model = call_user_function("--model", spec)
+        elif spec.endswith(".keras"):
+            keras_model = _saved(spec, custom_objects)
         else:
-            load = f"; for a saved model, a function that returns keras.models.load_model({spec!r})"
-            saved = load if spec.endswith(".keras") else ""
-            raise UserError(f"--model must be one of {', '.join(BUILT_IN)} or FILE.py:FUNCTION, not {spec!r}{saved}")
+            raise UserError(f"--model must be one of {', '.join(BUILT_IN)}, FILE.keras or FILE.py:FUNCTION, not {spec!r}")
         if not isinstance(keras_model, keras.Model):
             raise UserError(f"--model={spec} must give a keras.Model, not {type(keras_model).__name__}")
         with named(spec):
             return checked(keras_model, data, loss, last_operation=(lambda: None) if spec in BUILT_IN else None)
+
+
+def _saved(path, custom_objects):
+    """Returns the Keras model in a file, with the user's own classes and functions from a Python file, or None."""
+    import keras
+
+    own = vars(user_module("--custom_objects", custom_objects)) if custom_objects is not None else {}
+    own = {name: value for name, value in own.items() if callable(value)}
+    if not Path(path).expanduser().is_file():
+        raise UserError(f"--model={path}: there is no such file")
+    try:
+        return keras.models.load_model(Path(path).expanduser(), custom_objects=own)
+    except Exception as error:  # of a class that is missing, of a damaged file, in many ways
+        hint = "; --custom_objects=FILE.py names the file with its own classes" if custom_objects is None else ""
+        causes = re.findall(r"xception encountered: (.+?)\.(?:\s|$)", str(error))
+        raise UserError(f"--model={path} cannot be loaded: {causes[-1] if causes else one_line(error)}{hint}") from error
 
 
 def by_labels(keras_model, is_classification):
@@ -80,8 +102,9 @@ def checked(keras_model, data, loss=None, last_operation=None):
     from common.models import losses
 
     _refuse_layers(keras_model)  # before the call, whose Keras errors would be misleading
-    _refuse_inputs(keras_model, data.x_train)
-    x, y, *weights = _telling_samples(data.train)
+    _refuse_inputs(keras_model, data.x_train if data.columns is None else None)
+    inputs = as_inputs if data.columns is None else ColumnInputs(keras_model, data)
+    x, y, *weights = _telling_samples(data.train, inputs)
     shapes = ", ".join(str(list(array.shape[1:])) for array in arrays_in(x))
     with as_user_error(f"the model cannot be called on samples of shape {shapes}"):
         outputs = keras_model(x, **training_arg(keras_model, False))
@@ -103,12 +126,12 @@ def checked(keras_model, data, loss=None, last_operation=None):
         if data.num_samples > 2:  # different shapes may broadcast by chance when a dimension equals the number of samples
             two = [tf.nest.map_structure(lambda array: array[:2], part) for part in (x, y, outputs, *weights)]
             keras_model._compute_loss(*two)
-        x_test, y_test, *weights_test = _telling_samples(data.test)
+        x_test, y_test, *weights_test = _telling_samples(data.test, inputs)
         keras_model._compute_loss(x_test, y_test, keras_model(x_test, **training_arg(keras_model, False)), *weights_test)
     with as_user_error("the metrics of the model do not fit the labels"):
         measures = list(scalars_of(keras_model.compute_metrics(x, y, outputs, *weights)))
     places = max(math.prod(output.shape[1:-1]) for output in tf.nest.flatten(outputs))
-    return Model(keras_model, measures, own_optimizer, places)
+    return Model(keras_model, measures, own_optimizer, places, inputs)
 
 
 def _refuse_inputs(keras_model, x):
@@ -132,8 +155,8 @@ def _refuse_inputs(keras_model, x):
         raise UserError(f"the samples lack {missing[0]!r}, an input of the model ({names})")
 
 
-def _telling_samples(samples):
-    """Returns the first three samples, and, for integer labels, the samples with the smallest and the largest label."""
+def _telling_samples(samples, inputs):
+    """Returns the first three samples, as `inputs` of the model, and those with the smallest and the largest integer label."""
     import keras
 
     n = len(arrays_in(samples[0])[0])
@@ -144,7 +167,7 @@ def _telling_samples(samples):
             least, most = map(np.concatenate, zip(*ends))
             chosen += [int(least.argmin()), int(most.argmax())]
     x, *others = [mapped(lambda array: keras.ops.convert_to_tensor(array[chosen]), part) for part in samples]
-    return [mapped(as_input, x), *others]  # tensors, as `fit` has them
+    return [inputs(x), *others]  # tensors, as `fit` has them
 
 
 # Methods of the training loop of `fit` that a model may override.

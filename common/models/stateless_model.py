@@ -28,16 +28,19 @@ class Model:
       measures: the metric names of its `compute_metrics`.
       own_optimizer: the name of the user's compiled optimizer. No scheme uses it.
       places: number of positions of a sample with an output each, as of a sequence: a parameter is used at all of them.
+      inputs: function from samples x, tensors, to the inputs of the model; by default `as_inputs`.
 
     Attributes:
       tables: the `common.scheme.Spec`s of the tables on the ps; `size` does not include them.
+      columns: the columns of files that the inputs take, as text; empty for other data.
     """
 
-    def __init__(self, keras_model, measures, own_optimizer=None, places=1):
+    def __init__(self, keras_model, measures, own_optimizer=None, places=1, inputs=None):
         from common.models import losses
 
         _make_constant(keras_model)
         self._measures, self._saving, self.places = measures, threading.Lock(), places
+        self.inputs, self.columns = inputs or as_inputs, getattr(inputs, "text", "")
         self.keras_model, self.minimizes, self.own_optimizer = keras_model, losses.text(keras_model), own_optimizer
         self.shapes = [tuple(v.shape) for v in keras_model.trainable_variables]
         self.sizes = [math.prod(shape) for shape in self.shapes]
@@ -135,7 +138,7 @@ class Model:
         asked = tables.Asked(tables_on_ps, [*values[0], *values[1]])
         scope = scope_of(model, *values)
         with as_user_error("the model cannot be a part of a graph"), scope, _compared_by_value(), tables.found_by(asked):
-            model(tf.nest.map_structure(as_input, x), **training_arg(model, True))
+            model(self.inputs(x), **training_arg(model, True))
         for layer, ids in zip(self._on_ps, asked.ids, strict=True):
             if not ids:
                 raise UserError(f"the layer {layer.name} looks nothing up when the model is called: leave it out")
@@ -183,7 +186,7 @@ class Model:
 
         Returns the scope with the updated values of the model's variables, the loss, and the outputs.
         """
-        model, x = self.keras_model, tf.nest.map_structure(as_input, x)
+        model, x = self.keras_model, self.inputs(x)
         scope = scope_of(model, variables, state, metrics)
         with as_user_error("the model cannot be a part of a graph"), scope, _compared_by_value():
             outputs = model(x, **training_arg(model, training))
@@ -213,7 +216,7 @@ class Model:
             x, y, *weights = samples = part(start)
             scope, loss, outputs = self._call(variables, state, metrics, *samples, training=False)
             with as_user_error("the metrics of the model cannot be a part of a graph"), scope, _compared_by_value():
-                found = model.compute_metrics(tf.nest.map_structure(as_input, x), y, outputs, *(weights or [None]))
+                found = model.compute_metrics(self.inputs(x), y, outputs, *(weights or [None]))
                 found = {name: tf.cast(value, tf.float32) for name, value in scalars_of(found).items()}
             metrics = [scope.get_current_value(v) for v in model.metrics_variables]
             size = tf.cast(tf.shape(tf.nest.flatten(samples)[0])[0], tf.float32)
@@ -291,10 +294,9 @@ def training_arg(keras_model, training):
     return {"training": training} if keras_model._call_has_training_arg else {}
 
 
-def as_input(array):
-    """Returns samples as model inputs: uint8 becomes float32."""
-    is_bytes = array.dtype in (np.uint8, tf.uint8)
-    return (array.astype(np.float32) if isinstance(array, np.ndarray) else tf.cast(array, tf.float32)) if is_bytes else array
+def as_inputs(x):
+    """Returns samples, tensors in their structure, as model inputs: uint8 becomes float32."""
+    return tf.nest.map_structure(lambda array: tf.cast(array, tf.float32) if array.dtype == tf.uint8 else array, x)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,70 @@
+"""Columns of CSV and Parquet files: their kinds, and their places in the arrays of the samples."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from common.data.mapped_rows import Rows
+
+EXACT_UP_TO = {"float16": 2**11, "bfloat16": 2**8, "float32": 2**24, "float64": 2**53}
+
+
+class Column(NamedTuple):
+    """A column: `width` numbers of a sample, from place `at` on, in the array `numbers` (float32) or `ids` (int64)."""
+
+    name: str
+    kind: str  # "float", "int", "bool", or "string": whole numbers by a vocabulary or by hashing
+    array: str
+    at: int
+    width: int
+    is_list: bool
+    most: int | None  # largest absolute value of whole numbers
+    vocabulary: str | None = None  # a JSON file in the entry; the id of a string is its place in the list
+    buckets: int | None = None  # of `tf.strings.to_hash_bucket_fast`, in place of a vocabulary
+
+
+class Columns:
+    """All columns of the samples. Those of numbers are the first ones of the array `numbers`, in the order of the files.
+
+    Args:
+      described: list of dicts, as `table_files.convert` returns it.
+    """
+
+    def __init__(self, described):
+        found = [Column(**{"array" if key == "in" else key: value for key, value in each.items()}) for each in described]
+        self._named = {column.name: column._replace(width=column.width or 1) for column in found}
+
+    def __iter__(self):
+        return iter(self._named.values())
+
+    def __getitem__(self, name):
+        return self._named[name]
+
+    def names(self):
+        """Returns the names, in the order of the files."""
+        return list(self._named)
+
+    def of_numbers(self):
+        """Returns the columns that are no strings, in order; those that are too large for float32 are in `ids`."""
+        return [column for column in self if column.kind != "string"]
+
+    def width(self):
+        """The number of places of the array `numbers` that hold no strings."""
+        return sum(column.width for column in self.of_numbers() if column.array == "numbers")
+
+    def matrix(self, x):
+        """Returns samples x with the columns of numbers alone, as one array, for its shape and type.
+
+        Its values are those of the samples if they all are whole numbers, as of a sequence; else 0.
+        """
+        array: Any = x.get("numbers") if isinstance(x, dict) else x
+        n = len(next(iter(x.values())) if isinstance(x, dict) else x)
+        if all(column.kind == "int" and column.array == "numbers" for column in self):
+            return array.as_type(np.int32) if isinstance(array, Rows) else array.astype(np.int32)
+        return np.broadcast_to(np.float32(0), [n, self.width()])
+
+
+def values_of(x, column: Column) -> Any:
+    """Returns the values of a column `[n, width]` in samples x, arrays or tensors."""
+    array = x[column.array] if isinstance(x, dict) else x
+    return array[:, column.at : column.at + column.width]
