@@ -23,7 +23,7 @@ def is_home_writable():
 
 
 def private_caches(is_writable=None):
-    """Gives Keras and Matplotlib a temporary folder of this process, if the home folder is not writable.
+    """Gives Keras, Matplotlib and the cache of data a temporary folder of this process, if the home folder is not writable.
 
     Otherwise Keras would use /tmp/.keras, which another user may have created with any contents. To be called before Keras is
     imported. Child processes find the same folder in their environment.
@@ -37,6 +37,7 @@ def private_caches(is_writable=None):
 
         os.environ["KERAS_HOME"] = tempfile.mkdtemp(prefix="keras-")
         os.environ.setdefault("MPLCONFIGDIR", os.environ["KERAS_HOME"])
+        os.environ.setdefault("XDG_CACHE_HOME", os.environ["KERAS_HOME"])
         os.environ["KERAS_HOME_IS_OF"] = str(os.getpid())
     if os.environ.get("KERAS_HOME_IS_OF") == str(os.getpid()):  # also after a re-exec, see `common.cli.program`
         import atexit

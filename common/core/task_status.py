@@ -23,6 +23,7 @@ LEAVING = "\x0e"  # message: asked to leave, and about to
 LEFT = 101  # exit status of a forked task that leaves, see `status_of_leaving`
 # Activities of a task that run the user's functions; the input check may have timed them before.
 LOADING, BUILDING = "loading the data", "building the model"
+CONVERTING = "converting the data"  # part of loading; a colon and its progress follow
 CHECKED = "ending the check"
 
 

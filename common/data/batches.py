@@ -113,11 +113,16 @@ class Batches:
 
     def samples(self, indices):
         """Returns the samples x `[batch_size, ...]` and labels y of `indices`, and their weights, if they have some."""
+        return gathered(self._samples, indices)
 
-        def taken(kept):
-            return kept.gather(indices) if isinstance(kept, Stored) else tf.gather(kept, indices)
 
-        return tf.nest.map_structure(taken, self._samples)
+def gathered(kept, indices):
+    """Returns the samples at these indices in a structure of local variables and `Stored`, as `fed` makes them."""
+
+    def taken(array):
+        return array.gather(indices) if isinstance(array, Stored) else tf.gather(array, indices)
+
+    return tf.nest.map_structure(taken, kept)
 
 
 def order_of(num_samples, seed):

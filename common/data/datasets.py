@@ -12,16 +12,24 @@ import numpy as np
 from common.core import UserError, limits, task_status
 from common.data.array_types import as_arrays, typed
 from common.data.builtin_data import digits, linear, mnist, mnist1d, quadratic, text
+from common.data.frames import is_frame, of_frames
 from common.data.mapped_rows import LARGE, Rows, chunks
 from common.data.nested_arrays import arrays_in, mapped, named
+from common.data.pipelines import is_pipeline
 from common.data.user_functions import call_user_function
+
+SETS = {2: ("train", "test"), 3: ("train", "validation", "test")}  # of a function that gives so many
 
 
 class Data(NamedTuple):
     """A training and a test set: samples, labels, and the weights of the samples, or None if all count the same.
 
+    It may have a validation set, which is evaluated as the test set is.
+
     Each is an array `[n, ...]`, or arrays in a tuple or dict, for a model of several inputs or outputs. Labels are int32
-    (classes) or float32. A large memory-mapped array is `common.data.Rows`.
+    (classes) or float32. A large memory-mapped array is `common.data.Rows`. Samples of CSV and Parquet files have `columns`, a
+    `common.data.Columns`. `text` is the source of converted samples, for the first line of a run; `entry` the folder with their
+    arrays, or None.
     """
 
     x_train: Any
@@ -30,6 +38,28 @@ class Data(NamedTuple):
     y_test: Any
     w_train: Any = None
     w_test: Any = None
+    x_validation: Any = None
+    y_validation: Any = None
+    w_validation: Any = None
+    columns: Any = None
+    text: str = ""
+    entry: Any = None
+
+    @property
+    def parts(self):
+        """The samples, labels and weights of all sets, in the order of the fields."""
+        return tuple(self[:9])
+
+    def with_parts(self, parts):
+        """Returns the same data with others in place of `parts`."""
+        return self._replace(**dict(zip(self._fields, parts)))
+
+    @property
+    def validation(self):
+        """The same data with the validation set as the test set; None if there is none."""
+        if self.x_validation is None:
+            return None
+        return self._replace(x_test=self.x_validation, y_test=self.y_validation, w_test=self.w_validation)
 
     @property
     def train(self):
@@ -77,49 +107,58 @@ def load(spec, seed=0):
 def checked(arrays, spec):
     """Returns the arrays from `--data=spec` as `Data`, in the types of training, or raises `UserError`.
 
-    They are `((x_train, y_train), (x_test, y_test))`, each pair with weights of the samples as a third, if they have some.
+    They are `((x_train, y_train), (x_test, y_test))`, each pair with weights of the samples as a third, if they have some; a
+    validation set may be between them. x may be data frames, which then have columns. Or they are a `Data`.
     """
-    flag, halves = f"--data={spec}", {}
-    if isinstance(arrays, (tuple, list)) and any(hasattr(part, "element_spec") for part in arrays):
+    flag, sets = f"--data={spec}", {}
+    if isinstance(arrays, (tuple, list)) and any(map(is_pipeline, arrays)):
         raise UserError(f"{flag} gives tf.data.Datasets, but this program trains with arrays only")
+    columns = None
+    if isinstance(arrays, Data):
+        middle = [] if arrays.validation is None else [arrays.validation.test]
+        arrays, columns = (arrays.train, *middle, arrays.test), arrays.columns
     try:
-        for half, given in zip(("_train", "_test"), arrays, strict=True):
-            x, y, w = (*given, None) if len(given) == 2 else given
-            parts = (x, y) if w is None else (x, y, w)
-            halves[half] = [as_arrays(part, f"{flag}: {axis}{half}") for axis, part in zip("xyw", parts)]
+        given = {half: (*each, None) if len(each) == 2 else each for half, each in zip(SETS[len(arrays)], arrays, strict=True)}
+        samples = {half: x for half, (x, _, _) in given.items()}
+        if all(map(is_frame, samples.values())):
+            samples, columns = of_frames(samples, flag)
+        for half, (_, y, w) in given.items():
+            parts = (samples[half], y) if w is None else (samples[half], y, w)
+            sets[half] = [as_arrays(part, f"{flag}: {axis}_{half}") for axis, part in zip("xyw", parts)]
     except UserError:
         raise
     except Exception:  # converting an object that is no array may raise any error
         expected = "((x_train, y_train), (x_test, y_test)) as NumPy arrays"
         weights = "and weights as a third of each pair, if samples have some"
         raise UserError(f"{flag} must give {expected}, {weights}{_given_instead(arrays)}") from None
-    train, test = (typed(parts, flag, half) for half, parts in halves.items())
-    for axis, *both in zip("xyw", train, test):
+    sets = {half: typed(parts, flag, f"_{half}") for half, parts in sets.items()}
+    for half in SETS[len(sets)][1:]:
+        _check_alike(flag, sets["train"], sets[half], half)
+    return Data(**{f"{axis}_{half}": part for half, parts in sets.items() for axis, part in zip("xyw", parts)}, columns=columns)
+
+
+def _check_alike(flag, train, other, half):
+    """Raises a `UserError` if the arrays of a set differ from those of the training set in names, shapes or types."""
+    for axis, *both in zip("xyw", train, other):
         ours, theirs = (named(part, "") for part in both)
         if ours.keys() != theirs.keys():
-            names = f"{axis}_train {len(ours)} and {axis}_test {len(theirs)} arrays"
+            names = f"{axis}_train {len(ours)} and {axis}_{half} {len(theirs)} arrays"
             raise UserError(f"{flag}: {names}, with different names or numbers; expected the same in both")
         for name, array in ours.items():
-            other, train_name, test_name = theirs[name], f"{axis}_train{name}", f"{axis}_test{name}"
-            if array.shape[1:] != other.shape[1:] or array.dtype != other.dtype:
-                had, has = (f"{each.dtype} of shape {each.shape[1:]}" for each in (array, other))
-                raise UserError(f"{flag}: {train_name} holds {had}, {test_name} {has}; expected the same")
-    return Data(*train[:2], *test[:2], *(half[2] if len(half) > 2 else None for half in (train, test)))
+            had, has = (f"{each.dtype} of shape {each.shape[1:]}" for each in (array, theirs[name]))
+            if had != has:
+                raise UserError(f"{flag}: {axis}_train{name} holds {had}, {axis}_{half}{name} {has}; expected the same")
 
 
 def _given_instead(given):
-    """Returns the end of an error line: the kind of object given in place of two pairs of arrays, and the remedy, or ""."""
+    """Returns the end of an error line: the object given in place of pairs of arrays, and the remedy, or ""."""
     pairs = list(given) if isinstance(given, (tuple, list)) else []
     parts = [part for pair in pairs if isinstance(pair, (tuple, list)) for part in pair]
     if given is None:
         return "; it gave None: does the function return them?"
     for part in (given, *pairs, *parts):
-        if any(kind.__name__ == "PyDataset" for kind in type(part).__mro__):
-            return "; it gave a keras.utils.PyDataset: concatenate its batches, or make a tf.data.Dataset of single samples"
         if inspect.isgenerator(part):
             return "; it gave a generator: np.stack(list(...)) makes an array, tf.data.Dataset.from_generator a dataset"
-    if len(pairs) == 3 and all(isinstance(pair, (tuple, list)) and len(pair) in (2, 3) for pair in pairs):
-        return "; it gave three pairs: leave out the validation pair; --validation=0.1 holds out a tenth instead"
     for part in parts:
         if isinstance(part, list) and len({len(row) for row in part if isinstance(row, (list, tuple))}) > 1:
             return "; it gave lists of unequal lengths: keras.utils.pad_sequences makes an array of them"
@@ -154,16 +193,17 @@ def _taken(samples, which):
     return tuple(mapped(taken, part) for part in samples)
 
 
-def share(data, descriptor):
+def share(data, descriptor, whole=False):
     """Shares large arrays of a `Data` with the tasks of this machine, so that they are in memory only once.
 
     Each task inherits the descriptor of an empty file under the same number. The arrays are written to it, and then their
-    description; it stays empty if there is no large array, or no space for it.
+    description; it stays empty if there is no large array, or no space for it. With `whole` it has all arrays, as another task
+    would load others, and a lack of space is a `UserError`.
     """
     path = f"/proc/self/fd/{descriptor}"
 
     def stored(array):
-        if isinstance(array, Rows) or array.nbytes <= LARGE:
+        if array.has_file if isinstance(array, Rows) else array.nbytes <= LARGE and not whole:
             return array
         begin = -(-os.fstat(descriptor).st_size // mmap.PAGESIZE) * mmap.PAGESIZE
         file.seek(begin)
@@ -173,15 +213,17 @@ def share(data, descriptor):
 
     with open(descriptor, "wb", buffering=0, closefd=False) as file:
         try:
-            left = Data(*(None if part is None else mapped(stored, part) for part in data))
-            large = [a for part in left if part is not None for a in arrays_in(part) if isinstance(a, Rows)]
+            parts = [None if part is None else mapped(stored, part) for part in data.parts]
+            left = data.with_parts(parts)
+            large = [a for part in parts if part is not None for a in arrays_in(part) if isinstance(a, Rows)]
             if large and all(rows.has_file for rows in large):
                 description = pickle.dumps(left)
                 file.seek(0, os.SEEK_END)
                 file.write(description + len(description).to_bytes(8, sys.byteorder))
                 return
-        except OSError:  # no space: each task loads its own copy
-            pass
+        except OSError as error:  # no space: each task loads its own copy
+            if whole:
+                raise UserError(f"the data cannot be shared with the tasks: {error.strerror}: give a smaller set") from None
         file.truncate(0)
 
 
@@ -194,7 +236,9 @@ def shared():
     if descriptor < 0 or not (size := os.fstat(descriptor).st_size):
         return None
     length = int.from_bytes(os.pread(descriptor, 8, size - 8), sys.byteorder)
-    return pickle.loads(os.pread(descriptor, length, size - 8 - length))
+    data = pickle.loads(os.pread(descriptor, length, size - 8 - length))
+    read = [part if part is None else mapped(lambda a: a[:] if a.nbytes <= LARGE else a, part) for part in data.parts]
+    return data.with_parts(read)
 
 
 def shard(data, index, count):
@@ -211,8 +255,8 @@ def shard(data, index, count):
 
 def plain(data, program):
     """Returns the same data, for a program that takes only one array of samples, one of labels, and no weights, or raises."""
-    if any(isinstance(part, (dict, tuple)) for part in data[:4]) or data[4:] != (None, None):
-        raise UserError(f"{program} takes one array of samples, one of labels, and no weights")
+    if any(isinstance(part, (dict, tuple)) for part in data[:4]) or data.parts[4:] != (None,) * 5:
+        raise UserError(f"{program} takes one array of samples, one of labels, no weights and no validation set")
     return Data(*(part[:] for part in data[:4]))  # mapped files are read
 
 

@@ -1,256 +1,195 @@
-"""Sources of samples: the arrays, files or datasets of tf.data of `--data`, as a `Data` or a `Stream`."""
+"""Sources of samples: arrays; files and finite pipelines of tf.data, converted once to arrays; or a `Stream`."""
 
-import functools
-import inspect
 import json
+import os
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from common.core import UserError
-from common.data import datasets
-from common.data.files import (
-    HELD,
-    FilePart,
-    Tables,
-    TFRecords,
-    check_elements,
-    files_of,
-    held_before,
-    is_held,
-    kind_of,
-    share_of,
-    split,
-    why,
-)
-from common.data.streams import Share, Stream
+from common.core import UserError, task_status
+from common.data import cache, datasets, pipelines, streamed_datasets
+from common.data.files import HELD, files_of, kind_of, state_of
+from common.data.nested_arrays import arrays_in
+from common.data.pipeline_graphs import Unseen, dependencies, has
+from common.data.pipelines import Records, is_pipeline, takes_two
+from common.data.streams import Stream
 from common.data.user_functions import call, user_function
 
 KNOWN = "data.json"  # in a run's folder: findings of the input check about the data
+_TABLES = "'DIR/*.csv' or '*.parquet'"
+# Flags for some data only: an example of these data, and the kinds of files
+_ONLY_FOR = {
+    **dict.fromkeys(("label", "missing", "hash_strings"), (_TABLES, ("csv", "parquet"))),
+    "parse": ("'DIR/*.tfrecord'", ("tfrecord",)),
+    "test_data": ("files, as 'DIR/*.csv'", ("csv", "parquet", "tfrecord")),
+}
 
 
 def load(settings):
-    """Returns the `Data`, or the `Stream`, of `--data`, or raises `UserError` if there is none or no training could use it."""
+    """Returns the `Data`, or the `Stream`, of `--data`, or raises `UserError` if there is none or no training could use it.
+
+    Files and pipelines are converted to arrays in `--data_cache`, if they are not there yet.
+    """
     spec, kind = settings.data, kind_of(settings.data)
-    files = {"label": "'DIR/*.csv' or '*.parquet'", "parse": "'DIR/*.tfrecord'", "test_data": "files, as 'DIR/*.csv'"}
-    used = {None: (), "tfrecord": ("parse", "test_data")}.get(kind, ("label", "test_data"))
-    if unused := [flag for flag in files if getattr(settings, flag) is not None and flag not in used]:
-        raise UserError(f"--{unused[0]} is for --data={files[unused[0]]}, not {spec}")
-    if kind:
-        return _of_files(settings, kind, _known(settings))
-    if ":" not in spec:
+    for flag, (example, kinds) in _ONLY_FOR.items():
+        if getattr(settings, flag) is not None and kind not in kinds:
+            raise UserError(f"--{flag} is for --data={example}, not {spec}")
+    if settings.stream and (kind or ":" not in spec):
+        raise UserError(f"--stream is for a function that gives tf.data.Datasets, not {spec}: leave it out")
+    if not kind and ":" not in spec:
         return datasets.load(spec, settings.seed)
     if (arrays := datasets.shared()) is not None:
         return arrays
-    return of_function(settings, user_function("--data", spec))
+    known = _known(settings)
+    if known.get("entry") and (found := cache.opened(Path(known["entry"]))) is not None:
+        return found
+    if kind:
+        return _of_files(settings, kind)
+    return of_function(settings, user_function("--data", spec), known.get("counts"))
 
 
-def of_function(settings, function):
-    """Returns the `common.data.datasets.Data`, or the `Stream`, from a function of the user's."""
-    spec, shards_itself = settings.data, _takes_two(function)
-    arguments = [(settings.num_workers, i) for i in range(settings.num_workers)] if shards_itself else [()]
+def of_function(settings, function, counts=None):
+    """Returns the `common.data.datasets.Data`, or the `Stream`, from a function of the user's.
+
+    `counts` are those of a `Stream` that another process has found.
+    """
+    spec, shards_itself, num_workers = settings.data, takes_two(function), _num_workers(settings)
+    arguments = [(num_workers, i) for i in range(num_workers)] if shards_itself else [()]
     pairs = [call("--data", spec, function, *each) for each in arguments]
     if not shards_itself and not is_of_datasets(pairs[0]):
+        if settings.stream:
+            raise UserError(f"--stream is for tf.data.Datasets, but --data={spec} gives others: leave it out")
         return datasets.checked(pairs[0], spec)
     for pair in pairs:
-        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(hasattr(part, "element_spec") for part in pair)):
+        is_pair = isinstance(pair, (tuple, list)) and all(map(is_pipeline, pair))
+        if not is_pair or len(pair) != len(pairs[0]) or len(pair) not in datasets.SETS:
             raise UserError(f"--data={spec} must give (training set, test set), two tf.data.Datasets")
-    return _of_datasets(settings, pairs, shards_itself, _known(settings))
-
-
-def _takes_two(function):
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return False
-    return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) == 2
+    return _of_datasets(settings, pairs, shards_itself, counts)
 
 
 def is_of_datasets(given):
-    """Whether the result of a function of the user's is a `tf.data.Dataset`, or contains one."""
-    return any(hasattr(each, "element_spec") for each in [given, *(given if isinstance(given, (tuple, list)) else ())])
+    """Whether the result of a function of the user's is a pipeline, or contains one."""
+    return any(map(is_pipeline, [given, *(given if isinstance(given, (tuple, list)) else ())]))
+
+
+def _num_workers(settings):
+    """Returns the number of workers at the beginning of the run."""
+    return settings.run.begin_workers if settings.max_workers else settings.num_workers
 
 
 def _asked(settings):
-    return [getattr(settings, name) for name in ("data", "test_data", "label", "parse", "num_workers")]
+    flags = "data", "test_data", "label", "parse", "missing", "hash_strings", "stream"
+    return [*(getattr(settings, name) for name in flags), _num_workers(settings)]
 
 
 def _known(settings):
-    """Returns the findings of the input check from the run's folder, if they are about the same data, else None."""
-    if not settings.run_dir or settings.check:
-        return None
+    """Returns the findings of the input check, if the launcher of this task had made it about the same data, else {}."""
+    if not settings.run_dir or settings.check or not os.environ.get("LAUNCHER_KEY"):
+        return {}
     try:
         found = json.loads(Path(settings.run_dir, KNOWN).read_text())
-        return found["known"] if found["asked"] == _asked(settings) else None
+        return found if found["asked"] == _asked(settings) else {}
     except (OSError, ValueError, KeyError, TypeError):
-        return None
+        return {}
 
 
 def to_keep(settings, dataset):
     """Returns the findings for `load` to keep in the run's folder, for JSON; None for arrays."""
-    return {"asked": _asked(settings), "known": dataset.known} if isinstance(dataset, Stream) else None
+    if isinstance(dataset, Stream):
+        return {"asked": _asked(settings), "counts": dataset.counts}
+    return {"asked": _asked(settings), "entry": dataset.entry} if dataset.entry else None
 
 
-def _of_files(settings, kind, known):
-    name, parse = f"--data={settings.data}", None
-    if settings.test_data is not None and kind_of(settings.test_data) != kind:
-        raise UserError(f"--test_data={settings.test_data}: expected files of the same kind as {name}, as 'DIR/*.{kind}'")
-    if kind == "tfrecord":
-        if settings.parse is None:
-            raise UserError(f"{name} needs --parse=FILE.py:FUNCTION, from a record, a scalar string tensor, to (x, y)")
-        parse = user_function("--parse", settings.parse)
-    reader: Any = TFRecords(parse) if parse else Tables(kind, settings.label, known and known["about"])
-    if known is None:
-        known = _look_at(settings, reader)
-    held = None if known["test"] else False
-    parts = [FilePart(path, n, held) for path, n in known["train"].items()]
-    of_test = [FilePart(path, n) for path, n in known["test"].items()] or [part._replace(held=True) for part in parts]
-    held_out, validation = None, _validation(settings)
-    if validation:
-        total = sum(part.count for part in parts)
-        parts = [part._replace(share=validation) for part in parts]
-        held_out = _share_of(reader, [part._replace(validates=True) for part in parts], HELD_OUT)
-        datasets.check_held_out(settings.validation, held_out.count, total)
-    shares, by_files = [], False
-    for i in range(settings.num_workers):
-        own, by_files = split(parts, i, settings.num_workers)
-        shares.append(_share_of(reader, own))
-    test = _share_of(reader, of_test)
-    if not test.count:
-        raise UserError(f"{name}: every {HELD}th record of a file is for the test, but no file has that many: give --test_data")
-    count = f"{len(parts):,} file{'s' * (len(parts) > 1)} {settings.data}"
-    if settings.num_workers > 1:
-        of_each = "whole files" if by_files else f"every {_ordinal(settings.num_workers)} record"
-        count += f", {of_each} for each worker"
-    tested = f"test: {settings.test_data}" if settings.test_data else f"test: every {HELD}th record"
-    about = f"from {count}; {tested}, {{test}}{reader.label_line()}"
-    return Stream(name, shares, test, held_out, known, about, getattr(reader, "classes", None))
+def _of_files(settings, kind):
+    name, given = f"--data={settings.data}", settings.test_data
+    if given is not None and kind_of(given) != kind:
+        raise UserError(f"--test_data={given}: expected files of the same kind as {name}, as 'DIR/*.{kind}'")
+    if kind == "tfrecord" and settings.parse is None:
+        raise UserError(f"{name} needs --parse=FILE.py:FUNCTION, from a record, a scalar string tensor, to (x, y)")
+    parse = user_function("--parse", settings.parse) if kind == "tfrecord" else None
+    train, test = files_of("--data", settings.data), files_of("--test_data", given) if given else []
+    if both := sorted(set(train) & set(test)):
+        raise UserError(f"--test_data={given} names {both[0]}, which is one of {name}, too")
+    text = f"from {len(train):,} file{'s' * (len(train) > 1)} {settings.data}; test: {given or f'every {HELD}th record'}"
+    with pipelines.prefixed(name):
+        if parse:
+            return _of_records(settings, train, test, parse, text)
+        return _of_tables(settings, kind, train, test, text)
 
 
-HELD_OUT = "the held-out samples"  # their name in a line
+def _of_tables(settings, kind, train, test, text):
+    from common.data import table_files
+
+    flags, files = [settings.label, settings.missing, settings.hash_strings], state_of([*train, *test])
+
+    def convert(folder, told):
+        found = table_files.convert(kind, train, test, folder, told, *flags)
+        notes = f"{text}, {found['rows']['test']:,} samples" + "".join(f"; {note}" for note in found["notes"])
+        return {"arrays": cache.arrays_of_tables(found), "columns": found["columns"], "text": notes}
+
+    key = cache.key_of(kind, files, train, test, text, flags)
+    return cache.converted(cache.folder_of(settings.data_cache), key, files, convert)
 
 
-def _ordinal(n):
-    """Returns n as an ordinal number, as "2nd" or "12th"."""
-    return f"{n}{'th' if n // 10 % 10 == 1 else {1: 'st', 2: 'nd', 3: 'rd'}.get(n % 10, 'th')}"
+def _of_records(settings, train, test, parse, text):
+    name, files = f"--data={settings.data}", state_of([*train, *test])
+    with pipelines.as_user_error(name, "of the training set"):
+        records = [Records(paths, parse) for paths in (train, test) if paths]
+    of_test = records[1] if test else None
+
+    def convert(folder, told):
+        arrays = pipelines.convert_records(records[0], of_test, name, folder, told)
+        return {"arrays": arrays, "columns": None, "text": f"{text}, {_count(arrays):,} samples"}
+
+    return _converted(settings, [each.dataset for each in records], [files, text], files, convert)
 
 
-def _validation(settings):
-    """Returns the share of `--validation`, as (p, q), or None."""
-    share = getattr(settings, "validation", None)
-    return share_of(share) if share else None
+def _of_datasets(settings, pairs, shards_itself, counts):
+    name = f"--data={settings.data}"
+    for half, dataset in ((half, dataset) for pair in pairs for half, dataset in zip(datasets.SETS[len(pair)], pair)):
+        half = pipelines.NAMES[half]
+        if hasattr(dataset, "element_spec"):
+            try:
+                pipelines.check_elements(dataset.element_spec)
+            except UserError as error:
+                raise UserError(f"{name}: of the {half} set {error}") from None
+        elif settings.stream or dataset.num_batches is None:
+            raise UserError(f"{name}: the {half} set is an endless or streamed keras.utils.PyDataset: make a tf.data.Dataset")
+    if settings.stream or any(streamed_datasets.never_ends(pair[0]) for pair in pairs):
+        return streamed_datasets.of_datasets(settings, pairs, shards_itself, counts)
+    for half, dataset in zip(datasets.SETS[len(pairs[0])], pairs[0]):
+        if streamed_datasets.never_ends(dataset):
+            raise UserError(f"{name}: the {half} set never ends: limit it with take()")
+    text = "from " + ("a tf.data.Dataset" if hasattr(pairs[0][0], "element_spec") else "a keras.utils.PyDataset")
+    text += " of each worker's own" * shards_itself
+
+    def convert(folder, told):
+        sets = dict(zip(datasets.SETS[len(pairs[0])], ([dataset] for dataset in pairs[0])))
+        sets["train"] = [pair[0] for pair in pairs]
+        arrays = pipelines.convert(sets, name, folder, told)
+        return {"arrays": arrays, "columns": None, "text": f"{text}; test: {_count(arrays):,} samples"}
+
+    return _converted(settings, [*(pair[0] for pair in pairs), *pairs[0][1:]], [text], {}, convert)
 
 
-def _look_at(settings, reader):
-    """Returns the numbers of records in the training and test files, and the reader's findings about them."""
-    found: dict[str, Any] = {"train": {}, "test": {}}
-    about: Any = None
-    for half, flag, pattern in (("train", "--data", settings.data), ("test", "--test_data", settings.test_data)):
-        if pattern is None:
-            continue
+def _converted(settings, sets, parts, files, convert):
+    """Returns the `Data` of pipelines, from the cache if all that they depend on can be seen."""
+    name = f"--data={settings.data}"
+    found, reasons = [], []
+    for dataset in sets:
         try:
-            found[half], about = reader.about(files_of(flag, pattern))
-        except UserError as error:
-            said = str(error)
-            raise UserError(said if said.startswith("--") else f"{flag}={pattern}: {said}") from None
-    both = sorted(found["train"].keys() & found["test"].keys())
-    if both:
-        raise UserError(f"--test_data={settings.test_data} names {both[0]}, which is one of --data={settings.data}, too")
-    return {**found, "about": about}
-
-
-def _share_of(reader, parts, *name):
-    parts = [part for part in parts if part.count]
-
-    def read(skip, size, order):
-        left = [parts[i] for i in order.permutation(len(parts))] if order else list(parts)
-        while left and left[0].count <= skip:
-            skip -= left.pop(0).count
-        return reader.read(left, skip, size) if left else iter(())
-
-    return Share(sum(part.count for part in parts), read, *name)
-
-
-def _of_datasets(settings, pairs, shards_itself, known):
-    name, num_workers, validation = f"--data={settings.data}", settings.num_workers, _validation(settings)
-    for half, dataset in ((half, dataset) for pair in pairs for half, dataset in zip(("training", "test"), pair)):
-        try:
-            check_elements(dataset.element_spec)
-        except UserError as error:
-            raise UserError(f"{name}: of the {half} set {error}") from None
-        if _has(dataset, "Batch"):
-            hint = "leave batch() out, or end with unbatch()"
-            raise UserError(f"{name}: the {half} set gives batches, expected single samples: {hint}")
-    if (validation or not shards_itself and num_workers > 1) and any(_has(train, "Shuffle") for train, _ in pairs):
-        apart = "--validation would hold out other samples each time"
-        why_not = apart if validation else "no worker could tell which samples are its own"
+            found.append(dependencies(dataset, name))
+        except Unseen as reason:
+            reasons.append(reason)
+    files = files | state_of(path for _, paths in found for path in paths)
+    key = None if reasons else cache.key_of(*parts, [graph for graph, _ in found], files)
+    if reasons:
+        task_status.tell(f"{name}: converted anew in each run, as the pipeline depends on more than its graph: {reasons[0]}")
+    is_apart = settings.num_workers > 1 and not settings.check and not os.environ.get("LAUNCHER_KEY")
+    if (is_apart or key is None and settings.validation) and any(has(dataset, "Shuffle") for dataset in sets):
         hint = "leave shuffle() out, as samples are shuffled here (and list_files takes shuffle=False)"
-        raise UserError(f"{name}: the training set is shuffled, so {why_not}: {hint}")
-    if known is None:
-        known = {"train": [_count(train, name) for train, _ in pairs], "test": _count(pairs[0][1], name)}
-    _check_ends(settings, name, known)
-    sets, counts, held_out = [train for train, _ in pairs], known["train"], None
-    if validation:
-        held = [held_before(count, validation) for count in counts]
-        datasets.check_held_out(settings.validation, sum(held), sum(counts))
-        others = functools.reduce(lambda one, other: one.concatenate(other), (_cut(train, validation, True) for train in sets))
-        held_out = Share(sum(held), _reader_of(others), HELD_OUT)
-        sets = [_cut(train, validation, False) for train in sets]
-        counts = [count - each for count, each in zip(counts, held, strict=True)]
-    if not shards_itself:
-        (count,), (whole,) = counts, sets
-        counts = [None if count is None else len(range(i, count, num_workers)) for i in range(num_workers)]
-        sets = [whole.shard(num_workers, i) for i in range(num_workers)] if num_workers > 1 else [whole]
-    shares = [Share(count, _reader_of(each)) for count, each in zip(counts, sets, strict=True)]
-    about = "from a tf.data.Dataset" + (" of each worker's own" if shards_itself else "") + "; test: {test}"
-    return Stream(name, shares, Share(known["test"], _reader_of(pairs[0][1])), held_out, known, about)
+        raise UserError(f"{name}: a set is shuffled, and each process would have another order: {hint}")
+    return cache.converted(cache.folder_of(settings.data_cache), key, files, convert)
 
 
-def _check_ends(settings, name, known):
-    """Raises a `UserError` for sets that never end, where that is impossible."""
-    if known["test"] is None:
-        raise UserError(f"{name}: the test set never ends: limit it with take()")
-    problems = {
-        ": give --steps or --seconds": not (settings.steps or settings.seconds),
-        ": --learning_rate_schedule needs --steps": not settings.steps and getattr(settings, "learning_rate_schedule", None),
-        ", so --validation cannot hold out a share of it": _validation(settings),
-    }
-    if None in known["train"] and (found := [problem for problem, is_there in problems.items() if is_there]):
-        raise UserError(f"{name}: the training set never ends{found[0]}")
-
-
-def _cut(dataset, share, validates):
-    """Returns the elements of a dataset that are held out for validation, or those that are not."""
-    chosen = dataset.enumerate().filter(lambda number, element: is_held(number, share) == validates)
-    return chosen.map(lambda number, element: element)
-
-
-def _reader_of(dataset):
-    def read(skip, size, order):
-        return dataset.skip(skip).batch(size).prefetch(1).as_numpy_iterator()
-
-    return read
-
-
-def _has(dataset, what):
-    """Whether a dataset is made by a method of this name; batches before an unbatching method do not count."""
-    kind = type(dataset).__name__
-    if "Unbatch" in kind or "FlatMap" in kind or "Interleave" in kind:
-        return what != "Batch" and any(_has(each, what) for each in dataset._inputs())
-    return what in kind or any(_has(each, what) for each in dataset._inputs())
-
-
-def _count(dataset, name):
-    """Returns the number of elements of a dataset, None if it never ends; counts them if the cardinality is unknown."""
-    import tensorflow
-
-    count = int(dataset.cardinality())
-    if count == tensorflow.data.INFINITE_CARDINALITY:
-        return None
-    if count == tensorflow.data.UNKNOWN_CARDINALITY:
-        try:
-            count = int(dataset.reduce(np.int64(0), lambda n, *_: n + 1))
-        except Exception as error:
-            raise UserError(f"{name}: the samples cannot be counted: {why(error)}") from error
-    return count
+def _count(arrays):
+    """Returns the number of test samples of the `arrays` of `cache.ABOUT`."""
+    return int(arrays_in(arrays["y_test"])[0].split(" ")[1].split("x")[0])

@@ -1,4 +1,4 @@
-"""Streams of samples that are read during training: their shards, their shuffling, and their batches."""
+"""Streams of samples, datasets of tf.data that never end or are asked for by --stream: their shards, shuffling and batches."""
 
 import concurrent.futures
 import contextlib
@@ -12,9 +12,8 @@ import numpy as np
 from common import tf
 from common.core import TrainingFailed, UserError, limits, progress
 from common.data import datasets
-from common.data.array_types import typed
-from common.data.files import why
 from common.data.nested_arrays import arrays_in, mapped
+from common.data.pipelines import in_types
 
 BLOCK_BYTES, BLOCK_SAMPLES = 2**24, 8192  # largest block that a worker shuffles
 SAMPLES = 200  # read first, for shapes and types
@@ -23,17 +22,20 @@ ENDLESS = progress.ENDLESS  # global steps of a run that only --seconds ends
 
 
 class Share:
-    """The samples of one worker, or of the test set, in an order of their own.
+    """The samples of one worker, or of the test set.
 
     Args:
       count: number of samples; None if they never end.
-      read: function of (number of samples to skip, size, random generator or None) that yields arrays of `size` samples, the
-        last one possibly shorter. The generator gives the order of files.
+      dataset: a `tf.data.Dataset` of single samples.
       name: of these samples in a line, if they are not for training.
     """
 
-    def __init__(self, count, read, name="the test set"):
-        self.count, self.read, self.name = count, read, name
+    def __init__(self, count, dataset, name="the test set"):
+        self.count, self.name, self._dataset = count, name, dataset
+
+    def read(self, skip, size):
+        """Yields batches of `size` samples after the first `skip`; builds its pipeline in the thread that reads."""
+        yield from self._dataset.skip(skip).batch(size).prefetch(1).as_numpy_iterator()
 
 
 class Stream:
@@ -44,21 +46,18 @@ class Stream:
       shares: list of the `Share` of each worker.
       test: `Share` of the test set.
       held_out: `Share` of the samples that were held out for validation, or None.
-      known: findings that make the next `sources.load` faster, for JSON.
+      counts: numbers of samples, for another process, which need not count them, for JSON.
       about: its description in the first line of a run.
-      classes: the smallest and the largest label, if labels are whole numbers and the range is known.
 
     Attributes:
       first: a `common.data.datasets.Data` of a few samples, for shapes and types.
     """
 
-    def __init__(self, name, shares, test, held_out, known, about, classes=None):
-        self.name, self.shares, self.test, self.held_out, self.known, self._about = name, shares, test, held_out, known, about
-        self.classes, self._failures = classes, []
+    def __init__(self, name, shares, test, held_out, counts, about):
+        self.name, self.shares, self.test, self.held_out, self.counts, self._about = name, shares, test, held_out, counts, about
+        self._failures: list[UserError] = []
         train, of_test = (self._first(share, half) for share, half in ((shares[0], "training"), (test, "test")))
         self.first = datasets.checked((train, of_test), name.removeprefix("--data="))
-        if classes and self.first.is_classification:  # so that num_classes is right
-            self.first.y_train.flat[0], self.first.y_train.flat[-1] = classes
         for i, share in enumerate(shares):
             if share.count == 0:
                 raise UserError(f"{name}: there are too few samples for {len(shares)} workers: worker {i} has none")
@@ -70,13 +69,15 @@ class Stream:
 
     @property
     def validation(self):
-        """The same stream, with the held-out samples as its test set."""
+        """The same stream, with the held-out samples as its test set; None if there are none."""
+        if self.held_out is None:
+            return None
         found = copy.copy(self)
         found.test = self.held_out
         return found
 
     def _first(self, share, half):
-        found = next(iter(self._read(share, 0, SAMPLES, None, f"of the {half} set")), None)
+        found = next(in_types(share.read(0, SAMPLES), self.name, f"of the {half} set"), None)
         if found is None:
             raise UserError(f"{self.name}: the {half} set has no samples")
         return found
@@ -98,34 +99,13 @@ class Stream:
         most = max(share.count or BLOCK_SAMPLES for share in self.shares)
         return max(1, min(BLOCK_SAMPLES, BLOCK_BYTES // self.bytes_of_one, most))
 
+    @property
     def text(self):
         """The source of the samples, for the first line of a run."""
         three, size = limits.as_bytes(3 * self.block * self.bytes_of_one), f"{self.test.count:,} samples"
         blocks = f"shuffled in blocks of {self.block:,} samples, of which three take {three} of memory"
         held_out = f"; validation: {self.held_out.count:,} samples" if self.held_out else ""
         return f"{self._about.format(test=size)}{held_out}; read while it trains, {blocks}"
-
-    def _read(self, share, skip, size, order, whose):
-        """Yields the samples of a share, in the types of training, or raises `UserError` if it cannot be read, or used."""
-        try:
-            for samples in share.read(skip, size, order):
-                at = f"{self.name}: samples {skip:,} and later {whose}"
-                found = typed(samples, at)
-                skip += len(arrays_in(found[0])[0])
-                if hasattr(self, "first"):
-                    self._compare(found, at)
-                yield found
-        except UserError as error:
-            said = str(error)
-            raise UserError(said if said.startswith("--") else f"{self.name}: {said}") from error
-        except Exception as error:  # a function of the user's, or tf.data, may raise anything
-            raise UserError(f"{self.name}: the samples {whose} cannot be read: {why(error)}") from error
-
-    def _compare(self, found, at):
-        for old, new in zip(arrays_in(self.first.train), arrays_in(found), strict=True):
-            if old.shape[1:] != new.shape[1:] or old.dtype != new.dtype:
-                was, now = (f"{array.dtype} of shape {list(array.shape[1:])}" for array in (old, new))
-                raise UserError(f"{at} has {now}, after samples with {was}: expected the same in all")
 
     def training_batches(self, index, batch_size, seed, start=0):
         """Yields batches of worker `index`, epoch after epoch, each in another order; a batch may cross the end of an epoch.
@@ -136,9 +116,8 @@ class Stream:
         first, begin = divmod(start, share.count) if share.count else (0, start)
         for epoch in itertools.count(first):
             at, begin = begin, 0
-            order, whose = np.random.default_rng([seed, epoch]), f"of worker {index}"
-            blocks = self._read(share, at - at % size, size, order, whose)
-            count = 0
+            skip, whose, count = at - at % size, f"of worker {index}", 0
+            blocks = in_types(share.read(skip, size), self.name, whose, self.first.train, skip)
             for number, block in enumerate(_ahead(blocks), at // size):
                 n = len(arrays_in(block[0])[0])
                 shuffled = np.random.default_rng([seed, epoch, number]).permutation(n)[at % size :]
@@ -154,7 +133,7 @@ class Stream:
 
     def test_batches(self, batch_size):
         """Yields the test set once, in batches."""
-        yield from self._read(self.test, 0, batch_size, None, f"of {self.test.name}")
+        yield from in_types(self.test.read(0, batch_size), self.name, f"of {self.test.name}", self.first.train)
 
     def as_tensors(self, draw, argument, batch_size):
         """Returns the (x, y), or (x, y, weights), of a Python function of `argument`, a tensor, as tensors.
@@ -270,28 +249,6 @@ class TestSet:
         if self._keeps:
             self._kept.append(batch)
         return batch
-
-
-def in_memory(dataset):
-    """Returns all samples of a `Stream` as a `Data`, for a program that draws them by index. A `Data` is returned unchanged.
-
-    Raises `UserError` if they never end, take more than half of this machine's memory, or cannot be read.
-    """
-    if not isinstance(dataset, Stream):
-        return dataset
-    if dataset.num_samples is None:
-        raise UserError(f"{dataset.name}: the training set never ends, so it does not fit into memory: limit it with take()")
-    need, has = (dataset.num_samples + dataset.test.count) * dataset.bytes_of_one, limits.memory() // 2
-    if need > has:
-        need, has = limits.as_bytes(need), limits.as_bytes(has)
-        raise UserError(f"{dataset.name}: the samples take {need}, but half of this machine's memory is {has}: give fewer")
-
-    def every(shares, half):
-        blocks = [block for each in shares for block in dataset._read(each, 0, dataset.block, None, f"of the {half} set")]
-        return tf.nest.map_structure(lambda *parts: np.concatenate(parts), *blocks)
-
-    halves = every(dataset.shares, "training"), every([dataset.test], "test")
-    return datasets.checked(halves, dataset.name.removeprefix("--data="))
 
 
 @contextlib.contextmanager

@@ -70,10 +70,11 @@ class _Check(Supervisor):
     def _hear(self, name, text):
         super()._hear(name, text)
         now, progress = time.monotonic(), self._task.progress
-        if progress and progress.what != self._doing:
-            self.seconds[self._doing] = now - self._since
-            self._doing, self._since = progress.what, now
+        if progress:
             self._shown(f"checking the data and the model: {progress.what}")
+        if progress and (stage := progress.what.partition(":")[0]) != self._doing:
+            self.seconds[self._doing] = now - self._since
+            self._doing, self._since = stage, now
 
     def _look(self, last_look):
         super()._look(last_look)
@@ -83,7 +84,8 @@ class _Check(Supervisor):
 
     def _flag(self):
         """Returns the flag, with its value, whose function is running; "" at other stages."""
-        flags = {task_status.LOADING: f"--data={self._settings.data}", task_status.BUILDING: f"--model={self._settings.model}"}
+        flags = dict.fromkeys((task_status.LOADING, task_status.CONVERTING), f"--data={self._settings.data}")
+        flags[task_status.BUILDING] = f"--model={self._settings.model}"
         return flags.get(self._doing, "")
 
     def _limit(self, progress):

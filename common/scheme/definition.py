@@ -11,7 +11,7 @@ BARRIERS = ("warm_start_steps",)  # workers that wait for each other: they start
 NO_PUSH = ("compress", "compress_pull", "topk")  # no messages between a scheme and the ps
 NO_RULE = (  # a main loop of its own
     *("start_secs", "clip_norm", "learning_rate_schedule", "warmup_steps", "weight_decay", "max_workers"),
-    *("validation", "patience", "callback", "test_data", "label", "parse"),
+    *("validation", "patience", "callback", "test_data", "label", "parse", "missing", "hash_strings", "data_cache", "stream"),
     *("table_optimizer", "table_learning_rate", "save_tables", "max_rows"),  # its tables are in the model
 )
 NO_LAUNCH = ("gpus", "max_workers")  # one process
