@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 from common import Scheme, UserError, main, tf
-from common.core import BUILDING, LOADING, checkpoints_in, doing, meanwhile, sizes
+from common.core import BUILDING, LOADING, checkpoints_in, doing, meanwhile, model_options
 from common.models import keras_model
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "HogWild"))
@@ -188,7 +188,8 @@ def evaluate(task, settings):
     doing(LOADING)
     training, validation = split(dataset := sources.load(settings), settings)
     doing(BUILDING)
-    model = keras_model.build(settings.model, samples_of(training, settings), settings.seed, settings.loss, **sizes(settings))
+    of_model = settings.model, samples_of(training, settings), settings.seed, settings.loss
+    model = keras_model.build(*of_model, **model_options(settings))
     doing("building the graph")
     run_dir = Path(settings.run_dir)
     evaluator, best = Evaluator(model, validation, dataset), Best(run_dir / "best")

@@ -177,17 +177,18 @@ class Run:
     """
 
     def __init__(self, scheme, settings):
-        from common.data import datasets, sources, streams
+        from common.data import Stream, datasets, sources
         from common.models import keras_model
         from common.scheme import tables
 
         self.settings, self.lines, self.final, self._scheme = settings, [], None, scheme.function
-        # Samples that a real run reads while it trains are read at once here, and dealt out as arrays are.
-        self._dataset = dataset = streams.in_memory(sources.load(settings.but(num_workers=1, run_dir=None)))
+        self._dataset = dataset = sources.load(settings.but(num_workers=1, run_dir=None))
+        if isinstance(dataset, Stream):
+            raise UserError(f"{dataset.name}: virtual workers draw samples by number: give a set that ends, without --stream")
         small = settings.clock_only and settings.parameters  # only the steps count here, so any model will do
         self._shown = datasets.load("linear") if small else dataset
-        spec, sizes = "linear" if small else settings.model, flags.sizes(settings)
-        self.model = keras_model.build(spec, self._shown, settings.seed, settings.loss, tables_on_ps=True, **sizes)
+        spec, options = "linear" if small else settings.model, flags.model_options(settings)
+        self.model = keras_model.build(spec, self._shown, settings.seed, settings.loss, tables_on_ps=True, **options)
         tables.check_flags(settings, self.model.tables)
         if self.model.tables:
             raise UserError(

@@ -368,6 +368,7 @@ def settings(tmp_path):
     return types.SimpleNamespace(
         run_dir=str(tmp_path), data="linear", model="linear", seed=0, validation=0.1, patience=2, batch_size=32, window=1,
         steps=1000, epochs=None, loss=None, test_data=None, label=None, parse=None,
+        missing=None, hash_strings=None, data_cache=None, stream=False, max_workers=None,
     )  # fmt: skip
 
 

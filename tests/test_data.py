@@ -319,30 +319,19 @@ NUMPY_ARRAYS = "must give ((x_train, y_train), (x_test, y_test)) as NumPy arrays
 
 
 @pytest.mark.parametrize(
-    "given", [None, 3, (), (1, 2, 3), arrays()[0], (arrays()[0], arrays()[1], arrays()[1]), (arrays()[0], None)]
+    "given", [None, 3, (), (1, 2, 3), arrays()[0], (*arrays(), *arrays()), (arrays()[0], None)]
 )
 def test_what_is_no_data(user_error, given):
     with user_error(f"--data=mine {NUMPY_ARRAYS}"):
         datasets.checked(given, "mine")
 
 
-class InBatches(keras.utils.PyDataset):
-    def __len__(self):
-        return 1
-
-    def __getitem__(self, index):
-        return arrays()[0]
-
-
 @pytest.mark.parametrize(
     ("given", "text"),
     [
         (None, "it gave None: does the function return them?"),
-        (InBatches(), "it gave a keras.utils.PyDataset: concatenate its batches, or make a tf.data.Dataset of single samples"),
-        ((InBatches(), InBatches()), "it gave a keras.utils.PyDataset"),
         ((n for n in range(9)), "it gave a generator: np.stack(list(...)) makes an array, tf.data.Dataset.from_generator a"),
         (((n for n in range(9)), arrays()[1]), "it gave a generator"),
-        ((*arrays(), arrays()[1]), "it gave three pairs: leave out the validation pair; --validation=0.1 holds out a tenth"),
         ([([[1], [2, 3]], [0, 1])] * 2, "it gave lists of unequal lengths: keras.utils.pad_sequences makes an array of them"),
     ],
 )

@@ -233,7 +233,7 @@ def test_a_scheme_is_sent_with_its_flags(tmp_path):
 def test_arrays_are_mapped_not_copied(tmp_path):
     x = {"a": X, "b": np.arange(8, dtype=np.uint8)}
     arrays = serialization.SentArrays(serialization.loaded(((x, Y, np.ones(8)), (x, Y, np.ones(8)))), tmp_path)
-    (x_train, y_train, weights), _ = arrays()
+    x_train, y_train, weights = arrays().train
     assert all(isinstance(array, np.memmap) for array in (*x_train.values(), y_train, weights))
     np.testing.assert_array_equal(x_train["a"], X)
     assert x_train["b"].dtype == np.uint8

@@ -58,6 +58,10 @@ def test_check_says_how_long_each_part_took(check):
         (f"{LOADS}ctypes.string_at(0)", "--data=d.py:f: was killed by SIGSEGV while loading the data"),
         (f"{LOADS}{BUILDS}os.abort()", "--model=m.py:f: was killed by SIGABRT while building the model"),
         (f"{LOADS}os.kill(os.getpid(), 9)", "--data=d.py:f: was killed by SIGKILL while loading the data"),
+        (
+            f"{LOADS}task_status.doing('converting the data: 50%, 9 s left')\nos.kill(os.getpid(), 9)",
+            "--data=d.py:f: was killed by SIGKILL while converting the data",
+        ),
         (f"{LOADS}sys.exit(130)", "--data=d.py:f: it raised KeyboardInterrupt"),
         (f"{LOADS}sys.exit(0)", "--data=d.py:f: it exited with status 0 instead of returning"),
         (f"{LOADS}os._exit(5)", "--data=d.py:f: it exited with status 5 instead of returning"),

@@ -567,7 +567,7 @@ def test_ids_that_a_type_does_not_hold_are_refused(problem):
     with pytest.raises(UserError, match=r"items has rows 0 to 9,007,199,254,740,991, but the samples have ids from 0 to"):
         tables.check_ids(model, {**x, "ids": np.array([[0, 1, 2**53]])})
     tables.check_data(model, [x], is_stream=False)
-    with pytest.raises(UserError, match="give arrays, not a stream"):
+    with pytest.raises(UserError, match="give a dataset that ends, without --stream"):
         tables.check_data(model, [x], is_stream=True)
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from common.cli.schemes import ROOT, script_of
 from common.cli.serialization import PROBLEM, SCHEME, SentModel, check_keras, dump, loaded, send
-from common.core import Settings, TrainingFailed, UserError, plots, progress, sizes
+from common.core import Settings, TrainingFailed, UserError, model_options, plots, progress
 from common.launch import warm
 from common.scheme import Scheme
 
@@ -44,8 +44,9 @@ def train(scheme, model, data, *, run_dir=None, pace="own", verbose=True, **flag
       scheme: the name of a folder of this project, as "DOWNPOUR"; a `Scheme`; or a generator function of (center, local, hp),
         see Write-Your-Own-Scheme.
       model: a `keras.Model`, left unchanged, whose weights are the initial parameters; a function that returns one;
-        or "linear", "dense", "mlp", "cnn", "cnn1d", "transformer".
-      data: ((x_train, y_train), (x_test, y_test)), each pair optionally with sample weights as a third; a
+        "FILE.keras"; or "linear", "dense", "mlp", "cnn", "cnn1d", "transformer".
+      data: ((x_train, y_train), (x_test, y_test)), each pair optionally with sample weights as a third, and optionally a
+        validation set between the two; x may be arrays, or data frames, whose columns go to the model's inputs by name; a
         function that returns that, or a pair of `tf.data.Dataset`s; files, as "DIR/*.csv"; or "digits", "linear", "mnist",
         "mnist1d", "quadratic", "text". See book/guide/data-and-models.md.
       run_dir: output folder of the run; runs/SCHEME/TIME by default.
@@ -105,7 +106,7 @@ class Run:
             raise UserError(f"{self.path} has no model.keras, as its tables were not saved: `common.rows_of` reads rows")
         with tables.on_ps(self.result["tables_seed"]) if were_on_ps else contextlib.nullcontext():
             if isinstance(self._model, str):
-                built = keras_model.build(self._model, dataset, loss=loss, **sizes(Settings(**self._flags)))
+                built = keras_model.build(self._model, dataset, loss=loss, **model_options(Settings(**self._flags)))
             else:
                 built = keras_model.checked(self._model(), dataset, loss)
         if were_on_ps:

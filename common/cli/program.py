@@ -218,7 +218,7 @@ def _check_places(scheme, settings, values, task, has_launcher):
 
 def _check_present(settings, values, task, launches):
     """Raises a `UserError` for a flag without meaning in this process."""
-    if settings.patience and not settings.validation:
+    if settings.patience and not settings.validation and ":" not in settings.data:
         raise UserError("--patience needs held-out samples: give their share, too, with --validation")
     if task is None and flags.present(values, "give_up_secs"):
         raise UserError("--give_up_secs is for tasks started by hand: a launcher restarts its tasks (--max_restarts)")
@@ -256,7 +256,7 @@ def _check_input(scheme, settings, launches):
     task_status.doing(task_status.BUILDING)
     run_check.check(settings, dataset, scheme.function)
     if isinstance(dataset, datasets.Data) and (shared := os.environ.get("LAUNCHER_DATA")):
-        datasets.share(dataset, int(shared))
+        datasets.share(dataset, int(shared), whole=bool(dataset.text) and dataset.entry is None)
     if found := os.environ.get("LAUNCHER_FOUND"):
         Path(found).write_text(json.dumps(sources.to_keep(settings, dataset)))
     task_status.doing(task_status.CHECKED)

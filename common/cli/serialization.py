@@ -70,9 +70,11 @@ def receive(file, name):
 
 def loaded(given, flags=None):
     """Returns the `common.data.Data` that `train` was given; for data streamed during training, some samples."""
-    own = {name: (flags or {}).get(name) for name in ("label", "parse", "test_data", "seconds", "steps", "run_dir")}
+    own = dict.fromkeys(("label", "parse", "test_data", "missing", "hash_strings", "data_cache", "stream", "max_workers"))
+    own |= dict.fromkeys(("seconds", "steps", "learning_rate_schedule", "validation", "run_dir"))
+    own |= {name: value for name, value in (flags or {}).items() if name in own}
     spec, number = given if isinstance(given, str) else "", (flags or {}).get("num_workers", 1)
-    settings = Settings(**own, data=spec, num_workers=number, seed=0, check=False)
+    settings = Settings(**{**own, "max_workers": None}, data=spec, num_workers=number, seed=0, check=False)
     try:
         if sources.is_of_datasets(given):
             raise UserError("--data=: a tf.data.Dataset cannot be sent to the workers: give a function that returns the pair")
@@ -158,7 +160,8 @@ class SentArrays:
 
     def __init__(self, dataset, folder):
         self._folder, self._count = str(folder), 0
-        self._parts = [mapped(self._save, part) for part in dataset]
+        self._parts = [mapped(self._save, part) for part in dataset.parts]
+        self._like = dataset.with_parts([None] * len(self._parts))
 
     def _save(self, array):
         if array is None or (isinstance(array, Rows) and array.has_file):
@@ -178,8 +181,7 @@ class SentArrays:
         def load(saved):
             return np.load(Path(self._folder, saved), mmap_mode="r") if isinstance(saved, str) else saved
 
-        x, y, x_test, y_test, *weights = (mapped(load, part) for part in self._parts)
-        return (x, y, weights[0]), (x_test, y_test, weights[1])
+        return self._like.with_parts(mapped(load, part) for part in self._parts)
 
 
 def _cannot_be_sent(why):

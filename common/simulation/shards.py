@@ -6,7 +6,7 @@ import numpy as np
 
 from common import tf
 from common.core import UserError
-from common.data import arrays_in, fed, mapped, order_of
+from common.data import Rows, arrays_in, fed, gathered, order_of
 
 
 class Shards:
@@ -73,11 +73,10 @@ def shards_of(dataset, num_workers, batch_size, seed, non_iid=None):
         raise UserError(
             f"{n:,} training samples are too few for {num_workers:,} workers: choose fewer --num_workers or other --data"
         )
-    samples = tuple(mapped(lambda array: array[:], part) for part in dataset.train)
-    seeds = range(seed, seed + num_workers)
+    samples, seeds = dataset.train, range(seed, seed + num_workers)
     if non_iid is None:
         return Shards(samples, [np.arange(i, n, num_workers) for i in range(num_workers)], batch_size, seeds)
-    y = samples[1]
+    y = samples[1][:] if isinstance(samples[1], Rows) else samples[1]
     if not isinstance(y, np.ndarray) or y.ndim != 1 or y.dtype.kind not in "iu":
         raise UserError("--non_iid divides samples by their classes: expected labels that are whole numbers, one per sample")
     rng = np.random.default_rng(seed)
@@ -123,4 +122,4 @@ class ScheduledBatches:
         return tf.gather(order_of(self.num_samples, 0)[0], places)
 
     def samples(self, indices):
-        return tf.nest.map_structure(lambda kept: tf.gather(kept, indices), self._samples)
+        return gathered(self._samples, indices)

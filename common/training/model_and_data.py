@@ -4,7 +4,7 @@ import itertools
 import json
 from pathlib import Path
 
-from common.core import UserError, limits, run_folder, sizes
+from common.core import UserError, limits, model_options, run_folder
 from common.data import Batches, Position, Rows, Stream, StreamedBatches, TestSet, arrays_in, datasets, fed
 from common.models import BUILT_IN, keras_model
 from common.scheme import tables
@@ -19,7 +19,7 @@ def build_model(settings, dataset, index=0, tables_on_ps=False):
       UserError: if there is no such model, it does not fit the data, or its parameters are not those of the checkpoint.
     """
     # Only the chief's initial values count; the seeds of Dropout must differ between workers.
-    options = {"tables_on_ps": tables_on_ps, "tables_seed": settings.seed, **sizes(settings)}
+    options = {"tables_on_ps": tables_on_ps, "tables_seed": settings.seed, **model_options(settings)}
     model = keras_model.build(settings.model, dataset, settings.seed + index, settings.loss, **options)
     model.draw_apart(index)
     if index == 0:
@@ -50,17 +50,26 @@ def what_is_trained(model, dataset, num_workers, optimizers, is_own=False, unit=
     own = model.own_optimizer
     ignored = f" (the model's own {own} is not used)" if own else ""
     samples = _samples_text(dataset, num_workers, is_own, are_leased)
-    return f"minimizes {model.minimizes}{measure}, by {optimizers}{ignored}; {samples}"
+    columns = f"; {model.columns}" if model.columns else ""
+    return f"minimizes {model.minimizes}{measure}, by {optimizers}{ignored}; {samples}{columns}"
 
 
 def split(dataset, settings):
-    """Returns the training data, and the held-out validation data as a test set, or None.
+    """Returns the training data, and the validation data as a test set, or None.
 
-    For arrays see `datasets.hold_out`; a `Stream` has already held them out.
+    It is the validation set of the data, or held out by `--validation`, see `datasets.hold_out`.
+
+    Raises:
+      UserError: if there are both, or --patience without any.
     """
-    if not settings.validation:
-        return dataset, None
-    if isinstance(dataset, Stream):
+    if settings.patience and not settings.validation and dataset.validation is None:
+        what = "give their share, too, with --validation, or let --data give three pairs: training, validation, test"
+        raise UserError(f"--patience needs held-out samples: {what}")
+    is_stream = isinstance(dataset, Stream)
+    has_own = dataset.counts["validation"] is not None if is_stream else dataset.validation is not None
+    if has_own and settings.validation and not settings.run.num_evaluators:  # an evaluator has it by default
+        raise UserError(f"--validation={settings.validation}: --data={settings.data} gives a validation set of its own")
+    if has_own or is_stream or not settings.validation:
         return dataset, dataset.validation
     return datasets.hold_out(dataset, settings.validation, settings.seed)
 
@@ -76,7 +85,7 @@ def samples_of(dataset, settings):
     """Returns a `common.data.Data` for shapes and types: for a stream, some of its samples."""
     if not isinstance(dataset, Stream):
         return dataset
-    if settings.model in BUILT_IN and dataset.first.is_classification and not dataset.classes:
+    if settings.model in BUILT_IN and dataset.first.is_classification:
         why = f"the number of classes in {dataset.name} is not known before it is read"
         raise UserError(f"--model={settings.model}: {why}; bring a model of your own, --model=FILE.py:FUNCTION")
     return dataset.first
@@ -131,14 +140,13 @@ def _check_model(settings, model):
 
 
 def _samples_text(dataset, num_workers, is_own, are_leased=False):
-    is_stream = isinstance(dataset, Stream)
     if dataset.num_samples is None:
-        return f"an unknown or endless number of samples, {dataset.text()}"
+        return f"an unknown or endless number of samples, {dataset.text}"
     share = " or ".join(f"{each:,}" for each in sorted(set(samples_of_each(dataset, num_workers))))
     each = f", {share} for each of {num_workers} workers" if num_workers > 1 else ""
     each = ", which workers lease piece by piece" if are_leased else each
-    if is_stream:
-        return f"{dataset.num_samples:,} samples{each}, {dataset.text()}"
+    if dataset.text:  # of converted files, or of a stream
+        return f"{dataset.num_samples:,} samples{each}, {dataset.text}"
     arrays = [array for part in dataset.train for array in arrays_in(part)]
     whole, in_files = (sum(a.nbytes for a in some) for some in (arrays, [a for a in arrays if isinstance(a, Rows)]))
     kept = f"of which {limits.as_bytes(in_files)} are mapped, not copied" if in_files else "in memory"

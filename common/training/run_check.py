@@ -2,7 +2,7 @@
 
 from common import tf
 from common.cluster import membership
-from common.core import FITTING, UserError, sizes
+from common.core import FITTING, UserError, model_options, tell
 from common.data import Stream, datasets, mapped, user_function
 from common.models import keras_model
 from common.scheme import (
@@ -26,14 +26,17 @@ def check(settings, dataset, scheme=None):
 
     With `--compress` also if the scheme's messages cannot be compressed.
     """
+    has_own = dataset.validation is not None and not isinstance(dataset, Stream)
     dataset, held_out = split(dataset, settings)
+    if has_own and settings.validation:
+        tell(f"validation: the set that the data have of their own, not --validation={settings.validation}")
     if settings.callback is not None:
         user_function("--callback", settings.callback)
     check_leases(settings, dataset)
     if not isinstance(dataset, Stream):
         datasets.shard(dataset, 0, settings.num_workers if settings.launch else 1)
     num_samples, is_stream, dataset = dataset.num_samples, isinstance(dataset, Stream), samples_of(dataset, settings)
-    options = {"tables_on_ps": scheme is not None, **sizes(settings)}
+    options = {"tables_on_ps": scheme is not None, **model_options(settings)}
     model = keras_model.build(settings.model, dataset, settings.seed, settings.loss, **options)
     schedule, of_update = schedule_of(settings), None
     if settings.model not in FITTING.get(settings.data, ()):
@@ -79,8 +82,8 @@ def check_leases(settings, dataset):
     """Raises a `UserError` if an elastic run is impossible because the samples are sharded among the workers."""
     if settings.max_workers and isinstance(dataset, Stream):
         raise UserError(
-            f"--max_workers={settings.max_workers}: files and datasets are divided among the workers when a run begins: give "
-            "arrays, or leave it out"
+            f"--max_workers={settings.max_workers}: streamed datasets are divided among the workers when a run begins: give "
+            "one that ends, without --stream, or leave --max_workers out"
         )
 
 
