@@ -640,9 +640,9 @@ def model():
 
 @pytest.mark.slow
 def test_a_dataset_of_two_inputs(program, tmp_path):
-    """It is read into memory, each input by its name."""
+    """Its arrays are those of the cache, each input by its name."""
     (tmp_path / "two.py").write_text(TWO_INPUTS)
-    flags = {"data": f"{tmp_path}/two.py:data", "model": f"{tmp_path}/two.py:model"}
+    flags = {"data": f"{tmp_path}/two.py:data", "model": f"{tmp_path}/two.py:model", "data_cache": str(tmp_path / "cache")}
     run = program.simulate("HogWild", num_workers=4, learning_rate=0.05, steps=400, **flags)
     np.testing.assert_allclose(run.final[0], [3, -1, 0], atol=1e-4)
     assert run.result["samples"] == 400 * 32
