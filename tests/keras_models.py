@@ -79,6 +79,7 @@ def model(samples, refused=None, schemes=tuple(SCHEMES), custom_objects=dict):
 
 
 import keras  # noqa: E402
+import tensorflow as tf  # noqa: E402
 from keras import layers, ops  # noqa: E402
 
 CROSS_ENTROPY = functools.partial(keras.losses.SparseCategoricalCrossentropy, from_logits=True)
@@ -761,10 +762,23 @@ def unseeded():
     return stack([6], Unseeded(), layers.Dense(3))
 
 
-class Adversaries(keras.Sequential):
+@keras.saving.register_keras_serializable("keras_models")
+class OwnStep(keras.Sequential):
     """Has a step of its own."""
 
     def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": loss}
+
+
+class OwnTest(keras.Sequential):
+    """Has an evaluation of its own."""
+
+    def test_step(self, data):
         return {}
 
 
@@ -775,10 +789,16 @@ def rematerialized():
         return stack([6], layers.Dense(8, "relu"), layers.Dense(3))
 
 
-@model(classes(6), refused="has a train_step of its own, which no worker calls")
+@model(classes(6))
 def own_train_step():
     """A `train_step` of its own, as a GAN has"""
-    return Adversaries([layers.Dense(3)])
+    return compiled(OwnStep([keras.Input([6]), layers.Dense(3)]), CROSS_ENTROPY())
+
+
+@model(classes(6), refused="has a test_step of its own, which no worker calls")
+def own_test_step():
+    """A `test_step` of its own"""
+    return OwnTest([layers.Dense(3)])
 
 
 @model(classes(6), refused="cannot be a part of a graph")

@@ -99,15 +99,18 @@ def checked(keras_model, data, loss=None, last_operation=None):
       keras_model, data, loss: as in `build`.
       last_operation: as of `losses.choose`; None to look for the operation in the graph of the model.
     """
-    from common.models import losses
+    import keras
+
+    from common.models import losses, own_step
 
     _refuse_layers(keras_model)  # before the call, whose Keras errors would be misleading
     _refuse_inputs(keras_model, data.x_train if data.columns is None else None)
     inputs = as_inputs if data.columns is None else ColumnInputs(keras_model, data)
     x, y, *weights = _telling_samples(data.train, inputs)
-    shapes = ", ".join(str(list(array.shape[1:])) for array in arrays_in(x))
-    with as_user_error(f"the model cannot be called on samples of shape {shapes}"):
-        outputs = keras_model(x, **training_arg(keras_model, False))
+    has_step, outputs = own_step.name_of(keras_model), None
+    if not has_step or type(keras_model).call is not keras.Model.call:  # a model of several, such as a GAN, may have no call
+        with as_user_error(f"the model cannot be called on samples of shape {_shapes(x)}"):
+            outputs = keras_model(x, **training_arg(keras_model, False))
     if not keras_model.trainable_variables:
         has_tables = any(getattr(layer, "is_on_ps", False) for layer in keras_model._flatten_layers())
         others = " but the tables on the ps" if has_tables else ""
@@ -118,6 +121,8 @@ def checked(keras_model, data, loss=None, last_operation=None):
             raise UserError(f"{v.path} begins with {count} values that are NaN or infinite")
     _refuse_layers(keras_model)  # again, since the call may have created layers
     _refuse_what_is_not_honoured(keras_model)
+    if has_step:
+        return _with_own_step(keras_model, (x, y, *weights), loss, inputs)
     own_optimizer = type(keras_model.optimizer).__name__ if keras_model.compiled and keras_model.optimizer else None
     last_operation = last_operation or (lambda: _last_operation(keras_model, x, outputs))
     minimizes = losses.choose(keras_model, outputs, last_operation, data, loss)
@@ -132,6 +137,36 @@ def checked(keras_model, data, loss=None, last_operation=None):
         measures = list(scalars_of(keras_model.compute_metrics(x, y, outputs, *weights)))
     places = max(math.prod(output.shape[1:-1]) for output in tf.nest.flatten(outputs))
     return Model(keras_model, measures, own_optimizer, places, inputs)
+
+
+def _shapes(x):
+    return ", ".join(str(list(array.shape[1:])) for array in arrays_in(x))
+
+
+def _with_own_step(keras_model, samples, loss, inputs):
+    """Returns the `Model` of a Keras model with a training step of its own, after a trial of that step.
+
+    Args:
+      samples: (x, y), or (x, y, weights), inputs of the model and labels.
+      loss: `--loss`, refused here.
+      inputs: as of `Model`.
+    """
+    from common.models.own_step import OwnStep
+
+    step = OwnStep(keras_model)
+    if loss is not None:
+        raise UserError(f"--loss={loss}: the model has its losses in {step.name}: leave --loss out")
+    if any(getattr(layer, "is_on_ps", False) for layer in keras_model._flatten_layers()):
+        raise UserError(f"the model has tables (common.Embedding), but its {step.name} has no rows: use keras.layers.Embedding")
+    if unbuilt := [layer.name for layer in keras_model._flatten_layers(include_self=False) if not layer.built]:
+        raise UserError(f"the layer {unbuilt[0]} is not built: give the model a call, or keras.Input to its parts")
+    before = [(v, v.numpy()) for v in [*keras_model.trainable_variables, *keras_model.non_trainable_variables]]
+    with as_user_error(f"the model's {step.name} fails with samples of shape {_shapes(samples[0])}"):
+        _, losses = step(*samples)  # eagerly, which also builds its metrics
+    for variable, value in before:
+        variable.assign(value)
+    own_optimizer = " and ".join(sorted(step.optimizers)) or None
+    return Model(keras_model, [name for name in losses if name != "loss"], own_optimizer, inputs=inputs, own_step=step)
 
 
 def _refuse_inputs(keras_model, x):
@@ -170,8 +205,8 @@ def _telling_samples(samples, inputs):
     return [inputs(x), *others]  # tensors, as `fit` has them
 
 
-# Methods of the training loop of `fit` that a model may override.
-_OF_FIT = ("train_step", "test_step", "make_train_function", "make_test_function", "train_on_batch", "fit")
+# Methods of `fit` that a model may override, but no worker calls.
+_OF_FIT = ("test_step", "make_train_function", "make_test_function", "train_on_batch", "fit")
 
 
 def _refuse_what_is_not_honoured(keras_model):
@@ -184,9 +219,11 @@ def _refuse_what_is_not_honoured(keras_model):
             raise UserError(f"{v.path} has {what}: use a regularizer, or apply it in the layer's call")
     if others := {v.dtype for v in keras_model.trainable_variables} - {"float32"}:
         raise UserError(f"the model has trainable variables of type {', '.join(sorted(others))}, expected float32")
+    if "train_step" in vars(keras_model):
+        raise UserError("the model has a train_step that is set on the instance: define it in its class")
     for name in _OF_FIT:
         if name in vars(keras_model) or getattr(type(keras_model), name) is not getattr(keras.Model, name):
-            raise UserError(f"the model has a {name} of its own, which no worker calls: move its computation to compute_loss")
+            raise UserError(f"the model has a {name} of its own, which no worker calls: move its computation to train_step")
 
 
 def _refuse_layers(keras_model):

@@ -29,19 +29,21 @@ class Model:
       own_optimizer: the name of the user's compiled optimizer. No scheme uses it.
       places: number of positions of a sample with an output each, as of a sequence: a parameter is used at all of them.
       inputs: function from samples x, tensors, to the inputs of the model; by default `as_inputs`.
+      own_step: the model's `common.models.own_step.OwnStep`, in place of a loss and metrics; None without one.
 
     Attributes:
       tables: the `common.scheme.Spec`s of the tables on the ps; `size` does not include them.
       columns: the columns of files that the inputs take, as text; empty for other data.
     """
 
-    def __init__(self, keras_model, measures, own_optimizer=None, places=1, inputs=None):
+    def __init__(self, keras_model, measures, own_optimizer=None, places=1, inputs=None, own_step=None):
         from common.models import losses
 
         _make_constant(keras_model)
         self._measures, self._saving, self.places = measures, threading.Lock(), places
         self.inputs, self.columns = inputs or as_inputs, getattr(inputs, "text", "")
-        self.keras_model, self.minimizes, self.own_optimizer = keras_model, losses.text(keras_model), own_optimizer
+        self.keras_model, self.own_optimizer, self._own_step = keras_model, own_optimizer, own_step
+        self.minimizes = own_step.text if own_step else losses.text(keras_model)
         self.shapes = [tuple(v.shape) for v in keras_model.trainable_variables]
         self.sizes = [math.prod(shape) for shape in self.shapes]
         self._on_ps = [layer for layer in keras_model._flatten_layers() if getattr(layer, "is_on_ps", False)]
@@ -104,6 +106,8 @@ class Model:
           rows: the `common.scheme.LocalRows` of each table on the ps. For each, the last result has gradients `[n, width]` and
             their row indices `[n]`, possibly with duplicates.
         """
+        if self._own_step:
+            return self._own_gradients(parameters, state, (x, y, weights))
         variables, found = self.split(parameters), []
 
         def find(layer, ids):
@@ -126,6 +130,12 @@ class Model:
             of_rows.append(tuple(tf.concat(each, axis=0) for each in zip(*here)) if here else none)
         flat = [tf.zeros([size]) if g is None else tf.reshape(g, [-1]) for g, size in zip(gradients, self.sizes)]
         return loss, tf.concat(flat, axis=0), state, of_rows
+
+    def _own_gradients(self, parameters, state, samples):
+        """As `gradients`, by the model's own step."""
+        scope, loss, gradients = self._call(self.split(parameters), state, self._metrics, *samples, training=True)
+        state = [scope.get_current_value(v) for v in self.keras_model.non_trainable_variables]
+        return loss, tf.concat([tf.reshape(g, [-1]) for g in gradients], axis=0), state, []
 
     def ids_of(self, x, tables_on_ps):
         """Returns the row ids that samples need, a list of tensors per table. Nothing else of the model is computed.
@@ -184,10 +194,15 @@ class Model:
     def _call(self, variables, state, metrics, x, y, weights=None, *, training):
         """Calls the model on a batch and computes its loss, as Keras's trainer does.
 
-        Returns the scope with the updated values of the model's variables, the loss, and the outputs.
+        Returns the scope with the updated values of the model's variables, the loss, and the outputs; with an own step, its
+        gradients in training, else its losses, in place of outputs.
         """
         model, x = self.keras_model, self.inputs(x)
         scope = scope_of(model, variables, state, metrics)
+        if self._own_step:
+            with as_user_error(f"the model's {self._own_step.name} cannot be a part of a graph"), scope, _compared_by_value():
+                gradients, losses = self._own_step(x, y, weights)
+            return scope, losses["loss"], gradients if training else losses
         with as_user_error("the model cannot be a part of a graph"), scope, _compared_by_value():
             outputs = model(x, **training_arg(model, training))
             loss = tf.cast(model._compute_loss(x, y, outputs, weights, training), tf.float32)
@@ -212,19 +227,22 @@ class Model:
         """As `evaluate`, for n samples in batches; `part` maps a batch's first sample number, a tensor, to the batch."""
         model, variables = self.keras_model, self.split(parameters)
 
-        def batch(start, total, metrics, _):
+        def batch(start, total, metrics, before):
             x, y, *weights = samples = part(start)
             scope, loss, outputs = self._call(variables, state, metrics, *samples, training=False)
+            size = tf.cast(tf.shape(tf.nest.flatten(samples)[0])[0], tf.float32)
+            if self._own_step:  # the means of its losses over the batches
+                return start + batch_size, total + loss * size, metrics, {k: before[k] + outputs[k] * size for k in before}
             with as_user_error("the metrics of the model cannot be a part of a graph"), scope, _compared_by_value():
                 found = model.compute_metrics(self.inputs(x), y, outputs, *(weights or [None]))
                 found = {name: tf.cast(value, tf.float32) for name, value in scalars_of(found).items()}
             metrics = [scope.get_current_value(v) for v in model.metrics_variables]
-            size = tf.cast(tf.shape(tf.nest.flatten(samples)[0])[0], tf.float32)
             return start + batch_size, total + loss * size, metrics, found
 
         metrics = [tf.convert_to_tensor(value) for value in self._metrics]
         first = 0, 0.0, metrics, {name: tf.zeros([]) for name in self._measures}
         _, total, _, found = tf.while_loop(lambda start, *_: start < n, batch, first, parallel_iterations=1)
+        found = {name: value / n for name, value in found.items()} if self._own_step else found
         return {**found, "loss": total / n}
 
     def save(self, parameters, state, path, rows_of_tables=()):
