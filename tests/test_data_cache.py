@@ -19,6 +19,7 @@ from common.core import task_status
 from common.core.flags import Settings
 from common.core.run_facts import RunFacts
 from common.data import cache, datasets, pipelines, sources
+from common.data.columns import copy_columns
 from common.data.mapped_rows import Rows
 from common.data.streams import Stream
 from common.models import keras_model
@@ -628,6 +629,21 @@ def test_a_run_on_files_in_which_a_worker_is_killed(run_dir, tmp_path):
     assert json.loads((run_dir / "data.json").read_text())["entry"] == f"{tmp_path}/own/{entry}"
     run(run_dir, *flags, "--resume", "--seconds=1", "--steps=1000000")
     assert result_of(run_dir)["test_accuracy"] is not None and entries(tmp_path / "own") == [entry]
+    described = json.loads((run_dir / "columns" / "columns.json").read_text())
+    assert [column["name"] for column in described["columns"]] == ["a", "b"] and described["label"] == "label"
+
+
+def test_what_makes_inputs_of_a_row_is_copied(tmp_path):
+    """The columns, the vocabulary of each with strings, the classes; a second time, too."""
+    columns = {"a": ["x", "z", "y", "x"] * 10, "b": list(range(40)), "kind": ["no", "yes"] * 20}
+    write_table(tmp_path / "a.csv", (), columns)
+    entry = sources.load(settings(tmp_path / "a.csv")).entry
+    for _ in range(2):
+        copy_columns(entry, tmp_path / "columns")
+    described = json.loads((tmp_path / "columns" / "columns.json").read_text())
+    assert described["classes"] == ["no", "yes"] and described["label"] == "kind"
+    vocabulary = described["columns"][0]["vocabulary"]
+    assert json.loads((tmp_path / "columns" / vocabulary).read_text()) == ["x", "z", "y"]
 
 
 TABLE = """

@@ -1,11 +1,14 @@
 """Columns of CSV and Parquet files: their kinds, and their places in the arrays of the samples."""
 
+import shutil
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from common.data.mapped_rows import Rows
 
+COLUMNS = "columns.json"  # in an entry of the cache: the columns, the label, and its classes
 EXACT_UP_TO = {"float16": 2**11, "bfloat16": 2**8, "float32": 2**24, "float64": 2**53}
 
 
@@ -68,3 +71,13 @@ def values_of(x, column: Column) -> Any:
     """Returns the values of a column `[n, width]` in samples x, arrays or tensors."""
     array = x[column.array] if isinstance(x, dict) else x
     return array[:, column.at : column.at + column.width]
+
+
+def copy_columns(entry, folder):
+    """Copies the description of columns, with the vocabularies of strings, from an entry of the cache to a folder.
+
+    They say how to make the inputs of a saved model from a row of a file.
+    """
+    Path(folder).mkdir(exist_ok=True)
+    for path in [Path(entry, COLUMNS), *Path(entry).glob("vocabulary-*.json")]:
+        shutil.copy(path, folder)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from common.core import UserError, task_status
 from common.data import cache, datasets, pipelines, streamed_datasets
+from common.data.columns import COLUMNS
 from common.data.files import HELD, files_of, kind_of, state_of
 from common.data.nested_arrays import arrays_in
 from common.data.pipeline_graphs import Unseen, dependencies, has
@@ -122,6 +123,7 @@ def _of_tables(settings, kind, train, test, text):
 
     def convert(folder, told):
         found = table_files.convert(kind, train, test, folder, told, *flags)
+        (folder / COLUMNS).write_text(json.dumps({name: found[name] for name in ("columns", "label", "classes")}, indent=1))
         notes = f"{text}, {found['rows']['test']:,} samples" + "".join(f"; {note}" for note in found["notes"])
         return {"arrays": cache.arrays_of_tables(found), "columns": found["columns"], "text": notes}
 
