@@ -119,7 +119,7 @@ def test_sequences_of_whole_numbers(of_numbers):
 @pytest.mark.parametrize(
     "inputs, text",
     [
-        ((("price", [1], "float32"), ("other", [1], "float32")), "the input 'other' is no column of the files: they have "),
+        ((("price", [1], "float32"), ("other", [1], "float32")), "the input 'other' is no column of the data: they have "),
         ((("user", [1], "float32"),), "the input 'user' takes float32, but the column 'user' holds whole numbers up to 3,"),
         ((("user", [1], "int32"),), "the input 'user' takes int32, but the column 'user' holds 3,000,000,000"),
         ((("price", [1], "int32"),), "the input 'price' takes int32, but the column 'price' holds 0.5"),

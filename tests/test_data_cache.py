@@ -1,5 +1,6 @@
 """Files and pipelines that become arrays in a cache, once: their samples, when they are converted again, what is refused."""
 
+import contextlib
 import csv
 import errno
 import fcntl
@@ -19,7 +20,7 @@ from common.core import task_status
 from common.core.flags import Settings
 from common.core.run_facts import RunFacts
 from common.data import cache, datasets, pipelines, sources
-from common.data.columns import copy_columns
+from common.data.columns import check_columns, copy_columns
 from common.data.mapped_rows import Rows
 from common.data.streams import Stream
 from common.models import keras_model
@@ -47,6 +48,9 @@ def fails(record):
 
 def two(record, other):
     return record, other
+
+def noisy(record):
+    return tf.random.normal([2]), 1
 """
 
 
@@ -210,6 +214,8 @@ def test_files_that_are_refused(user_error, tmp_path):
     (tmp_path / "1.tfrecord").write_bytes(whole)
     with user_error(f"--data={spec}: the samples of the training set cannot be read: ZeroDivisionError: "):
         sources.load(settings(spec, parse=f"{tmp_path}/parse.py:fails"))
+    with user_error("draws random numbers", "give --data=FILE.py:FUNCTION, of a tf.data.Dataset; --stream reads it anew"):
+        sources.load(settings(spec, parse=f"{tmp_path}/parse.py:noisy"))
     with user_error("cannot be read: TypeError: two() missing 1 required positional argument: 'other'"):
         sources.load(settings(spec, parse=f"{tmp_path}/parse.py:two"))
     write_records(tmp_path / "few.tfrecord", range(9))
@@ -644,6 +650,27 @@ def test_what_makes_inputs_of_a_row_is_copied(tmp_path):
     assert described["classes"] == ["no", "yes"] and described["label"] == "kind"
     vocabulary = described["columns"][0]["vocabulary"]
     assert json.loads((tmp_path / "columns" / vocabulary).read_text()) == ["x", "z", "y"]
+
+
+CHANGED = [
+    (lambda own: own["s"].insert(0, own["s"].pop()), "the number 0 in 's' was 'x', and is 'w' in the present files"),
+    (lambda own: own.update(label=["a", "no"] * 20), "the number 0 in 'label' was 'no', and is 'a' in the present files"),
+    (lambda own: own.update(b=own.pop("a"), a=own.pop("b")), "of the data have changed: 'a' was there, and is 's' now"),
+    (lambda own: own.update(c=own.pop("b")), "the columns of the data have changed: 'b' was there, and is 'c' now"),
+]
+
+
+@pytest.mark.parametrize("change, text", [*CHANGED, (lambda own: [own[name].append(own[name][0]) for name in own], None)])
+def test_a_resumed_run_has_the_same_numbers_for_strings_and_classes(tmp_path, user_error, change, text):
+    """Else the parameters would belong to others. More rows, with strings that are known, change nothing."""
+    columns = {"a": list(range(40)), "s": ["x", "y", "z", "w"] * 10, "b": list(range(40)), "label": ["no", "yes"] * 20}
+    write_table(tmp_path / "a.csv", (), columns)
+    copy_columns(sources.load(settings(tmp_path / "a.csv", label="label")).entry, tmp_path / "columns")
+    change(columns)
+    write_table(tmp_path / "a.csv", (), columns)
+    entry = sources.load(settings(tmp_path / "a.csv", label="label")).entry
+    with user_error(text) if text else contextlib.nullcontext():
+        check_columns(entry, tmp_path / "columns")
 
 
 TABLE = """

@@ -158,16 +158,6 @@ class Given(keras.Model):
         return self.result(kernel, bias, *tape.gradient(loss, [kernel, bias]), loss)
 
 
-class Late(Given):
-    """Computes a part of its loss before the tape begins."""
-
-    def compute_gradients(self, x, y, sample_weight=None):
-        outputs = self(x)
-        with tensorflow.GradientTape() as tape:
-            loss = keras.ops.mean((outputs - y) ** 2) + sum(keras.ops.sum(v**2) for v in self.trainable_variables)
-        return list(zip(tape.gradient(loss, self.trainable_variables), self.trainable_variables, strict=True)), loss
-
-
 OTHER, SGD = keras.Variable([1.0]), keras.optimizers.SGD()
 
 
@@ -188,11 +178,13 @@ def with_optimizer(kernel, bias, g, h, loss):
         (lambda v, w, g, h, loss: ([g, h], loss), ["expected a pair of a gradient and a variable"]),
         (lambda v, w, g, h, loss: ([(g, v)], loss), ["gives no gradient of given", "dense/bias", "set trainable=False"]),
         (lambda v, w, g, h, loss: ([(g, v), (None, w)], loss), ["gives no gradient of given", "dense/bias"]),
-        (lambda v, w, g, h, loss: ([(g, v), (h, w), (h, w)], loss), ["gives two gradients of given", "add them up"]),
+        (lambda v, w, g, h, loss: ([(g, v), (h, w), (h, w)], loss), ["gives two gradients of given", "takes one of each"]),
         (lambda v, w, g, h, loss: ([(g, v), (h, OTHER)], loss), ["no trainable variable of the model"]),
         (lambda v, w, g, h, loss: ([(g, v), (g, w)], loss), ["dense/bias of shape (4, 3), expected (3,)"]),
         (lambda v, w, g, h, loss: ([(g, v), (h, w)], {"loss": None}), ["gives None as 'loss': return {name: one number}"]),
         (lambda v, w, g, h, loss: ([(g, v), (h, w)], {}), ["gives no losses: return {name: one number}"]),
+        (lambda v, w, g, h, loss: ([(g, v), (h, w)], {"validation_x": loss}), ["gives 'validation_x', a name for"]),
+        (with_assignment, ["changes given", "dense/kernel itself: leave that to the scheme"]),
         (with_optimizer, ["its compute_gradients applies gradients: return them"]),
     ],
 )
@@ -201,16 +193,113 @@ def test_steps_that_are_refused(user_error, result, texts):
         keras_model.checked(Given(result), DATA)
 
 
-def test_a_tape_that_begins_late(user_error):
-    """It would leave out that part of the loss; the gradients of the graph would not."""
-    model = keras_model.checked(Late(None), DATA)
-    with user_error("a GradientTape of its step begins after a part of its loss is made: move that into the tape"):
-        found(model)
+def stopped(model, x, y):
+    with tensorflow.GradientTape() as tape:
+        outputs = model(x)
+        with tape.stop_recording():
+            weights = keras.ops.sum(model(x) ** 2, axis=1)
+        loss = keras.ops.mean(weights * keras.ops.sum((outputs - y) ** 2, axis=1))
+    return tape, loss
 
 
-def test_a_step_that_assigns(user_error):
+def cleared(model, x, y):
+    with tensorflow.GradientTape() as tape:
+        outputs = model(x)
+        tape.reset()
+        loss = keras.ops.mean((outputs - y) ** 2) + keras.ops.mean(model(x) ** 2)
+    return tape, loss
+
+
+def with_target(model, x, y):
+    target = keras.ops.one_hot(keras.ops.argmax(model(x + 1), axis=1), 3) + keras.ops.stop_gradient(model(x))
+    with tensorflow.GradientTape() as tape:
+        loss = keras.ops.mean((model(x) - target) ** 2)
+    return tape, loss
+
+
+def with_late_target(model, x, y):
+    with tensorflow.GradientTape() as tape:
+        loss = keras.ops.mean((model(x) - y) ** 2)
+    return tape, [loss, sum(keras.ops.sum(v**2) for v in model.trainable_variables)]
+
+
+def watched_by_hand(model, x, y):
+    with tensorflow.GradientTape(watch_accessed_variables=False) as tape:
+        tape.watch([v.value for v in model.trainable_variables])
+        loss = keras.ops.mean((model(x) - y) ** 2)
+    return tape, loss
+
+
+def in_a_loop(model, x, y):
+    with tensorflow.GradientTape() as tape:
+        _, loss = tensorflow.while_loop(
+            lambda i, _: i < 3, lambda i, loss: (i + 1.0, loss + keras.ops.mean((model(x) * i - y) ** 2)), (0.0, 0.0)
+        )
+    return tape, loss
+
+
+class Taped(keras.Model):
+    """Its gradient is that of a tape, which a function makes with the model and samples."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.dense, self.make = [keras.layers.Dense(4, "tanh"), keras.layers.Dense(3)], make
+
+    def call(self, x):
+        return self.dense[1](self.dense[0](x))
+
+    def compute_gradients(self, x, y, sample_weight=None):
+        tape, loss = self.make(self, x, y)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        return list(zip(gradients, self.trainable_variables, strict=True)), loss[0] if isinstance(loss, list) else loss
+
+
+@pytest.mark.parametrize("make", [stopped, cleared, with_target, with_late_target, watched_by_hand, in_a_loop])
+def test_tapes_are_as_eager_ones(make):
+    """They leave out all that they do not record."""
+    model = keras_model.checked(Taped(make), DATA)
+    _, gradient, _ = found(model)
+    pairs, _ = model.keras_model.compute_gradients(tensorflow.constant(X), tensorflow.constant(Y))
+    np.testing.assert_allclose(gradient, np.concatenate([np.ravel(g) for g, _ in pairs]), rtol=1e-4, atol=1e-6)
+
+
+class Decorated(Step):
+    """A step that is a `tf.function`, which converts a condition on a tensor."""
+
+    @tensorflow.function
+    def train_step(self, data):
+        x, y = data
+        with tensorflow.GradientTape() as tape:
+            loss = keras.ops.mean((self(x) - y) ** 2)
+            if loss > 0:
+                loss = 3 * loss
+            scaled = self.optimizer.scale_loss(loss)
+        variables = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(scaled, variables), variables, strict=True))
+        return {"loss": loss}
+
+
+def test_a_step_that_is_a_function_and_scales_its_loss():
+    """The gradient is divided by the scale again, as Keras's optimizers do."""
+    built = Decorated([keras.Input([4]), keras.layers.Dense(3)])
+    built.compile(keras.optimizers.SGD(1.0, loss_scale_factor=128.0), "mean_squared_error")
+    model = keras_model.checked(built, DATA)
+    _, gradient, _ = found(model)
+    with tensorflow.GradientTape() as tape:
+        loss = 3 * keras.ops.mean((built(X) - Y) ** 2)
+    expected = np.concatenate([np.ravel(g) for g in tape.gradient(loss, [v.value for v in built.trainable_variables])])
+    np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_that_assigns_in_a_graph_alone(user_error):
     """An assignment in a graph would have no effect."""
-    model = keras_model.checked(Given(with_assignment), DATA)
+
+    def result(kernel, bias, g, h, loss):
+        if not tensorflow.executing_eagerly():
+            kernel.assign(kernel - g)
+        return [(g, kernel), (h, bias)], loss
+
+    model = keras_model.checked(Given(result), DATA)
     with user_error("its compute_gradients changes given", "dense/kernel itself: leave that to the scheme"):
         found(model)
 

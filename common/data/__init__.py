@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # the front door: what others may import
     from common.data.array_types import OF_STRINGS
     from common.data.batches import Batches, Position, assign_part, fed, gathered, local_variable, make_local, order_of
     from common.data.builtin_data import ALPHABET, decoded, digits, encoded, next_characters, quadratic_optimum
-    from common.data.columns import EXACT_UP_TO, Column, Columns, copy_columns, values_of
+    from common.data.columns import EXACT_UP_TO, Column, Columns, check_columns, copy_columns, values_of
     from common.data.datasets import Data
     from common.data.ledger import LeasedBatches, Ledger
     from common.data.mapped_rows import Rows, chunks

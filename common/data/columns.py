@@ -1,11 +1,14 @@
 """Columns of CSV and Parquet files: their kinds, and their places in the arrays of the samples."""
 
+import itertools
+import json
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from common.core import UserError
 from common.data.mapped_rows import Rows
 
 COLUMNS = "columns.json"  # in an entry of the cache: the columns, the label, and its classes
@@ -81,3 +84,36 @@ def copy_columns(entry, folder):
     Path(folder).mkdir(exist_ok=True)
     for path in [Path(entry, COLUMNS), *Path(entry).glob("vocabulary-*.json")]:
         shutil.copy(path, folder)
+
+
+def check_columns(entry, folder):
+    """Compares the columns of an entry with those that `copy_columns` has left in a folder; strings may be added at the end.
+
+    Raises:
+      UserError: if numbers would have another meaning: columns, classes or the numbers of strings differ.
+    """
+    if not Path(folder, COLUMNS).exists():
+        return
+    try:
+        before, now = (json.loads(Path(each, COLUMNS).read_text()) for each in (folder, entry))
+        keys = "name", "width", "vocabulary", "buckets"
+        parts = [[[column[key] for key in keys] for column in each["columns"]] for each in (before, now)]
+        if parts[0] != parts[1] or before["label"] != now["label"]:
+            labels = [before["label"]], [now["label"]]
+            was, given = next(((b, n) for b, n in itertools.zip_longest(*parts) if b != n), labels)
+            named = [repr(each[0]) if each else "none" for each in (was, given)]
+            raise UserError(f"--resume: the columns of the data have changed: {named[0]} was there, and is {named[1]} now")
+        meanings = [(before["label"], before["classes"], now["classes"])]
+        for column, other in zip(before["columns"], now["columns"], strict=True):
+            if column["vocabulary"]:
+                paths = Path(folder, column["vocabulary"]), Path(entry, other["vocabulary"])
+                words, others = (json.loads(path.read_text()) for path in paths)
+                meanings.append((column["name"], words, others[: len(words)]))
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"{folder} is damaged: if the data are unchanged, remove that folder") from None
+    for name, words, others in meanings:
+        pairs = enumerate(itertools.zip_longest(words or [], others or []))
+        if changed := next(((i, word, other) for i, (word, other) in pairs if word != other), None):
+            number, word, other = changed
+            what = f"the number {number} in {name!r} was {word!r}, and is {other!r} in the present files"
+            raise UserError(f"--resume: {what}: give the same files in the same order, or begin a new run")

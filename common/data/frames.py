@@ -22,6 +22,8 @@ def of_frames(frames, flag):
     first, *others = ([*map(str, frame.columns)] for frame in frames.values())
     if any(other != first for other in others):
         raise UserError(f"{flag}: the frames have different columns: expected {', '.join(first)} in all, in this order")
+    if len(set(first)) < len(first):
+        raise UserError(f"{flag}: the frames have two columns of one name: {', '.join(first)}")
     places, described = {"numbers": 0, "ids": 0}, []
     arrays: dict = {half: {"numbers": [], "ids": []} for half in frames}
     for place, name in enumerate(first):
@@ -43,7 +45,8 @@ def _checked(values, flag, half, name):
     """Returns the values of a column, or raises a `UserError` if they are no numbers, or float32 would change them."""
     of = f"{flag}: the column {name!r} of x_{half} holds"
     if values.dtype.kind not in "fiub":
-        raise UserError(f"{of} {values.dtype}, expected numbers without gaps; .cat.codes makes some of categories")
+        hint = "of categories that are the same in all sets, .cat.codes makes some"
+        raise UserError(f"{of} {values.dtype}, expected numbers without gaps; {hint}")
     if values.dtype.kind == "f":
         if count := np.count_nonzero(~np.isfinite(values)):
             raise UserError(f"{of} {count:,} values that are empty or infinite: fill them, or leave their rows out")

@@ -28,18 +28,18 @@ class Unseen(Exception):
     """A pipeline that depends on more than its graph and the files that it names; the text is the reason."""
 
 
-def dependencies(dataset, name):
+def dependencies(dataset, name, way_out):
     """Returns everything that a dataset depends on: a hash of its graph, and the files that it reads.
 
     Raises:
       Unseen: if that cannot be known.
       UserError: if it draws random numbers, as for augmentation, since the same ones would be kept for ever; the line begins
-        with `name`.
+        with `name`, and ends with `way_out`.
     """
     graph = _graph_of(dataset)
     nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
     if drawn := [node.op for node in nodes if _RANDOM.search(node.op)]:
-        raise UserError(f"{name} draws random numbers ({drawn[0]}), and is read once: --stream reads it anew in each epoch")
+        raise UserError(f"{name} draws random numbers ({drawn[0]}), and is read once: {way_out}")
     constants = {node.name: node for node in graph.node if node.op == "Const"}
     resources = {name for name, node in constants.items() if node.attr["dtype"].type == _RESOURCE}
     for node in nodes:

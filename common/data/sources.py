@@ -175,10 +175,12 @@ def _of_datasets(settings, pairs, shards_itself, counts):
 def _converted(settings, sets, parts, files, convert):
     """Returns the `Data` of pipelines, from the cache if all that they depend on can be seen."""
     name = f"--data={settings.data}"
-    found, reasons = [], []
+    found, reasons, way_out = [], [], "--stream reads it anew in each epoch"
+    if settings.parse is not None:
+        way_out = f"give --data=FILE.py:FUNCTION, of a tf.data.Dataset; {way_out}"
     for dataset in sets:
         try:
-            found.append(dependencies(dataset, name))
+            found.append(dependencies(dataset, name, way_out))
         except Unseen as reason:
             reasons.append(reason)
     files = files | state_of(path for _, paths in found for path in paths)

@@ -30,7 +30,7 @@ class ColumnInputs:
         self._named = {}
         if len(named) > 1 or named.keys() & set(known):
             if missing := [name for name in named if name not in known]:
-                raise UserError(f"the input {missing[0]!r} is no column of the files: they have {listed(known)}")
+                raise UserError(f"the input {missing[0]!r} is no column of the data: they have {listed(known)}")
             self._named = {name: (its, data.columns[name]) for name, its in named.items()}
             for name, (its, column) in self._named.items():
                 _check(name, its, [column], data)

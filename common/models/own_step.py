@@ -7,6 +7,7 @@ import contextlib
 import threading
 
 import keras
+import numpy as np
 import tensorflow
 
 from common import tf
@@ -45,9 +46,9 @@ class OwnStep:
         In a graph, call it in a Keras scope with values of the variables. "loss" is the sum of the losses, unless the step
         gives one of this name. Raises `UserError` for a gradient that is missing, and for a step that no scheme can take.
         """
-        variables = self._model.trainable_variables
-        before, samples = [v.value for v in variables], (x, y) if weights is None else (x, y, weights)
-        tapes = contextlib.nullcontext() if tf.executing_eagerly() else _gradients_of_graph()
+        variables, samples = self._model.trainable_variables, (x, y) if weights is None else (x, y, weights)
+        before = [_state_of(v) for v in variables]
+        tapes = contextlib.nullcontext() if tf.executing_eagerly() else _tapes_of(before)
         with tapes, _recorded() as applied:
             if self.name == "compute_gradients":
                 given = self._model.compute_gradients(*samples[:2], **({"sample_weight": weights} if samples[2:] else {}))
@@ -57,18 +58,26 @@ class OwnStep:
                 if applied:
                     raise UserError("its compute_gradients applies gradients: return them, as the scheme applies them")
             else:
-                losses = self._model.train_step(samples)
+                losses = self._train_step(samples)
                 pairs = [pair for _, some in applied for pair in some]
                 self.optimizers |= {type(optimizer).__name__ for optimizer, _ in applied}
-        if changed := [v.path for v, value in zip(variables, before, strict=True) if v.value is not value]:
+        if changed := [v.path for v, old in zip(variables, before, strict=True) if not _is_same(_state_of(v), old)]:
             raise UserError(f"its {self.name} changes {changed[0]} itself: leave that to the scheme, which takes its gradient")
         return self._in_order(pairs, variables), self._losses(losses)
+
+    def _train_step(self, samples):
+        step = type(self._model).train_step
+        if (function := getattr(step, "python_function", None)) is None:
+            return self._model.train_step(samples)
+        # Of tf.function, whose tensors stay in its own graph: the function itself, with the same conversion of `if` and loops.
+        converter = tensorflow.__internal__.autograph
+        return converter.tf_convert(function, converter.control_status_ctx())(self._model, samples)
 
     def _in_order(self, pairs, variables):
         """Returns the gradients of the variables, or raises `UserError` unless each has exactly one."""
         found: dict[int, list] = {id(v): [] for v in variables}
         for pair in pairs:
-            if not (isinstance(pair, tuple) and len(pair) == 2 and hasattr(pair[1], "path")):
+            if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and hasattr(pair[1], "path")):
                 raise UserError(f"its {self.name} gives a {type(pair).__name__}, expected a pair of a gradient and a variable")
             gradient, variable = pair
             if id(variable) not in found:
@@ -79,9 +88,9 @@ class OwnStep:
             its = [g for g in found[id(v)] if g is not None]
             if len(its) != 1:
                 count = "two gradients" if its else "no gradient"
-                hint = "add them up" if its else "if it is not to be trained, set trainable=False"
+                hint = "a scheme takes one of each" if its else "if it is not to be trained, set trainable=False"
                 raise UserError(f"its {self.name} gives {count} of {v.path}: {hint}")
-            gradient = tf.convert_to_tensor(its[0], tf.float32)
+            gradient = tf.cast(tf.convert_to_tensor(its[0]), tf.float32)
             if not gradient.shape.is_compatible_with(v.shape):
                 shapes = f"of shape {gradient.shape}, expected {tuple(v.shape)}"
                 raise UserError(f"its {self.name} gives a gradient of {v.path} {shapes}")
@@ -95,6 +104,8 @@ class OwnStep:
             what = f"None as {empty[0]!r}" if empty else "no losses"
             raise UserError(f"its {self.name} gives {what}: return {{name: one number}}")
         found = {name: tf.cast(value, tf.float32) for name, value in scalars_of(losses).items()}
+        if taken := [name for name in found if name.startswith("validation_")]:
+            raise UserError(f"its {self.name} gives {taken[0]!r}, a name for the validation set: expected another")
         return found if "loss" in found else {**found, "loss": tf.add_n(list(found.values()))}
 
 
@@ -103,6 +114,15 @@ def name_of(keras_model):
     kind = type(keras_model)
     own = [callable(getattr(kind, "compute_gradients", None)), kind.train_step is not keras.Model.train_step]
     return next((name for name, is_own in zip(NAMES, own, strict=True) if is_own), None)
+
+
+def _state_of(variable):
+    """Returns the value of a variable: a copy, or in a graph the tensor that stands for it."""
+    return variable.numpy() if tf.executing_eagerly() else variable.value
+
+
+def _is_same(one, other):
+    return np.array_equal(one, other, equal_nan=True) if isinstance(one, np.ndarray) else one is other
 
 
 _lock = threading.RLock()  # one thread at a time, as each restores the methods that it found
@@ -128,8 +148,12 @@ def _recorded():
     applied = []
 
     def apply(self, grads, trainable_variables=None):
+        if isinstance(self, keras.optimizers.LossScaleOptimizer):
+            raise UserError("its train_step calls a LossScaleOptimizer, but no scheme scales the loss")
         if trainable_variables is None:
             raise UserError("its train_step calls optimizer.apply without variables: pass them, too")
+        scale = self.loss_scale_factor or 1.0
+        grads = [g if g is None or scale == 1 else tf.convert_to_tensor(g) / scale for g in grads]
         applied.append((self, list(zip(grads, trainable_variables, strict=True))))
 
     with _replaced(keras.optimizers.Optimizer, "apply", apply):
@@ -137,44 +161,29 @@ def _recorded():
 
 
 @contextlib.contextmanager
-def _gradients_of_graph():
-    """A context in which `tf.GradientTape.gradient` takes the gradients of the graph.
+def _tapes_of(values):
+    """A context in which tapes watch these tensors, the values of trainable variables, and take variables as sources.
 
-    A tape looks for the handles of variables, but here their values are tensors: slices of the vector of parameters.
+    A tape looks for the handles of variables, but here their values are slices of the vector of parameters.
     """
     tape = tensorflow.GradientTape
-    enter = tape.__enter__
+    push = tape._push_tape
 
-    def remember(self):
-        self._operations_before = len(tf.get_default_graph().get_operations())
-        return enter(self)
+    def push_and_watch(self):  # also after stop_recording() and reset()
+        push(self)
+        for value in values if self._watch_accessed_variables else ():
+            self.watch(value)
 
-    def gradient(self, target, sources, output_gradients=None, unconnected_gradients=tf.UnconnectedGradients.NONE):
-        values = [getattr(source, "value", source) for source in tf.nest.flatten(sources)]
-        target = tf.nest.flatten(target)
-        _check_is_recorded(target, values, self._operations_before)
-        grads = tf.gradients(target, values, output_gradients, unconnected_gradients=unconnected_gradients)
-        return tf.nest.pack_sequence_as(sources, grads)
+    def of_values(method):
+        return lambda self, target, sources, *more, **named: method(self, target, _values_of(sources), *more, **named)
 
-    with _replaced(tape, "__enter__", remember), _replaced(tape, "gradient", gradient):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_replaced(tape, "_push_tape", push_and_watch))
+        for name in "gradient", "jacobian":
+            stack.enter_context(_replaced(tape, name, of_values(getattr(tape, name))))
         yield
 
 
-def _check_is_recorded(target, sources, count):
-    """Raises a `UserError` if the target depends on a source by operations that preceded the tape's context.
-
-    A tape would ignore them, the gradients of the graph would not.
-    """
-    graph = tf.get_default_graph()
-    before = {operation.name for operation in graph.get_operations()[:count]}
-    ends = {id(source) for source in sources}
-    seen: set = set()
-    waiting = [(tensor, False) for tensor in target]
-    while waiting:
-        tensor, is_behind = waiting.pop()  # behind an operation that preceded the tape
-        if id(tensor) in ends:
-            if is_behind:
-                raise UserError("a GradientTape of its step begins after a part of its loss is made: move that into the tape")
-        elif (id(tensor), is_behind) not in seen:
-            seen.add((id(tensor), is_behind))
-            waiting += [(given, is_behind or tensor.op.name in before) for given in tensor.op.inputs]
+def _values_of(sources):
+    """Returns tensors and Keras variables, in any structure, with the present values of the variables."""
+    return tf.nest.map_structure(lambda source: source.value if isinstance(source, keras.Variable) else source, sources)

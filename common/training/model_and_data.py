@@ -5,7 +5,19 @@ import json
 from pathlib import Path
 
 from common.core import UserError, limits, model_options, run_folder
-from common.data import Batches, Position, Rows, Stream, StreamedBatches, TestSet, arrays_in, datasets, fed
+from common.data import (
+    Batches,
+    Position,
+    Rows,
+    Stream,
+    StreamedBatches,
+    TestSet,
+    arrays_in,
+    check_columns,
+    copy_columns,
+    datasets,
+    fed,
+)
 from common.models import BUILT_IN, keras_model
 from common.scheme import tables
 
@@ -13,10 +25,11 @@ from common.scheme import tables
 def build_model(settings, dataset, index=0, tables_on_ps=False):
     """Returns the `common.models.Model` of worker `index`.
 
-    The chief records the model's variables in the run's folder, or, with `--resume`, compares them with the record.
+    The chief records the model's variables and the columns of files in the run's folder, or, with `--resume`, compares them
+    with the record.
 
     Raises:
-      UserError: if there is no such model, it does not fit the data, or its parameters are not those of the checkpoint.
+      UserError: if there is no such model, it does not fit the data, or parameters or columns are not those of the checkpoint.
     """
     # Only the chief's initial values count; the seeds of Dropout must differ between workers.
     options = {"tables_on_ps": tables_on_ps, "tables_seed": settings.seed, **model_options(settings)}
@@ -24,7 +37,16 @@ def build_model(settings, dataset, index=0, tables_on_ps=False):
     model.draw_apart(index)
     if index == 0:
         _check_model(settings, model)
+        if dataset.columns and dataset.entry:
+            check_same_columns(settings, dataset)
+            copy_columns(dataset.entry, Path(settings.run_dir, "columns"))
     return model
+
+
+def check_same_columns(settings, dataset):
+    """Raises a `UserError` if a resumed run had other columns, classes, or numbers of strings; see `check_columns`."""
+    if settings.resume and dataset.columns and dataset.entry:
+        check_columns(dataset.entry, Path(settings.run_dir, "columns"))
 
 
 def optimizers_of(center, local):

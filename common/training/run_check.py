@@ -17,7 +17,7 @@ from common.scheme import (
     size_of,
     tables,
 )
-from common.training.model_and_data import batches_of, samples_of, split
+from common.training.model_and_data import batches_of, check_same_columns, samples_of, split
 from common.training.sample_counts import last_step
 
 
@@ -34,6 +34,7 @@ def check(settings, dataset, scheme=None):
         user_function("--callback", settings.callback)
     check_leases(settings, dataset)
     if not isinstance(dataset, Stream):
+        check_same_columns(settings, dataset)
         datasets.shard(dataset, 0, settings.num_workers if settings.launch else 1)
     num_samples, is_stream, dataset = dataset.num_samples, isinstance(dataset, Stream), samples_of(dataset, settings)
     options = {"tables_on_ps": scheme is not None, **model_options(settings)}

@@ -8,7 +8,7 @@ from typing import Any
 from common import tf
 from common.cluster import Gate, Saver, membership
 from common.core import Keeper, tell
-from common.data import LeasedBatches, Ledger, copy_columns
+from common.data import LeasedBatches, Ledger
 from common.scheme import GlobalParameters, LocalParameters, compression_of, fragments_of, local_rows, schedule_of
 from common.training.calls import build_calls, delay_of
 from common.training.model_and_data import (
@@ -188,8 +188,6 @@ class WorkerGraph:
         settings, model = self._settings, self._model
         if outcome.final:
             save_model(model, outcome.final, settings)
-            if getattr(self._dataset, "columns", None) and self._dataset.entry:
-                copy_columns(self._dataset.entry, Path(settings.run_dir, "columns"))
         if not outcome.evaluated:
             return
         more = {"samples": outcome.samples, "dropped": outcome.dropped, "parameters": model.size}
