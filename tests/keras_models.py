@@ -15,6 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -23,7 +24,7 @@ import numpy as np
 from common.cli import schemes
 from common.core import flags, plots
 from common.data import datasets
-from common.training import loop, run_check
+from common.training import loop, model_and_data, run_check
 
 ROOT = Path(__file__).resolve().parents[1]
 README = Path(__file__).with_name("README.md")
@@ -814,7 +815,8 @@ def train(name, path, folder):
     """Trains a row by a scheme, in this process, as `python SCHEME.py --model=FILE.py:FUNCTION` does.
 
     Returns:
-      Loss before and after, and the metrics of the test set, as the run's files say, {name: number}.
+      Loss at the first evaluation, the metrics of the test set, as the run's files say, {name: number}, and whether the
+      parameters have changed.
     """
     row = MODELS[name]
     scheme = schemes.scheme_in(ROOT / f"{path}.py")
@@ -828,11 +830,20 @@ def train(name, path, folder):
         Path(folder, part).mkdir(parents=True)
     if path == row.schemes[0]:
         run_check.check(settings, datasets.load(settings.data, settings.seed))
-    assert loop.train(scheme.function, None, settings) == 0
+    built = []
+
+    def build_model(*arguments, **options):
+        built.append(model_and_data.build_model(*arguments, **options))
+        return built[-1]
+
+    with mock.patch.object(loop, "build_model", build_model):
+        assert loop.train(scheme.function, None, settings) == 0
+    after = np.concatenate([v.numpy().ravel() for v in built[0].keras_model.trainable_variables])  # as saved
     lines = [json.loads(line) for line in Path(folder, "metrics", "worker-0.jsonl").read_text().splitlines()]
     before = next(line["test_loss"] for line in lines if "test_loss" in line)
     result = json.loads(Path(folder, "result.json").read_text())
-    return before, {key.removeprefix("test_"): value for key, value in result.items() if key.startswith("test_")}
+    reported = {key.removeprefix("test_"): value for key, value in result.items() if key.startswith("test_")}
+    return before, reported, bool((after != built[0].initial_parameters).any())
 
 
 def some_schemes(name, most):
@@ -849,10 +860,10 @@ def outcome(name, most=ALL):
         keras.backend.clear_session()
         with tempfile.TemporaryDirectory() as folder:
             try:
-                before, reported = train(name, path, folder)
+                before, reported, has_changed = train(name, path, folder)
             except flags.UserError as error:
                 return {"refused": str(error).replace(f"{__file__}:{name}", "FILE.py:FUNCTION")}
-            found["schemes"][path.partition("/")[0]] = {"before": before, "after": reported["loss"]}
+            found["schemes"][path.partition("/")[0]] = {"before": before, "after": reported["loss"], "has_changed": has_changed}
             if path == schemes[-1]:
                 model = keras.models.load_model(
                     Path(folder, "model.keras"), custom_objects=row.custom_objects(), safe_mode=name != "lambda_layer"

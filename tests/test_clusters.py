@@ -470,7 +470,8 @@ RUNS = [
         LONG + "--delays=5,5 --checkpoint_secs=1 --data={files}/late.py:after_a_wait",
         (began_together, resumed, learned, saved_a_model, counted_all_runs, ended_later),
         (killed("worker", 0), killed("ps", 0), interrupted),
-        "--num_ps=2 --num_workers=3 --steps={later}",
+        # With delays no worker makes most of the updates, with the samples of its shard.
+        "--num_ps=2 --num_workers=3 --delays=2,2,2 --steps={later}",
     ),
     Row(
         "HogWild",

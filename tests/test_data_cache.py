@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import tensorflow
-from runs import finish, is_training, read_until, result_of, run, send, start, updates_of, wait_until
+from runs import ENDLESS, finish, is_training, read_until, result_of, run, send, start, updates_of, wait_until
 
 from common.core import task_status
 from common.core.flags import Settings
@@ -623,7 +623,7 @@ def test_a_run_on_files_in_which_a_worker_is_killed(run_dir, tmp_path):
     for i in range(4):
         write_table(tmp_path / f"{i}.csv", range(i, 400, 4))
     flags = f"--data={tmp_path}/*.csv", f"--data_cache={tmp_path}/own", "--learning_rate=0.0001", "--batch_size=10"
-    process = start(run_dir, "--launch", *flags, "--steps=1000000")
+    process = start(run_dir, "--launch", *flags, *ENDLESS)
     read_until(process, lambda line: "360 samples, 180 for each of 2 workers, from 4 files" in line)
     wait_until(process, lambda: updates_of(run_dir, 1) > 0)
     send(run_dir, "worker", 1, signal.SIGKILL)
@@ -633,7 +633,7 @@ def test_a_run_on_files_in_which_a_worker_is_killed(run_dir, tmp_path):
     finish(process, status=130)
     [entry] = entries(tmp_path / "own")
     assert json.loads((run_dir / "data.json").read_text())["entry"] == f"{tmp_path}/own/{entry}"
-    run(run_dir, *flags, "--resume", "--seconds=1", "--steps=1000000")
+    run(run_dir, *flags, *ENDLESS, "--resume", "--seconds=1")
     assert result_of(run_dir)["test_accuracy"] is not None and entries(tmp_path / "own") == [entry]
     described = json.loads((run_dir / "columns" / "columns.json").read_text())
     assert [column["name"] for column in described["columns"]] == ["a", "b"] and described["label"] == "label"
@@ -690,7 +690,7 @@ def test_workers_with_a_table_lease_samples_of_files_by_name(run_dir, tmp_path):
     write_table(tmp_path / "a.parquet", (), {"a": 2**31 + n, "b": n / 300, "label": n % 3})
     (tmp_path / "m.py").write_text(TABLE)
     flags = f"--data={tmp_path}/a.parquet", f"--data_cache={tmp_path}/own", f"--model={tmp_path}/m.py:build", "--batch_size=10"
-    process = start(run_dir, "--launch", *flags, "--num_workers=2", "--max_workers=3", "--steps=1000000000")
+    process = start(run_dir, "--launch", *flags, "--num_workers=2", "--max_workers=3", *ENDLESS)
     line = read_until(process, lambda line: "270 samples, which workers lease piece by piece, from 1 file" in line)
     assert "the inputs are columns: 'b', 'a'" in line
     wait_until(process, lambda: updates_of(run_dir, 1) > 0)
