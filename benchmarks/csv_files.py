@@ -123,7 +123,7 @@ def main():
     if options.convert:
         return convert(*options.convert)
     (ROOT / "runs").mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=ROOT / "runs") as name:  # on a disk, which /tmp may not be
+    with tempfile.TemporaryDirectory(dir=ROOT / "runs") as name:  # on a disk; /tmp may be in memory
         path, folder = Path(name, "criteo.csv"), Path(name, "arrays")
         write_file(path, options.rows)
         command = [sys.executable, __file__, f"--rows={options.rows}", "--convert", str(path), str(folder)]

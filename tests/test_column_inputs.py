@@ -18,7 +18,7 @@ N = 12
 
 
 def column(name, kind, at, array="numbers", **more):
-    return {"name": name, "kind": kind, "in": array, "at": at, "width": None, "is_list": False, "most": None, **more}
+    return {"name": name, "kind": kind, "array": array, "at": at, "width": 1, "is_list": False, "most": None, **more}
 
 
 COLUMNS = [
@@ -168,7 +168,7 @@ def test_the_saved_model_takes_the_inputs_by_name(data, tmp_path):
 
 
 class DataFrame:
-    """As of pandas, which no test needs: columns by name."""
+    """Stands in for that of pandas: columns by name."""
 
     def __init__(self, **columns):
         self._columns, self.columns = columns, list(columns)

@@ -12,7 +12,8 @@ import pyarrow.parquet
 import pytest
 
 from common.core import UserError
-from common.data import convert, csv_files, parquet_files, table_files
+from common.data import csv_files, parquet_files, table_files
+from common.data.table_files import convert
 
 
 class Converted:
@@ -38,7 +39,7 @@ class Converted:
     def __getitem__(self, half):
         columns, classes = {}, self.about["classes"]
         for column in self.about["columns"]:
-            array = self.array(half, column["in"])[:, column["at"] : column["at"] + column["width"]]
+            array = self.array(half, column["array"])[:, column["at"] : column["at"] + column["width"]]
             values = array.tolist() if column["is_list"] else array[:, 0].tolist()
             if column["vocabulary"]:
                 words = json.loads((self.folder / column["vocabulary"]).read_text())
@@ -472,7 +473,7 @@ def test_what_is_told(converted):
         "a,color,user,Unnamed: 0,ok,b,kind\n1,red,99999999999,4,true,1.5,x\n2,blue,3,5,false,-2,x\n-9,red,4,6,true,,w\n",
         missing="0",
     )
-    number = {"in": "numbers", "width": 1, "is_list": False, "most": None, "vocabulary": None, "buckets": None}
+    number = {"array": "numbers", "width": 1, "is_list": False, "most": None, "vocabulary": None, "buckets": None}
     assert json.loads(json.dumps(found.about)) == {
         "rows": {"train": 3, "test": 3},
         "numbers": 5,
@@ -481,7 +482,7 @@ def test_what_is_told(converted):
         "columns": [
             number | {"name": "a", "kind": "int", "at": 0, "most": 9},
             number | {"name": "color", "kind": "string", "at": 4, "vocabulary": "vocabulary-color.json"},
-            number | {"name": "user", "kind": "int", "in": "ids", "at": 0, "most": 99999999999},
+            number | {"name": "user", "kind": "int", "array": "ids", "at": 0, "most": 99999999999},
             number | {"name": "Unnamed: 0", "kind": "int", "at": 1, "most": 6},
             number | {"name": "ok", "kind": "bool", "at": 2},
             number | {"name": "b", "kind": "float", "at": 3},
@@ -612,7 +613,7 @@ def test_hashed_strings(converted, buckets, array):
     found = converted({"b": words, "y": [0, 1, 2, 3]}, hash_strings=buckets)
     hashed = tensorflow.strings.to_hash_bucket_fast(words, buckets).numpy().tolist()
     assert found["train"]["b"] == hashed and found.about["columns"][0]["buckets"] == buckets
-    assert found.about["columns"][0]["in"] == array and not list(found.folder.glob("vocabulary*"))
+    assert found.about["columns"][0]["array"] == array and not list(found.folder.glob("vocabulary*"))
     assert found.notes[1:] == [f"strings as whole numbers, hashed into {buckets:,} buckets: 'b'"]
 
 

@@ -285,8 +285,7 @@ def _of_cluster_and_input():
     yield gpus()
     text = "seconds for which workers that are ready wait for the others before the first update"
     yield number("start_secs", 60, text, least=0, most=SECONDS)
-    text = "global updates that worker 0 makes before the others begin (asynchronous schemes)"
-    yield integer("warm_start_steps", 0, text, least=0)
+    yield integer("warm_start_steps", 0, "global updates of worker 0 before the others begin (asynchronous schemes)", least=0)
     text = "extra milliseconds of each worker's local training, as 0,0,50, to see the effect of a straggler"
     yield numbers("delays", None, text, least=0, most=1000 * SECONDS)
     yield from isolation()
@@ -303,17 +302,13 @@ def _of_cluster_and_input():
     text = f"{names}; files, as 'DIR/*.csv', '*.parquet', '*.tfrecord'; or FILE.py:FUNCTION, which runs with your rights"
     yield string("data", "digits", text)
     yield string("test_data", None, "files of the test set, for --data=FILES (default: every tenth record of these)")
-    text = "label column of CSV and Parquet files (default: the last one called label, target or y, or else the last)"
-    yield string("label", None, text)
+    yield string("label", None, "label column of CSV and Parquet files (default: label, target or y, or else the last one)")
     yield string("parse", None, "FILE.py:FUNCTION that parses a TFRecord, a scalar string tensor, into (x, y)")
     yield choice("missing", None, ("0", "mean"), "value of empty fields of CSV and Parquet files (default: they are refused)")
-    text = "buckets into which the strings of CSV and Parquet files are hashed (default: a vocabulary numbers them)"
-    yield integer("hash_strings", None, text, least=1, most=INT32)
-    text = "folder of the arrays that files and datasets are converted to (default: one in ~/.cache)"
-    yield string("data_cache", None, text)
+    yield integer("hash_strings", None, "buckets for strings in CSV and Parquet (default: a vocabulary)", least=1, most=INT32)
+    yield string("data_cache", None, "folder for the arrays of converted files and datasets (default: one in ~/.cache)")
     yield boolean("stream", False, "read a tf.data.Dataset anew in each epoch, as for augmentation, instead of converting it")
-    text = "share of the training set that is held out; its loss and metrics are reported as validation_..."
-    yield number("validation", None, text, above=0, below=1)
+    yield number("validation", None, "share of the training set to hold out, for validation_loss etc.", above=0, below=1)
     yield "Model"
     names = "linear, dense (no bias), mlp, cnn (images), cnn1d (series), transformer (sequences of whole numbers)"
     yield string("model", "mlp", f"{names}; FILE.keras, a saved model; or FILE.py:FUNCTION")

@@ -61,7 +61,7 @@ def _versions():
 
 
 def key_of(*parts):
-    """Returns the key of an entry: another text for other values, which JSON takes, and for other code that reads data."""
+    """Returns the key of an entry, a hash of the values, in JSON, of the code that reads data, and of library versions."""
     return hashlib.sha256(json.dumps([_versions(), *parts], sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -151,7 +151,7 @@ def _lock_of(folder):
 
 @contextlib.contextmanager
 def _locked(folder):
-    """A context with the lock of an entry, which ends with the process. Another holder is waited for."""
+    """A context with the lock of an entry. It waits for another holder, whose lock ends with its process at the latest."""
     with open(_lock_of(folder), "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -37,8 +37,7 @@ class Columns:
     """
 
     def __init__(self, described):
-        found = [Column(**{"array" if key == "in" else key: value for key, value in each.items()}) for each in described]
-        self._named = {column.name: column._replace(width=column.width or 1) for column in found}
+        self._named = {each["name"]: Column(**each) for each in described}
 
     def __iter__(self):
         return iter(self._named.values())
@@ -68,6 +67,12 @@ class Columns:
         if all(column.kind == "int" and column.array == "numbers" for column in self):
             return array.as_type(np.int32) if isinstance(array, Rows) else array.astype(np.int32)
         return np.broadcast_to(np.float32(0), [n, self.width()])
+
+
+def listed(names):
+    """Returns the first names as text, and how many more there are."""
+    names = list(names)
+    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5:,} more" if len(names) > 5 else "")
 
 
 def values_of(x, column: Column) -> Any:

@@ -161,7 +161,7 @@ class CsvFile:
             raise _WrongRow(i, f"has {values}, expected {len(header.columns)}{hint}") from None
 
     def _settled(self, block, decimal, future, done):
-        """Returns ({name: array}, `done`) of a block, which may be read again with the kinds and decimal point now known."""
+        """Returns ({name: array}, `done`) of a block; reads it again if kinds or decimal point are now known to be others."""
         try:
             found = future.result() if decimal == self._decimal else self._read(block, *self._options())
             if not self._learn(found, block):

@@ -80,7 +80,7 @@ def _delimiter_of(path, header, following):
 
 
 def _check_names(path, names, comment):
-    """Raises a `UserError` unless the names of the columns, which may begin with an index, can be used."""
+    """Raises a `UserError` unless the names of the columns can be used; the first may be that of an index."""
     if all(re.match(NUMBER, name) for name in names):
         hint = f"; the line before, {comment[:50]!r}, is a comment" if comment else ""
         raise UserError(f"{path} has no header line: it begins with {', '.join(names[:5])}; name the columns there{hint}")

@@ -24,7 +24,7 @@ SETS = {2: ("train", "test"), 3: ("train", "validation", "test")}  # of a functi
 class Data(NamedTuple):
     """A training and a test set: samples, labels, and the weights of the samples, or None if all count the same.
 
-    It may have a validation set, which is evaluated as the test set is.
+    It may have a validation set, for the same evaluation as the test set.
 
     Each is an array `[n, ...]`, or arrays in a tuple or dict, for a model of several inputs or outputs. Labels are int32
     (classes) or float32. A large memory-mapped array is `common.data.Rows`. Samples of CSV and Parquet files have `columns`, a

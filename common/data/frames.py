@@ -32,7 +32,7 @@ def of_frames(frames, flag):
         kind = "float" if "f" in kinds else "bool" if kinds == {"b"} else "int"
         most = max(max(abs(int(part.min())), abs(int(part.max()))) for part in parts.values()) if kind == "int" else None
         array = "ids" if most is not None and most > EXACT[0] else "numbers"
-        is_at = {"in": array, "at": places[array], "width": 1}
+        is_at = {"array": array, "at": places[array], "width": 1}
         described.append({"name": name, "kind": kind, **is_at, "is_list": False, "most": most})
         places[array] += 1
         for half, part in parts.items():

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.core import UserError
+from common.data.columns import listed
 from common.data.files import HELD
 
 LABELS = ("label", "target", "y")  # names of a label column
@@ -76,7 +77,7 @@ def _label_of(file, label):
     """Returns the name of the label column, or raises `UserError`."""
     if label is not None:
         if label not in file.names:
-            raise UserError(f"--label={label}: {file.path} has the columns {_listed(file.names)}")
+            raise UserError(f"--label={label}: {file.path} has the columns {listed(file.names)}")
         return label
     known = [name for name in file.names if name.lower() in LABELS]
     if len(known) > 1:
@@ -222,7 +223,7 @@ class _Conversion:
         return {
             "name": column.name,
             "kind": column.kind,
-            "in": array,
+            "array": array,
             "at": at,
             "width": column.width,
             "is_list": bool(column.shape),
@@ -272,7 +273,7 @@ def _notes_of(columns):
     if names:
         buckets = columns[0].buckets
         how = f"hashed into {buckets:,} buckets" if buckets else "by a vocabulary each"
-        notes.append(f"strings as whole numbers, {how}: {_listed(names)}")
+        notes.append(f"strings as whole numbers, {how}: {listed(names)}")
     for column in columns:
         if column.filled:
             value = "an empty string" if column.kind == "string" else "0"
@@ -280,8 +281,3 @@ def _notes_of(columns):
                 value = "means" if column.shape else f"the mean, {column.mean()[0]:.6g}"
             notes.append(f"filled: {column.filled:,} empty value{'s' * (column.filled != 1)} of {column.name!r} with {value}")
     return notes
-
-
-def _listed(names):
-    """Returns some names as a text."""
-    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5:,} more" if len(names) > 5 else "")

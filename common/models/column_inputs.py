@@ -6,7 +6,7 @@ import numpy as np
 
 from common import tf
 from common.core import UserError
-from common.data import EXACT_UP_TO, chunks, values_of
+from common.data import EXACT_UP_TO, chunks, listed, values_of
 from common.scheme import tables
 
 
@@ -129,9 +129,3 @@ def _check_values(of, dtype, column, data):
             if (wrong := part[(part < least) | (part > most) | (part != np.floor(part))]).size:
                 number = f"{wrong[0]:,g}" if column.kind == "float" else f"{int(wrong[0]):,}"
                 raise UserError(f"{of} takes {dtype}, but the column {column.name!r} holds {number}")
-
-
-def listed(names):
-    """Returns names as text, the first of many."""
-    names = list(names)
-    return ", ".join(map(repr, names[:12])) + (f" and {len(names) - 12} more" if len(names) > 12 else "")

@@ -162,7 +162,7 @@ def _with_own_step(keras_model, samples, loss, inputs):
         raise UserError(f"the layer {unbuilt[0]} is not built: give the model a call, or keras.Input to its parts")
     before = [(v, v.numpy()) for v in [*keras_model.trainable_variables, *keras_model.non_trainable_variables]]
     with as_user_error(f"the model's {step.name} fails with samples of shape {_shapes(samples[0])}"):
-        _, losses = step(*samples)  # eagerly, which also builds its metrics
+        _, losses = step(*samples)  # eagerly; this also builds its metrics
     for variable, value in before:
         variable.assign(value)
     own_optimizer = " and ".join(sorted(step.optimizers)) or None
