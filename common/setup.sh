@@ -33,21 +33,7 @@ up_to_date() { [[ -f $stamp && -x $venv/bin/python && $(<"$stamp") == "$(ingredi
 
 shortcoming() { # prints why the environment $1 is unusable, or nothing if it is usable
     [[ -x $1/bin/python ]] || { echo "has no Python"; return; }
-    "$1/bin/python" -I - <<'END' 2>&1 | tail -n 1 # -I: no user site. tail: only the error of a traceback
-import importlib.util, os, sys
-try:
-    from importlib.metadata import version
-    from packaging.requirements import Requirement
-    lines = [line.split("#")[0].strip() for line in open("requirements.txt", encoding="utf-8")]
-    for need in (Requirement(line) for line in lines if line and not line.startswith("-")):
-        if (not need.marker or need.marker.evaluate()) and not need.specifier.contains(version(need.name), prereleases=True):
-            sys.exit("has %s %s, not %s" % (need.name, version(need.name), need.specifier))
-except ImportError as error: # version() raises one, too
-    sys.exit("lacks %s" % error.name)
-spec = importlib.util.find_spec("common")
-if not spec or os.path.realpath(spec.origin or "") != os.path.realpath("common/__init__.py"):
-    sys.exit("imports `common` from %s" % (spec.origin if spec else "nowhere"))
-END
+    "$1/bin/python" -I common/setup_check.py 2>&1 | tail -n 1 # tail: only the error of a traceback
 }
 
 active=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
@@ -65,19 +51,9 @@ up_to_date && use "$venv"
 trap 'say "stopped; the next run sets up again"; exit 130' INT
 old=$(cat "$stamp" 2>/dev/null) why=$(shortcoming "$venv") uv=$(type -P uv)
 
-watch() { # shows elapsed seconds, and the progress of pip or uv with the remaining time, or their last line, or the command
-    while sleep 1 && kill -0 $$; do
-        said=("$venv"/lib/*/site-packages/*.dist-info)
-        read -r have all what < <(awk -v installed="${#said[@]}" -f common/setup_progress.awk "$log")
-        [[ $last == "$all $what" ]] || last="$all $what" began=$SECONDS
-        said=$(tail -n 1 "$log") said=${said:-$*} && [[ -z $all ]] || said="$have of $all $what"
-        ((have < 1)) || said+=", about $(((SECONDS - began + 1) * (all - have) / have)) s left"
-        printf '\r\e[K%d s: %.70s' "$SECONDS" "$said"
-    done 2>/dev/null >/dev/tty
-}
-
 run() { # runs a command, with a progress line on a terminal
-    local watcher='' status=0; [[ ! -t 2 ]] || { watch "$@" 9>&- & watcher=$!; }
+    local watcher='' status=0
+    [[ ! -t 2 ]] || { bash common/setup_progress.sh "$venv" "$log" "$@" 9>&- & watcher=$!; }
     "$@" >>"$log" 2>&1 </dev/null || status=$?
     [[ -z $watcher ]] || { kill "$watcher" && wait "$watcher"; printf '\r\e[K' >/dev/tty; } 2>/dev/null
     return $status

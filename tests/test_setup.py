@@ -84,7 +84,7 @@ class Clone:
         self.env = {"PATH": str(self.bin), "HOME": str(folder), "PRETEND_WITHOUT": "nothing"}
         for each in self.root / "common", self.notes, self.bin:
             each.mkdir(parents=True)
-        for name in "setup.sh", "setup_progress.awk":
+        for name in "setup.sh", "setup_check.py", "setup_progress.sh":
             shutil.copy(CHECKOUT / "common" / name, self.root / "common")
         (self.root / "common" / "__init__.py").touch()
         (self.root / "pyproject.toml").write_text("[project]\n")
