@@ -27,19 +27,26 @@ SECTION = (CHECKOUT / "tests" / "README.md").read_text().split("\n## Bad input\n
 CLUSTER_VARIABLES = {"TF_CONFIG", "JOB_NAME", "TASK_INDEX", "PS_HOSTS", "WORKER_HOSTS", "MASTER_HOST"}
 HIDDEN = CLUSTER_VARIABLES | {"TF_CPP_MIN_LOG_LEVEL"}  # a user has not set it; conftest.py has
 
-# Rows of each kind of script, one of the process that looks at data and model, and those that would end or stop this process.
+# Rows of each kind of script, and one of a process that checks data and model and dies
 END_TO_END = {
     "bash HogWild/run.sh --windw=3",
-    ".venv/bin/python HogWild/hogwild.py --windw=3",
-    "bash HogWild/run_threads.sh --warm_start_steps=5",
+    "bash Synchronous-SGD/run.sh --by=magic",
     ".venv/bin/python -m common.run",
     "bash common/join.sh runs/none 3",
     "bash Distributed-Session/run.sh --num_workers=0",
     "SSH=true bash Multiple-Machines/start.sh hosts HogWild",
     "bash Multiple-Machines/kubernetes/manifest.sh HogWild --image=a/b --num_workers=1000000000",
-    "bash HogWild/run.sh --model=m.py:softmax",
     "CUDA_VISIBLE_DEVICES=-1 bash HogWild/run.sh --gpus=0",
-    *(f"bash HogWild/run.sh --data=d.py:{how}" for how in ("segfaults", "aborts", "interrupts", "exits", "takes_all_memory")),
+    "TF_CONFIG=$(printf '[%.0s' {1..100000}) bash HogWild/run.sh",
+    "ulimit -Sn 1024; bash HogWild/run.sh --num_ps=500000",
+    "ulimit -Sn 1024; .venv/bin/python -m common.run --num_ps=500000 m.py",
+    "bash HogWild/run.sh --data=d.py:segfaults",
+}
+
+# Rows whose check of data and model needs a process: they would end or stop this one.
+IN_A_TASK = {
+    "bash HogWild/run.sh --model=m.py:softmax",
+    *(f"bash HogWild/run.sh --data=d.py:{how}" for how in ("aborts", "interrupts", "exits", "takes_all_memory")),
     "bash HogWild/run.sh --hang_secs=8 --data=d.py:sleeps",
 }
 
@@ -184,8 +191,8 @@ def serve_nobody(self, request, descriptors):
 
 @pytest.fixture
 def in_process(folder, monkeypatch, capfd):
-    """A function that runs a `Program` in this process and returns how it ended. It starts no process. One that would start
-    the process that looks at data and model does with `--check` the same itself."""
+    """A function that runs a `Program` in this process and returns how it ended. It starts no process: it does the check of
+    data and model itself, with `--check`. If `in_a_task`, the warm process forks that check, as for users."""
 
     def run(program):
         monkeypatch.setattr(sys, "argv", [program.path, *program.arguments])
@@ -195,8 +202,10 @@ def in_process(folder, monkeypatch, capfd):
         except flags.UserError:
             sys.excepthook(*sys.exc_info())  # as Python does
 
-    def in_process(program):
-        for name in HIDDEN:
+    def in_process(program, in_a_task=False):
+        if not in_a_task:
+            monkeypatch.setattr(warm.WarmProcess, "serve", serve_nobody)
+        for name in CLUSTER_VARIABLES if in_a_task else HIDDEN:  # the warm process serves those with its environment
             monkeypatch.delenv(name, raising=False)
         for name, value in program.environ.items():
             monkeypatch.setenv(name, value)
@@ -210,7 +219,6 @@ def in_process(folder, monkeypatch, capfd):
         return Ended(ended.value.code, printed.out, printed.err, files_in(folder) - before)
 
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(warm.WarmProcess, "serve", serve_nobody)
     monkeypatch.setattr(subprocess, "Popen", lambda command, **_: pytest.fail(f"it starts {command}"))
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("it forks"))
     monkeypatch.setattr(sys.modules["common.cli.program"], "_log_to", lambda path: pytest.fail("it trains"))
@@ -249,20 +257,28 @@ def test_cells_of_a_table():
 
 
 def test_rows_of_each_kind_are_run_by_a_shell():
-    assert len(END_TO_END) >= 12 and END_TO_END <= dict(ROWS).keys()
-    assert len(ROWS) - len(PROGRAMS) - len(END_TO_END) < 15, "a shell does more for these than to start a program"
+    assert END_TO_END | PROGRAMS.keys() == dict(ROWS).keys() and IN_A_TASK <= PROGRAMS.keys()
 
 
-@pytest.mark.parametrize("command, line", [row for row in ROWS if row[0] in PROGRAMS], ids=PROGRAMS)
+def of_rows(commands):
+    """Parametrizes a test by the rows of these commands."""
+    chosen = [row for row in ROWS if row[0] in commands]
+    return pytest.mark.parametrize("command, line", chosen, ids=[command for command, _ in chosen])
+
+
+@of_rows(PROGRAMS.keys() - IN_A_TASK)
 def test_row_of_the_tables(in_process, command, line):
     refuses(in_process(PROGRAMS[command]), line)
 
 
-IN_A_SHELL = [row for row in ROWS if row[0] not in PROGRAMS]
+@pytest.mark.slow
+@of_rows(IN_A_TASK)
+def test_row_whose_check_is_a_task(in_process, command, line):
+    refuses(in_process(PROGRAMS[command], in_a_task=True), line)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command, line", IN_A_SHELL, ids=[command for command, _ in IN_A_SHELL])
+@of_rows(END_TO_END)
 def test_row_that_a_shell_runs(ended, line):
     refuses(ended, line)
 
