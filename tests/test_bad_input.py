@@ -271,7 +271,7 @@ def test_row_of_the_tables(in_process, command, line):
     refuses(in_process(PROGRAMS[command]), line)
 
 
-@pytest.mark.slow
+@pytest.mark.cluster
 @of_rows(IN_A_TASK)
 def test_row_whose_check_is_a_task(in_process, command, line):
     refuses(in_process(PROGRAMS[command], in_a_task=True), line)

@@ -11,6 +11,7 @@ import signal
 import threading
 
 import numpy as np
+import pyarrow.feather
 import pyarrow.parquet
 import pytest
 import tensorflow
@@ -71,6 +72,8 @@ def write_table(path, numbers, columns=None):
     if path.suffix == ".csv":
         with open(path, "w", newline="") as file:
             csv.writer(file).writerows([columns, *zip(*columns.values(), strict=True)])
+    elif path.suffix == ".arrow":
+        pyarrow.feather.write_feather(pyarrow.table(columns), str(path))
     else:
         pyarrow.parquet.write_table(pyarrow.table(columns), path)
 
@@ -81,7 +84,7 @@ def write_records(path, numbers):
             file.write(np.array([n, 10 * n, n % 3], np.int32).tobytes())
 
 
-@pytest.fixture(params=["csv", "parquet", "tfrecord"])
+@pytest.fixture(params=["csv", "parquet", "arrow", "tfrecord"])
 def files(request, tmp_path):
     """A function that writes files with so many records, numbered throughout; returns the flags that name them."""
     (tmp_path / "parse.py").write_text(PARSE)
@@ -234,9 +237,9 @@ def test_flags_that_do_not_fit_the_data(user_error, tmp_path):
         (settings(spec, parse="p.py:f"), "--parse is for --data='DIR/*.tfrecord', not "),
         (settings(spec, stream=True), "--stream is for a function that gives tf.data.Datasets, not "),
         (settings("digits", stream=True), "--stream is for a function that gives tf.data.Datasets, not digits: leave it out"),
-        (settings("digits", label="y"), "--label is for --data='DIR/*.csv' or '*.parquet', not digits"),
-        (settings("digits", missing="0"), "--missing is for --data='DIR/*.csv' or '*.parquet', not digits"),
-        (settings("d.py:f", hash_strings=9), "--hash_strings is for --data='DIR/*.csv' or '*.parquet', not d.py:f"),
+        (settings("digits", label="y"), "--label is for --data='DIR/*.csv', '*.parquet' or '*.arrow', not digits"),
+        (settings("digits", missing="0"), "--missing is for --data='DIR/*.csv', '*.parquet' or '*.arrow', not digits"),
+        (settings("d.py:f", hash_strings=9), "--hash_strings is for --data='DIR/*.csv', '*.parquet' or '*.arrow', not d.py:f"),
         (settings("a.tfrecord", parse="parse.py"), "--parse must be FILE.py:FUNCTION, not 'parse.py'"),
         (settings(spec, data_cache=""), "--data_cache is empty: name a folder"),
     ):

@@ -1,18 +1,20 @@
-"""Files of CSV and Parquet as people have them, and what comes of each: arrays on disk, or one line."""
+"""Files of CSV, Parquet and Arrow as people have them, and what comes of each: arrays on disk, or one line."""
 
 import datetime
 import decimal
 import gzip
 import json
+import os
 from typing import Any
 
 import numpy as np
 import pyarrow
+import pyarrow.feather
 import pyarrow.parquet
 import pytest
 
 from common.core import UserError
-from common.data import csv_files, parquet_files, table_files
+from common.data import columnar_files, csv_files, table_files
 from common.data.table_files import convert
 
 
@@ -25,8 +27,7 @@ class Converted:
         self.folder.mkdir()
         paths = [write(folder, f"{i}", content) for i, content in enumerate(train)]
         of_test = paths if test is None else [write(folder, f"test-{i}", content) for i, content in enumerate(test)]
-        kind = "parquet" if paths[0].endswith("parquet") else "csv"
-        self.about = convert(kind, paths, of_test, self.folder, told, **flags)
+        self.about = convert(paths[0].rpartition(".")[2], paths, of_test, self.folder, told, **flags)
         self.notes = self.about["notes"]
 
     def array(self, half, name):
@@ -51,10 +52,31 @@ class Converted:
         return columns
 
 
+class Arrow(dict):
+    """The content of an Arrow file, written by one of `ARROW`."""
+
+    how = "file"
+
+
+def write_stream(table, path):
+    with pyarrow.ipc.new_stream(path, table.schema) as stream:
+        stream.write_table(table, max_chunksize=2)
+
+
+ARROW = {
+    "file": lambda table, path: pyarrow.feather.write_feather(table, path, compression="uncompressed", chunksize=2),
+    "compressed": lambda table, path: pyarrow.feather.write_feather(table, path, compression="zstd"),
+    "stream": write_stream,
+}
+
+
 def write(folder, name, content):
     """Writes a file; returns its path."""
     path = folder / f"{name}.csv"
-    if isinstance(content, dict):
+    if isinstance(content, Arrow):
+        path = path.with_suffix(".arrow")
+        ARROW[content.how](pyarrow.table(dict(content)), str(path))
+    elif isinstance(content, dict):
         path = path.with_suffix(".parquet")
         pyarrow.parquet.write_table(pyarrow.table(content), path)
     else:
@@ -435,7 +457,7 @@ def in_blocks(monkeypatch):
 
     def in_blocks(size):
         monkeypatch.setattr(csv_files, "BLOCK", size)
-        monkeypatch.setattr(parquet_files, "ROWS", 1 if size < 100 else 2**14)
+        monkeypatch.setattr(columnar_files, "ROWS", 1 if size < 100 else 2**14)
 
     return in_blocks
 
@@ -447,6 +469,21 @@ def test_good(converted, in_blocks, name, size):
     found = converted(content, **flags)
     assert found["train"] == found["test"] == columns and list(found["train"])[-1] == found.about["label"]
     assert found.notes[1:] == notes
+
+
+def as_arrow(content, how):
+    """The content of a Parquet file as that of an Arrow file."""
+    found = Arrow(content)
+    found.how = how
+    return found
+
+
+@pytest.mark.parametrize("how", ARROW)
+@pytest.mark.parametrize("name", [name for name, (content, *_) in GOOD.items() if isinstance(content, dict)])
+def test_good_as_arrow(converted, name, how):
+    content, flags, columns, notes = GOOD[name]
+    found = converted(as_arrow(content, how), **flags)
+    assert found["train"] == found["test"] == columns and found.notes[1:] == notes
 
 
 @pytest.fixture
@@ -639,6 +676,14 @@ def test_the_mean_is_that_of_training_rows(converted, in_blocks):
     assert found["test"] == {"a": [2, 100], "b": [4, 90], "user": [2**32 + 2, 7], "y": [0, 1]}
 
 
+@pytest.mark.parametrize("how", ARROW)
+@pytest.mark.parametrize("name", [name for name, (content, *_) in BAD.items() if isinstance(content, dict)])
+def test_bad_as_arrow(refused, name, how):
+    content, flags, line = BAD[name]
+    line = line.replace("0.parquet", "0.arrow").replace("of Parquet", "of Arrow").replace("<element", "<item")
+    assert refused(as_arrow(content, how), **flags) == line
+
+
 def test_no_mean_of_training_rows(refused):
     line = "the column 'b' is empty in all training rows: leave it out, or give --missing=0"
     assert refused("a,b,y\n1,,0\n", test=[rows([1])], missing="mean") == line
@@ -656,6 +701,7 @@ CONTENTS = {
     "csv": rows(range(500)),
     "gzip": gzip.compress(rows(range(500)).encode()),
     "parquet": {"a": range(50), "y": range(50)},
+    "arrow": Arrow(a=range(50), y=range(50)),
 }
 
 
@@ -685,13 +731,16 @@ def test_a_line_without_end(refused, monkeypatch, in_blocks):
     assert refused("a,b,y\n1,2,3\n" + "1" * 400) == "0.csv is no CSV file: expected lines of at most 100 bytes"
 
 
-def test_a_truncated_parquet_file(refused, tmp_path):
-    path = write(tmp_path, "of-all", {"a": range(100), "y": range(100)})
-    content = open(path, "rb").read()[:-20]
-    (tmp_path / "0.parquet").write_bytes(content)
+@pytest.mark.parametrize("how", ["Parquet", *ARROW])
+@pytest.mark.parametrize("lost", [8, 20, 900])
+def test_a_truncated_file(tmp_path, how, lost):
+    """A stream that lacks its last 8 bytes ends with a whole batch."""
+    content, name = {"a": range(100), "y": range(100)}, "Arrow" if how in ARROW else how
+    path = write(tmp_path, "0", as_arrow(content, how) if how in ARROW else content)
+    os.truncate(path, os.path.getsize(path) - lost)
     with pytest.raises(UserError) as error:
-        convert("parquet", [str(tmp_path / "0.parquet")], [], tmp_path, None)
-    assert "0.parquet is truncated, damaged or no Parquet file: " in str(error.value) and "\n" not in str(error.value)
+        convert(name.lower(), [path], [], tmp_path, lambda *_: None)
+    assert f" is truncated, damaged or no {name} file: " in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_file_that_is_not_there(tmp_path):

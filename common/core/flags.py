@@ -299,13 +299,13 @@ def _of_cluster_and_input():
     yield integer("patience", None, "evaluations without a smaller validation loss after which training ends", least=1)
     yield "Data"
     names = "digits, linear, mnist, mnist1d, quadratic, text"
-    text = f"{names}; files, as 'DIR/*.csv', '*.parquet', '*.tfrecord'; or FILE.py:FUNCTION, which runs with your rights"
+    text = f"{names}; files, 'DIR/*.csv', *.parquet, *.arrow, *.tfrecord; or FILE.py:FUNCTION, which runs with your rights"
     yield string("data", "digits", text)
     yield string("test_data", None, "files of the test set, for --data=FILES (default: every tenth record of these)")
-    yield string("label", None, "label column of CSV and Parquet files (default: label, target or y, or else the last one)")
+    yield string("label", None, "label column of CSV, Parquet, Arrow (default: label, target or y, or else the last one)")
     yield string("parse", None, "FILE.py:FUNCTION that parses a TFRecord, a scalar string tensor, into (x, y)")
-    yield choice("missing", None, ("0", "mean"), "value of empty fields of CSV and Parquet files (default: they are refused)")
-    yield integer("hash_strings", None, "buckets for strings in CSV and Parquet (default: a vocabulary)", least=1, most=INT32)
+    yield choice("missing", None, ("0", "mean"), "value of empty fields in CSV, Parquet, Arrow (default: they are refused)")
+    yield integer("hash_strings", None, "buckets for strings in CSV, ... (default: a vocabulary)", least=1, most=INT32)
     yield string("data_cache", None, "folder for the arrays of converted files and datasets (default: one in ~/.cache)")
     yield boolean("stream", False, "read a tf.data.Dataset anew in each epoch, as for augmentation, instead of converting it")
     yield number("validation", None, "share of the training set to hold out, for validation_loss etc.", above=0, below=1)

@@ -1,4 +1,4 @@
-"""Columns of CSV and Parquet files: their kinds, and their places in the arrays of the samples."""
+"""Columns of CSV, Parquet and Arrow files: their kinds, and their places in the arrays of the samples."""
 
 import itertools
 import json

@@ -27,7 +27,7 @@ class Data(NamedTuple):
     It may have a validation set, for the same evaluation as the test set.
 
     Each is an array `[n, ...]`, or arrays in a tuple or dict, for a model of several inputs or outputs. Labels are int32
-    (classes) or float32. A large memory-mapped array is `common.data.Rows`. Samples of CSV and Parquet files have `columns`, a
+    (classes) or float32. A large memory-mapped array is `common.data.Rows`. Samples of such files as CSV have `columns`, a
     `common.data.Columns`. `text` is the source of converted samples, for the first line of a run; `entry` the folder with their
     arrays, or None.
     """

@@ -10,11 +10,12 @@ HELD = 10  # without --test_data, every tenth record of each file is for the tes
 
 
 def kind_of(spec):
-    """Returns the kind of files of a pattern, "tfrecord", "parquet" or "csv"; None for anything else."""
+    """Returns the kind of files of a pattern, "tfrecord", "parquet", "csv" or "arrow"; None for anything else."""
     name = os.path.basename(spec)
     if ".tfrecord" in name:
         return "tfrecord"
-    return next((kind for kind in ("parquet", "csv") if name.removesuffix(".gz").endswith(f".{kind}")), None)
+    kinds = {"parquet": "parquet", "csv": "csv", "arrow": "arrow", "feather": "arrow"}
+    return kinds.get(name.removesuffix(".gz").rpartition(".")[2])
 
 
 def files_of(flag, pattern):

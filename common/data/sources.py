@@ -15,12 +15,12 @@ from common.data.streams import Stream
 from common.data.user_functions import call, user_function
 
 KNOWN = "data.json"  # in a run's folder: findings of the input check about the data
-_TABLES = "'DIR/*.csv' or '*.parquet'"
+_TABLES = "'DIR/*.csv', '*.parquet' or '*.arrow'"
 # Flags for some data only: an example of these data, and the kinds of files
 _ONLY_FOR = {
-    **dict.fromkeys(("label", "missing", "hash_strings"), (_TABLES, ("csv", "parquet"))),
+    **dict.fromkeys(("label", "missing", "hash_strings"), (_TABLES, ("csv", "parquet", "arrow"))),
     "parse": ("'DIR/*.tfrecord'", ("tfrecord",)),
-    "test_data": ("files, as 'DIR/*.csv'", ("csv", "parquet", "tfrecord")),
+    "test_data": ("files, as 'DIR/*.csv'", ("csv", "parquet", "arrow", "tfrecord")),
 }
 
 

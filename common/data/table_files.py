@@ -1,4 +1,4 @@
-"""Files of CSV or Parquet to arrays on disk: columns of numbers in one matrix, large whole numbers in another, labels."""
+"""Files of CSV, Parquet or Arrow to arrays on disk: columns of numbers in one matrix, large whole numbers in another, labels."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def convert(kind, train, test, folder, told, label=None, missing=None, hash_stri
     number. A hashed string is the number that `tf.strings.to_hash_bucket_fast(string, hash_strings)` gives.
 
     Args:
-      kind: "csv" or "parquet".
+      kind: "csv", "parquet" or "arrow".
       train: paths of the files, with the same columns.
       test: paths of the test files; [] if every tenth row of a training file is for the test.
       folder: path of an empty folder.
@@ -43,12 +43,12 @@ def convert(kind, train, test, folder, told, label=None, missing=None, hash_stri
     """
     try:
         from common.data import table_columns
+        from common.data.columnar_files import ArrowFile, ParquetFile
         from common.data.csv_files import CsvFile
-        from common.data.parquet_files import ParquetFile
     except ImportError:
-        raise UserError("files of Parquet and CSV need pyarrow, which is not installed: pip install pyarrow") from None
+        raise UserError("files of CSV, Parquet and Arrow need pyarrow, which is not installed: pip install pyarrow") from None
     kinds: dict[str, str] = {}
-    file_type: Any = {"csv": CsvFile, "parquet": ParquetFile}[kind]
+    file_type: Any = {"csv": CsvFile, "parquet": ParquetFile, "arrow": ArrowFile}[kind]
 
     def opened():
         return [(file_type(path, kinds), half) for half, paths in (("train", train), ("test", test)) for path in paths]
