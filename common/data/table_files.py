@@ -1,4 +1,4 @@
-"""Files of CSV, Parquet or Arrow to arrays on disk: columns of numbers in one matrix, large whole numbers in another, labels."""
+"""Files of CSV, Parquet or Arrow to arrays: columns of numbers in one matrix, large whole numbers in another, labels."""
 
 import json
 import os
