@@ -2,12 +2,17 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 from nbval_numbers import agree
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "book"))
+
+import collect  # noqa: E402
+
 NOTEBOOKS = sorted([*ROOT.glob("[!.]*/*.ipynb"), *ROOT.glob("Basics-Tutorial/*/*.ipynb")])
 
 
@@ -44,6 +49,31 @@ def test_form(path):
             assert not [line for line in source.splitlines() if len(line) > 88], "a page of 1,280 pixels cuts longer lines"
             hidden = cell["metadata"].get("jupyter", {}).get("source_hidden", False)
             assert hidden or "plt.subplots" not in source, "code that draws is folded"
+
+
+def in_order():
+    """The notebooks in reading order: that of the tables of README.md, and in a folder that of its README's links."""
+    folders = [folder for part in collect.reading_order((ROOT / "README.md").read_text()) for folder in part]
+    names = [f"{folder}/{name}" for folder in folders for name in collect.children(ROOT / folder / "README.md")]
+    return [ROOT / name for name in names if name.endswith(".ipynb")]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_begins_with_its_prerequisites_which_come_before_it(path):
+    title, empty, *lines = "".join(json.loads(path.read_text())["cells"][0]["source"]).split("\n")
+    assert title.startswith("# ") and empty == ""
+    items = " ".join(lines[: lines.index("")]).split("- **")
+    assert [item.partition("**: ")[0] for item in items] == ["", "You need", "Afterwards you can", "Time"]
+    needed = [(path.parent / link).resolve() for link in re.findall(r"\]\(([^)]+\.ipynb)\)", items[1])]
+    order = in_order()
+    assert [each for each in needed if order.index(each) >= order.index(path)] == []
+
+
+def test_six_notebooks_are_the_core():
+    """Those of README.md say so themselves."""
+    named = (ROOT / "README.md").read_text().split("**The core**")[1].split("\n\n")[0]
+    core = {path for path in NOTEBOOKS if "One of the [six core notebooks]" in path.read_text()}
+    assert {ROOT / link for link in re.findall(r"\]\(([^)]+)\)", named)} == core and len(core) == 6
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
