@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -282,6 +283,21 @@ def test_samples_and_seconds_are_those_of_all_runs(chief, servers, tmp_path):
     assert samples == 4 * 10 + 1 * 100
     assert before == samples - 5 * 100
     assert later.keeper.clock.seconds() > seconds
+
+
+def test_a_step_below_a_damaged_checkpoint_is_saved(tmp_path):
+    """A run that goes on from an older one is not without a new one until it is past the damaged one."""
+
+    def write(step):
+        with ThreadPoolExecutor(1) as another:  # in this one a graph may be open
+            another.submit(checkpoints.write_checkpoint, str(tmp_path), step, ["step"], [""], [np.int64(step)]).result()
+
+    for step in 50, 100:
+        write(step)
+    (tmp_path / "model.ckpt-100.data-00000-of-00001").write_bytes(b"")
+    assert checkpoints.newest_good_checkpoint(str(tmp_path)) == str(tmp_path / "model.ckpt-50")
+    write(60)
+    assert checkpoints.newest_good_checkpoint(str(tmp_path)) == str(tmp_path / "model.ckpt-60")
 
 
 @pytest.mark.parametrize("threshold", [None, 1])

@@ -168,6 +168,19 @@ def test_metrics_count_the_calls_that_train(log, lines, call):
     assert line["samples_per_second"] > 0
 
 
+def test_local_steps_of_a_new_session_are_counted_anew(log, call):
+    """Where their number varies, a call tells how many the worker has made in its session."""
+    made = tf.placeholder(tf.int64, [1])
+    drawn: list = []
+    hook = MetricsHook(log, samples_per_update=1, drawn=drawn.append, batch_size=32)
+    call = call._replace(local_steps=made)
+    for _ in range(2):  # with the same hook, as after the death of a ps
+        with tf.train.SingularMonitoredSession(hooks=[hook]) as session:
+            for steps in 3, 10:
+                session.run(call, {call.loss: 0.0, call.steps: [[0, 1]], made: [steps]})
+    assert drawn == [96, 224] * 2
+
+
 def test_staleness_is_the_updates_of_others_between_pull_and_push(log, lines, call):
     hook = MetricsHook(log, samples_per_update=1, every_secs=1e9)
     with tf.train.MonitoredSession(hooks=[hook]) as session:

@@ -241,7 +241,7 @@ def test_where_schemes_agree(walk):
 
 @pytest.mark.slow
 def test_ringmaster_throws_away_what_is_too_stale(walk, on_three_ps):
-    """Nothing with R = ∞, which is HogWild to the last bit; with R = 2 what is stale by 2."""
+    """Nothing with R = ∞, which is HogWild to the last bit; with R = 2 what is stale by 2; with R = 1.5 nothing stale by 1."""
     for order in overtaken, shuffled:
         all, hogwild = on_three_ps(MORE["R = ∞"]), on_three_ps(SCHEMES["HogWild"])
         for replay in all, hogwild:
@@ -249,6 +249,9 @@ def test_ringmaster_throws_away_what_is_too_stale(walk, on_three_ps):
         assert all.center.tobytes() == hogwild.center.tobytes()
         assert (all.updates, all.dropped) == (hogwild.updates, [])
     assert [worker for worker, _ in walk(MORE["R = 2"], overtaken(3)).dropped] == [0, 1] * 3  # the one that was overtaken
+    replay = on_three_ps(MORE["R = 2"]._replace(hp={"staleness_threshold": 1.5}))
+    replay.take(at_once(3))
+    assert {update.staleness for update in replay.updates} == {0, 1} and replay.dropped == []
 
 
 def test_asynchronous_diloco_of_one_worker_is_diloco(model, batches):

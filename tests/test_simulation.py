@@ -20,7 +20,7 @@ from runs import ROOT
 from test_schemes import LIKE_A_NEIGHBOUR
 
 from common import tf
-from common.core.flags import TrainingFailed
+from common.core.flags import TrainingFailed, UserError
 from common.data import datasets
 from common.data.batches import Batches
 from common.models import keras_model
@@ -592,6 +592,18 @@ def program():
     import simulate
 
     return simulate
+
+
+def test_the_folder_is_locked_while_a_simulation_writes(tmp_path, program, monkeypatch):
+    arguments = ["HogWild", "--num_workers=2", "--steps=3", f"--run_dir={tmp_path / 'run'}"]
+
+    def write(run, where):
+        with pytest.raises(UserError, match="is in use"):
+            program.program(arguments)
+        return 7
+
+    monkeypatch.setattr(program, "write", write)
+    assert program.program(arguments) == 7
 
 
 # Schemes that other tests simulate by the program, too, and whose global steps they assert.
