@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import by_hand
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -45,7 +46,7 @@ from common.launch import launcher, supervisor
 pytestmark = pytest.mark.slow
 
 FOLDER = CHECKOUT / "Multiple-Machines" / "kubernetes"
-KINDS = ["plain", "statefulset", "tfjob"]
+KINDS = ["plain", "statefulset", "jobset", "trainjob", "tfjob"]
 IMAGE = "registry.example/me/training:1"
 
 ENVIRON = {**os.environ, **({"VIRTUAL_ENV": sys.prefix} if sys.prefix != sys.base_prefix else {})}  # for common/setup.sh
@@ -74,6 +75,17 @@ def objects(*arguments):
     return list(yaml.safe_load_all(text_of(*arguments)))
 
 
+@functools.cache
+def runtime_of(name):
+    """The ClusterTrainingRuntime of this name, as manifest.py prints it, for a cluster in which it was installed."""
+    ((num_ps, gpus),) = re.findall(r"^parameter-servers-(\d+)(-gpu)?$", name)
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        program().main(["--kind=runtime", f"--num_ps={num_ps}", f"--gpus_per_worker={len(gpus[:1])}"])
+    runtime = yaml.safe_load(output.getvalue())
+    assert runtime["metadata"]["name"] == name
+    return runtime
+
+
 def run(*arguments):
     """Runs manifest.sh to its end."""
     command = ["bash", str(FOLDER / "manifest.sh"), *arguments]
@@ -90,8 +102,22 @@ def only(things, kind):
 # Schemas
 
 
+# Of the releases that "source" names. Parts of Kubernetes itself are left out: they are only an object or a list there.
+SCHEMAS = json.loads(Path(__file__).with_name("kubernetes_schemas.json").read_text())
+
+
 def validate(thing):
-    """Raises an exception unless an object is as Kubernetes, or the training operator, publishes that it has to be."""
+    """Raises an exception unless an object is as Kubernetes, JobSet, or Kubeflow publishes that it has to be."""
+    if thing["kind"] in SCHEMAS:
+        jsonschema.validate(thing, SCHEMAS[thing["kind"]]["schema"])
+        specs = {"JobSet": lambda: thing["spec"], "ClusterTrainingRuntime": lambda: thing["spec"]["template"]["spec"]}
+        job_set = specs[thing["kind"]]() if thing["kind"] in specs else job_set_of(thing)["spec"]
+        for job in job_set["replicatedJobs"]:
+            validate({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "a"}, "spec": job["template"]["spec"]})
+        targets = [job_set["successPolicy"], *job_set["failurePolicy"]["rules"]]  # by the webhook of JobSet: names that exist
+        for role in (role for target in targets for role in target.get("targetReplicatedJobs", [])):
+            assert role in [job["name"] for job in job_set["replicatedJobs"]]
+        return
     if thing["kind"] != "TFJob":
         kubernetes_validate.validate(thing, "1.31", strict=True)  # the first version in which all that is used is stable
         kubernetes_validate.validate(thing, kubernetes_validate.latest_version(), strict=True)
@@ -119,8 +145,38 @@ def test_published_schemas(kind, arguments):
     things = objects(*arguments, f"--kind={kind}")
     for thing in things:
         validate(thing)
-    expected = {"plain": {"Service", "Job"}, "statefulset": {"Service", "Job", "StatefulSet"}, "tfjob": {"TFJob"}}[kind]
+    parts = {
+        "plain": {"Service", "Job"},
+        "statefulset": {"Service", "Job", "StatefulSet"},
+        "jobset": {"JobSet"},
+        "trainjob": {"TrainJob"},
+        "tfjob": {"TFJob"},
+    }
+    expected = parts[kind]
     assert {thing["kind"] for thing in things} == {*expected, "NetworkPolicy", "PersistentVolumeClaim"}
+
+
+@pytest.mark.parametrize("name", ["parameter-servers-1", "parameter-servers-20-gpu"])
+def test_runtime_of_a_train_job(name):
+    runtime = runtime_of(name)
+    validate(runtime)
+    for job in runtime["spec"]["template"]["spec"]["replicatedJobs"]:
+        (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+        assert not {"image", "args"} & set(container)  # those of a TrainJob
+        has_gpu = "nvidia.com/gpu" in container["resources"]["limits"]
+        assert has_gpu == (name.endswith("-gpu") and job["name"] != "ps")
+
+
+def test_train_job_names_the_command_that_installs_its_runtime():
+    arguments = ["HogWild", "--kind=trainjob", "--num_ps=3", "--gpus_per_worker=1"]
+    line = text_of(*arguments).splitlines()[1]
+    assert line.startswith("# once for each cluster: bash Multiple-Machines/kubernetes/manifest.sh ")
+    command, _, install = line.partition("manifest.sh ")[2].partition(" | ")
+    assert install == "kubectl apply -f -"
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        program().main(shlex.split(command))
+    name = only(objects(*arguments), "TrainJob")["spec"]["runtimeRef"]["name"]
+    assert yaml.safe_load(output.getvalue())["metadata"]["name"] == name
 
 
 @pytest.mark.parametrize("file", ["plain.yaml", "tfjob.yaml"])
@@ -157,6 +213,20 @@ REPLICA = "spec.tfReplicaSpecs.PS"
         ("plain", "PersistentVolumeClaim", "spec.accessModes", "ReadWriteOnce"),
         ("statefulset", "StatefulSet", "spec.selector", None),
         ("statefulset", "StatefulSet", "spec.completions", 1),
+        ("jobset", "JobSet", "spec.successPolicy.operator", "Some"),
+        ("jobset", "JobSet", "spec.successPolicy.targetReplicatedJobs.0", "master"),
+        ("jobset", "JobSet", "spec.failurePolicy.maxRestarts", "3"),
+        ("jobset", "JobSet", "spec.failurePolicy.rules.0.action", "FailJob"),
+        ("jobset", "JobSet", "spec.replicatedJobs.0.name", None),
+        ("jobset", "JobSet", "spec.replicatedJobs.0.replicas", "1"),
+        ("jobset", "JobSet", "spec.replicatedJobs.0.template.spec.parallelism", "1"),
+        ("jobset", "JobSet", f"spec.replicatedJobs.0.template.{POD}.containers", None),
+        ("trainjob", "TrainJob", "spec.runtimeRef", None),
+        ("trainjob", "TrainJob", "spec.trainer.numNodes", "1"),
+        ("trainjob", "TrainJob", "spec.trainer.numWorkers", 1),
+        ("trainjob", "TrainJob", "spec.runtimePatches.0.manager", None),
+        ("trainjob", "TrainJob", "spec.runtimePatches.0.trainingRuntimeSpec.template.spec.replicatedJobs.0.replicas", 2),
+        ("trainjob", "TrainJob", "spec.runtimePatches.0.trainingRuntimeSpec.template.spec.replicatedJobs.0.name", "master"),
         ("tfjob", "TFJob", "spec.tfReplicaSpecs", None),
         ("tfjob", "TFJob", "spec.tfReplicaSpec", {}),
         ("tfjob", "TFJob", "spec.runPolicy.cleanPodpolicy", "All"),
@@ -180,9 +250,10 @@ def test_a_mistake_in_a_manifest_is_found(kind, which, path, value):
     if value is None:
         del inside[last]
     else:
-        assert inside.get(last) != value
+        last = int(last) if isinstance(inside, list) else last
+        assert (inside[last] if isinstance(inside, list) else inside.get(last)) != value
         inside[last] = value
-    with pytest.raises((kubernetes_validate.ValidationError, AssertionError, ValueError)):
+    with pytest.raises((kubernetes_validate.ValidationError, jsonschema.ValidationError, AssertionError, ValueError)):
         validate(thing)
 
 
@@ -276,7 +347,54 @@ def _pods_of_tfjob(tfjob):
             yield Pod(pod, f"{pod}.default.svc", labels, replica["template"]["metadata"]["annotations"], spec)
 
 
-MAKERS = {"Job": _pods_of_job, "StatefulSet": _pods_of_stateful_set, "TFJob": _pods_of_tfjob}
+def _pods_of_job_set(job_set):
+    """As JobSet does it: constructJob, labelAndAnnotateObject and GetSubdomain, in its repository."""
+    name = job_set["metadata"]["name"]
+    for replicated in job_set["spec"]["replicatedJobs"]:
+        assert replicated["replicas"] == 1
+        job = copy.deepcopy(replicated["template"])
+        job["metadata"] = {"name": f"{name}-{replicated['name']}-0"}
+        template = job["spec"]["template"]
+        template["metadata"]["labels"] |= {
+            "jobset.sigs.k8s.io/jobset-name": name,
+            "jobset.sigs.k8s.io/replicatedjob-name": replicated["name"],
+        }
+        template["spec"]["subdomain"] = name
+        yield from _pods_of_job(job)
+
+
+def job_set_of(train_job):
+    """As Kubeflow Trainer does it: mergeRuntimePatches, newRuntimeInfo, PlainML and Builder.Trainer, in its repository."""
+    spec, runtime = train_job["spec"], runtime_of(train_job["spec"]["runtimeRef"]["name"])
+    job_set = copy.deepcopy(runtime["spec"]["template"]["spec"])
+    jobs = {job["name"]: job["template"] for job in job_set["replicatedJobs"]}
+    for patch in (patch["trainingRuntimeSpec"]["template"]["spec"] for patch in spec["runtimePatches"]):
+        for part in patch["replicatedJobs"]:
+            ((key, volumes),) = part["template"]["spec"]["template"]["spec"].items()
+            assert part["name"] in jobs
+            pod = jobs[part["name"]]["spec"]["template"]["spec"]
+            assert key == "volumes" and not {each["name"] for each in volumes} & {each["name"] for each in pod["volumes"]}
+            pod["volumes"] = [*volumes, *pod["volumes"]]
+    assert "mlPolicy" not in runtime["spec"] and set(spec["trainer"]) == {"image", "args", "env", "numNodes"}
+    is_first = True
+    for job in jobs.values():
+        assert job["metadata"]["labels"]["trainer.kubeflow.org/trainjob-ancestor-step"] == "trainer"
+        if is_first:
+            job["spec"].update(completions=spec["trainer"]["numNodes"], parallelism=spec["trainer"]["numNodes"])
+        is_first = False
+        (container,) = (each for each in job["spec"]["template"]["spec"]["containers"] if each["name"] == "node")
+        container.update(image=spec["trainer"]["image"], args=spec["trainer"]["args"])
+        container["env"] += spec["trainer"]["env"]
+    return {"kind": "JobSet", "metadata": train_job["metadata"], "spec": job_set}
+
+
+MAKERS = {
+    "Job": _pods_of_job,
+    "StatefulSet": _pods_of_stateful_set,
+    "JobSet": _pods_of_job_set,
+    "TrainJob": lambda train_job: _pods_of_job_set(job_set_of(train_job)),
+    "TFJob": _pods_of_tfjob,
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -291,6 +409,7 @@ def test_every_task_knows_the_cluster_and_its_place_in_it(kind, num_ps, num_work
         role, index = config["task"]["type"], config["task"]["index"]
         assert config["cluster"][role][index] == f"{pod.host}:2222"
         assert len(pod.host.split(".")[0]) <= 63
+        assert pod.container["image"] == IMAGE
     assert {role: len(hosts) for role, hosts in configs[0]["cluster"].items()} == expected
     assert len(pods) == len({pod.host for pod in pods}) == num_ps + num_workers
 
@@ -298,13 +417,14 @@ def test_every_task_knows_the_cluster_and_its_place_in_it(kind, num_ps, num_work
 PLACES = ["--num_workers=3", "--max_workers=6"]
 
 
-@pytest.mark.parametrize("kind", ["plain", "statefulset"])
+@pytest.mark.parametrize("kind", ["plain", "statefulset", "jobset"])
 def test_places_are_names_of_pods_that_there_are_not_yet(kind):
     things = objects("HogWild", f"--kind={kind}", *PLACES)
     for thing in things:
         validate(thing)
     pods = pods_of(things)
-    names = [f"hogwild-worker-{i}.hogwild" for i in range(5)]
+    job = "-0" if kind == "jobset" else ""
+    names = [f"hogwild-worker{job}-{i}.hogwild" for i in range(5)]
     assert [pod.host for pod in pods if pod.labels["role"] == "worker"] == names[:2]
     for pod in pods:
         cluster = json.loads(pod.environ()["TF_CONFIG"])["cluster"]
@@ -323,6 +443,27 @@ def patched(things, arguments):
         assert key in job["spec"]
         job["spec"][key] = value
     return things
+
+
+def test_the_command_that_scales_a_job_set():
+    """With JobSet's feature gate ElasticJobSet: both numbers of an Indexed Job change together, and nothing else may."""
+    arguments = ["HogWild", "--kind=jobset", *PLACES]
+    line = text_of(*arguments).splitlines()[1]
+    *command, patch = shlex.split(line.removeprefix("# "))
+    assert command == ["kubectl", "patch", "jobset", "hogwild", "--type=json"]
+    before, after = objects(*arguments), copy.deepcopy(objects(*arguments))
+    for change in json.loads(patch.removeprefix("--patch=")):
+        inside: Any = only(after, "JobSet")
+        *way, last = change["path"].removeprefix("/").split("/")
+        for key in way:
+            inside = inside[int(key) if key.isdigit() else key]
+        assert change["op"] == "replace" and inside[last] == 2
+        inside[last] = change["value"]
+    validate(only(after, "JobSet"))
+    assert [pod for pod in pods_of(after) if pod in pods_of(before)] == pods_of(before)
+    assert [pod.host for pod in pods_of(after) if pod not in pods_of(before)] == [
+        f"hogwild-worker-0-{i}.hogwild" for i in (2, 3, 4)
+    ]
 
 
 def test_the_command_that_scales():
@@ -351,7 +492,7 @@ def test_only_the_pods_of_a_training_reach_each_other(kind):
         assert "hostNetwork" not in pod.spec  # to which no policy applies
     for other in pods_of(objects("HogWild", f"--kind={kind}", "--name=another")):
         assert not same.items() <= other.labels.items()
-    if kind != "tfjob":
+    if kind in ("plain", "statefulset"):
         service = only(things, "Service")
         assert (service["spec"]["selector"], service["spec"]["clusterIP"]) == (same, "None")
         assert all(pod.host.endswith(f".{service['metadata']['name']}") for pod in pods_of(things))
@@ -389,6 +530,7 @@ def test_the_chief_alone_has_the_volume_and_workers_have_gpus(kind):
 # ---------------------------------------------------------------------------------------------------------------------
 # Flags
 
+ONLY = "--kind=runtime takes only --num_ps and --gpus_per_worker"
 STRANGE = ["--a=it's", '--b="two words"', "--c=$HOME $(ROLE) $$(INDEX) $$ $(", "--d=x: {y}", "--e=# no", "--f=", "--g=ä\n!"]
 
 
@@ -448,11 +590,20 @@ def test_the_scheme_s_own_flags_and_the_command_are_in_the_manifest():
             ["HogWild", "--image=a/b", "--max_workers=4", "--kind=tfjob"],
             "--max_workers: the operator tells a pod only the workers ",
         ),
+        (["HogWild", "--image=a/b", "--max_workers=4", "--kind=trainjob"], "--max_workers: the number of pods of a TrainJob "),
+        (["HogWild", "--kind=runtime"], f"{ONLY}: leave out a scheme"),
+        (["--kind=runtime", "--image=a/b"], f"{ONLY}: leave out --image"),
+        (["--kind=runtime", "--", "--window=5"], f"{ONLY}: leave out the scheme's flags"),
+        (["--kind=runtime", "--num_workers=4"], f"{ONLY}: leave out --num_workers"),
+        (
+            ["HogWild", "--image=a/b", f"--name={44 * 'a'}", "--kind=jobset"],
+            "--name must have at most 43 lowercase letters, digits and dashes",
+        ),
         (["HogWild", "--image=a/b", "--", "--max_workers=4"], "--max_workers=4 after --: the manifest sets the host and "),
         (["Asynchronous-DiLoCo", "--image=a/b", "--max_workers=4"], "--max_workers: the rule of this scheme uses the number "),
         (["HogWild", "--image=a/b", "--num_workers=two"], "--num_workers must be a whole number, not 'two'"),
         (["HogWild", "--image=a/b", "--gpus_per_worker=2"], "--gpus_per_worker must be at most 1, not 2"),
-        (["HogWild", "--image=a/b", "--kind=helm"], "flag --kind=helm: value should be one of <plain|statefulset|tfjob>"),
+        (["HogWild", "--image=a/b", "--kind=helm"], "flag --kind=helm: value should be one of <plain|statefulset|jobset|"),
         (["HogWild", "--image=a/b", "--name=My_Run"], "--name must have at most 45 lowercase letters, digits and dashes"),
         (["HogWild", "--image=a/b", "--name=1st"], "--name must have at most 45 lowercase letters, digits and dashes"),
         (["HogWild", "--image=a/b", "--name="], "--name must have at most 45 lowercase letters, digits and dashes"),
@@ -577,42 +728,44 @@ class Cluster:
 
 
 @pytest.mark.cluster
-def test_the_pods_train(run_dir):
-    """Of a TFJob, as programs. Those of the other kinds are below."""
-    things = objects("DOWNPOUR", "--kind=tfjob", "--num_ps=2", "--", "--window=10", "--learning_rate=0.05")
+@pytest.mark.parametrize("kind", ["trainjob", "tfjob"])
+def test_the_pods_train(run_dir, kind):
+    """As programs. Those of the other kinds are below."""
+    things = objects("DOWNPOUR", f"--kind={kind}", "--num_ps=2", "--", "--window=10", "--learning_rate=0.05")
     with contextlib.ExitStack() as stack:
         cluster = Cluster(things, run_dir, stack)
         started = {name: cluster.start(name, is_program=True) for name in cluster.pods}
         outputs = {name: finish(process) for name, process in started.items()}  # with status 0
-    result = result_of(cluster.runs("downpour-chief-0") / "downpour")
+    chief, ps = (next(name for name in cluster.pods if role in name) for role in ("chief", "ps"))
+    result = result_of(cluster.runs(chief) / "downpour")
     roles = [json.loads(pod.environ()["TF_CONFIG"])["task"]["type"] for pod in cluster.pods.values()]
     assert result["scheme"] == "DOWNPOUR"
     assert result["num_ps"] == roles.count("ps") and result["num_workers"] == len(roles) - roles.count("ps")
     assert result["test_accuracy"] >= 0.95
-    assert "test accuracy" in outputs["downpour-chief-0"]
-    assert "until all workers are done" in outputs["downpour-ps-0"]
-    assert [path.parts[-3] for path in run_dir.rglob("result.json")] == ["downpour-chief-0"]
+    assert "test accuracy" in outputs[chief]
+    assert "until all workers are done" in outputs[ps]
+    assert [path.parts[-3] for path in run_dir.rglob("result.json")] == [chief]
 
 
 @pytest.mark.cluster
 def test_a_pod_in_place_of_the_chief_goes_on_from_its_checkpoint(run_dir):
     """Also if the ps was replaced, too; the first one is told to end, as when its node is drained."""
-    things = objects("HogWild", "--num_workers=1", "--", "--steps=3000", "--checkpoint_secs=1000")
+    things = objects("HogWild", "--kind=jobset", "--num_workers=1", "--", "--steps=3000", "--checkpoint_secs=1000")
     with contextlib.ExitStack() as stack:
         cluster = Cluster(things, run_dir, stack)
-        ps, chief = cluster.start("hogwild-ps-0"), cluster.start("hogwild-chief-0")
+        ps, chief = cluster.start("hogwild-ps-0-0"), cluster.start("hogwild-chief-0-0")
         read_until(chief, is_training)
         chief.send_signal(signal.SIGTERM)
         finish(chief, status=130)
         ps.send_signal(signal.SIGTERM)
         finish(ps, status=130)  # there is no worker left that it would wait for
-        ps, chief = cluster.start("hogwild-ps-0"), cluster.start("hogwild-chief-0", is_program=True)
+        ps, chief = cluster.start("hogwild-ps-0-0"), cluster.start("hogwild-chief-0-0", is_program=True)
         finish(chief)
         finish(ps)
-    result = result_of(cluster.runs("hogwild-chief-0") / "hogwild")
+    result = result_of(cluster.runs("hogwild-chief-0-0") / "hogwild")
     assert result["global_steps"] >= 3000
     assert result["samples"] == 32 * result["global_steps"]  # those of both
-    metrics = cluster.runs("hogwild-chief-0") / "hogwild" / "metrics" / "worker-0.jsonl"
+    metrics = cluster.runs("hogwild-chief-0-0") / "hogwild" / "metrics" / "worker-0.jsonl"
     assert '"restored from model.ckpt-' in metrics.read_text()  # the second one made the rest only
     assert result["test_accuracy"] >= 0.95
 
@@ -679,7 +832,7 @@ def test_the_image():
 
 
 README = (FOLDER / "README.md").read_text()
-COMMANDS = re.findall(r"^bash Multiple-Machines/kubernetes/manifest\.sh (.*?)(?: > job\.yaml.*)?$", README, re.M)
+COMMANDS = re.findall(r"^bash Multiple-Machines/kubernetes/manifest\.sh (.*?)(?: (?:> job\.yaml|\|).*)?$", README, re.M)
 
 
 @pytest.mark.slow
