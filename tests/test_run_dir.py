@@ -19,6 +19,7 @@ import pytest
 from runs import ENDLESS, HOGWILD, delete, finish, is_training, processes, read_until, result_of, run, start
 
 import common.run
+from common.cli.api import train
 from common.cluster.task_spec import TaskSpecDef
 from common.core import run_folder as of_runs
 from common.core.flags import TrainingFailed
@@ -47,6 +48,20 @@ def hold():
             yield settings
 
     return hold
+
+
+@pytest.mark.parametrize(
+    "address, program", [("gs://b/run", "gcsfuse,"), ("s3://b/run", "s3fs or rclone mount,"), ("hdfs://b", "a program such as ")]
+)
+def test_address_in_object_storage_names_the_mount(prepare, user_error, tmp_path, monkeypatch, address, program):
+    """`Path` would take it for a folder of this machine. `train` refuses it, too, before it looks at anything else."""
+    monkeypatch.chdir(tmp_path)
+    line = f"--run_dir={address}: not a folder: mount the bucket with {program}"
+    with user_error(line):
+        prepare(address)
+    with user_error(line):
+        train("HogWild", None, None, run_dir=address)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture

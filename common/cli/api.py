@@ -26,7 +26,7 @@ from typing import Any
 
 from common.cli.schemes import ROOT, script_of
 from common.cli.serialization import PROBLEM, SCHEME, SentModel, check_keras, dump, loaded, send
-from common.core import Settings, TrainingFailed, UserError, model_options, plots, progress
+from common.core import Settings, TrainingFailed, UserError, model_options, plots, progress, run_folder
 from common.launch import warm
 from common.scheme import Scheme
 
@@ -61,6 +61,7 @@ def train(scheme, model, data, *, run_dir=None, pace="own", verbose=True, **flag
       TrainingFailed: if training fails.
     """
     name = scheme if isinstance(scheme, str) else getattr(scheme, "name", getattr(scheme, "__name__", type(scheme).__name__))
+    run_folder.check_no_url(run_dir)
     folder = Path(run_dir or f"runs/{name}/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S.%f}").resolve()
     keras = sys.modules.get("keras")  # if there is a model, Keras has been imported
     if keras and isinstance(model, keras.Model):

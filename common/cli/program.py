@@ -165,6 +165,7 @@ def _settings_of(scheme, script, arguments):
     flags.check_keras()
     if settings.run_dir == "":
         raise UserError("--run_dir is empty: name a folder, or leave the flag out")
+    run_folder.check_no_url(settings.run_dir)
     launches = task is None and settings.launch
     if settings.max_workers:
         _check_places(scheme, settings, values, task, launches or os.environ.get("LAUNCHER_KEY"))

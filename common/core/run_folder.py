@@ -45,6 +45,17 @@ def _forget_locks():
 os.register_at_fork(after_in_child=_forget_locks)  # a descriptor open in a child would keep the lock
 
 
+def check_no_url(run_dir):
+    """Raises a `UserError` if `--run_dir` is an address in object storage, such as `gs://bucket/run`."""
+    found = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", str(run_dir or ""))
+    if found:
+        programs = {"gs": "gcsfuse", "s3": "s3fs or rclone mount"}
+        program = programs.get(found[1].lower(), "a program such as rclone mount")
+        raise UserError(
+            f"--run_dir={run_dir}: not a folder: mount the bucket with {program}, and give a folder in the mount"
+        )
+
+
 def prepare_run_dir(settings, task=None):
     """Makes the folder of the run, and locks it.
 
@@ -59,6 +70,7 @@ def prepare_run_dir(settings, task=None):
       UserError: if the folder is not writable, is in use, holds another run or entries that are unsafe to write into, or if
         `--resume` finds no checkpoint.
     """
+    check_no_url(settings.run_dir)
     if settings.run_dir is None and settings.resume:
         raise UserError("--resume needs --run_dir=FOLDER, the folder of the run to continue")
     run_dir = Path(settings.run_dir or f"runs/{settings.run.scheme}/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S.%f}")
