@@ -51,7 +51,7 @@ def hold():
 
 
 @pytest.mark.parametrize(
-    "address, program", [("gs://b/run", "gcsfuse,"), ("s3://b/run", "s3fs or rclone mount,"), ("hdfs://b", "a program such as ")]
+    "address, program", [("gs://b/run", "gcsfuse,"), ("s3://b/run", "s3fs or rclone mount,"), ("hdfs://b", "a program such")]
 )
 def test_address_in_object_storage_names_the_mount(prepare, user_error, tmp_path, monkeypatch, address, program):
     """`Path` would take it for a folder of this machine. `train` refuses it, too, before it looks at anything else."""
