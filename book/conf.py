@@ -82,7 +82,7 @@ GLOSSARY = "Basics-Tutorial/GLOSSARY"
 ORDINARY = ("address", "collection", "exchange", "feed", "job", "stage", "summary", "target")
 GUIDE = (
     *("install", "running", "data-and-models", "python", "flags", "schemes", "learning-rates", "callbacks", "survival"),
-    *("elasticity", "compression", "tables", "machines", "cost", "results", "keras3"),
+    *("elasticity", "compression", "tables", "machines", "arithmetic", "cost", "results", "keras3"),
 )
 REFERENCE = [GLOSSARY, "book/common", "benchmarks/README", "SECURITY", "CONTRIBUTING", "tests/README", "CHANGELOG"]
 

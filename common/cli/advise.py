@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from common.cli import notebook
+from common.cli import arithmetic, notebook
 from common.cli.api import as_arguments
 from common.cli.recommend import recommend, rules
 from common.cli.schemes import ROOT, scheme_in, script_of
@@ -148,7 +148,7 @@ def main(arguments):
             estimates.append(of_scheme(settings, name))
         except UserError as error:
             without[name] = str(error)
-    print("\n".join([assumed(settings), "", *table(estimates, settings)]))
+    print("\n".join([assumed(settings), *needed(settings), "", *table(estimates, settings)]))
     for name, why in without.items():
         print(f"not in the table: {name}: {why}")
     print("", *advice(estimates, without, settings), sep="\n")
@@ -159,6 +159,12 @@ def own_flags():
     yield flags.number("parameters", None, "number of parameters of the model, such as 25e6", least=1)
     yield flags.integer("workers", None, "number of workers, equal except for --slow and --step_cv", least=2, most=1000)
     yield flags.number("step_ms", None, "milliseconds of a local step of a worker", above=0)
+    yield flags.number("gflops", None, "in place of --step_ms: 10⁹ operations per second that a worker reaches", above=0)
+    yield flags.number("uses", 1, "with --gflops: uses of a parameter per sample, such as its tokens", above=0)
+    yield flags.integer("ps_slots", 0, "values that the optimizer of the ps keeps per parameter: Adam 2", least=0, most=8)
+    yield flags.integer("worker_slots", 0, "the same of the worker's optimizer", least=0, most=8)
+    yield flags.number("activation_mb", 0, "MB of the activations of a sample, kept for the backward pass", least=0)
+    yield flags.number("memory_gb", None, "GB of memory of a worker's device (default: unknown)", above=0)
     yield flags.number("mbit", None, "Mbit/s of a worker's link each way (default: no limit)", above=0)
     yield flags.number("ps_mbit", None, "the same of each ps (default: --mbit)", above=0)
     yield flags.number("latency_ms", 0, "one-way latency of an empty message in milliseconds", least=0)
@@ -176,6 +182,14 @@ def own_flags():
 def parse(arguments):
     """Returns the settings of a command line, or raises a `UserError`."""
     settings = flags.parse(flags.table(*own_flags()), arguments, "common.advise")
+    if settings.gflops and settings.step_ms:
+        raise UserError("--gflops and --step_ms both give the time of a step: leave one of them out")
+    if settings.uses != 1 and not settings.gflops:
+        raise UserError(f"--uses={settings.uses:g} needs --gflops: add that, or leave --uses out")
+    if settings.gflops and settings.parameters:
+        uses = settings.uses * settings.batch_size
+        seconds = arithmetic.step_seconds(settings.parameters, uses, 1e9 * settings.gflops)
+        settings = settings.but(step_ms=1000 * seconds)
     for name, example in ("parameters", "25e6"), ("workers", "8"), ("step_ms", "80"):
         if getattr(settings, name) is None:
             raise UserError(f"--{name} is missing: give it, as --{name}={example} (--help lists all)")
@@ -193,6 +207,24 @@ def assumed(settings):
         f"{settings.workers:,} workers with links of {link}, {settings.latency_ms:g} ms a message, {settings.step_ms:g} ms "
         f"a step{slow}"
     )
+
+
+def needed(settings):
+    """Returns lines on the memory and the messages that these settings need at least, by `common.cli.arithmetic`."""
+    activations = 1e6 * settings.activation_mb * settings.batch_size
+    on_ps = arithmetic.ps_bytes(settings.parameters, settings.ps_slots, settings.num_ps)
+    in_worker = arithmetic.worker_bytes(settings.parameters, settings.worker_slots, activations)
+    lines = [f"Memory, at least: {three(on_ps / 1e9)} GB on each ps, {three(in_worker / 1e9)} GB in a worker."]
+    if settings.memory_gb and in_worker > 1e9 * settings.memory_gb:
+        lines.append(f"More than the {settings.memory_gb:g} GB of a worker: take a smaller --batch_size or model.")
+    if settings.ps_mbit:
+        message, bandwidth = arithmetic.VALUE * settings.parameters, settings.ps_mbit * MBIT
+        window = arithmetic.window_for(settings.workers, settings.step_ms / 1000, message, bandwidth, settings.num_ps)
+        lines.append(
+            f"Messages, uncompressed: {three(message / 1e9)} GB each way per round; the links of the ps carry those of "
+            f"{settings.workers:,} workers with a window of {window:,} or more."
+        )
+    return lines
 
 
 def table(estimates, settings):
