@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # the front door: what others may import
         startup,
         task_status,
     )
-    from common.core.checkpoint_parts import TABLES, TablePart, check_shape, pieces_of, rows_in, spec_of
+    from common.core.checkpoint_parts import TABLES, TableCount, TablePart, check_shape, pieces_of, rows_in, spec_of
     from common.core.checkpoints import checkpoints_in, newest_good_checkpoint, writing_into
     from common.core.doors import front_door
     from common.core.exit_reasons import NOTHING, RAN_OUT, count_oom_kills, killed_by, last_error, of_memory

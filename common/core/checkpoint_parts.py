@@ -54,10 +54,11 @@ class TablePart:
         if part:
             self._name, self._shape, self._start = part.full_name, [int(n) for n in part.full_shape], part.var_offset[0]
         self._begin, self._count = tf.placeholder(tf.int64, []), tf.placeholder(tf.int64, [])
-        self._value = tf.placeholder(tf.float32, [None, *self._own[1:]])
+        self._type = variable.dtype.base_dtype
+        self._value = tf.placeholder(self._type, [None, *self._own[1:]])
         with tf.device(variable.device), tf.control_dependencies(None):
             self._rows = variable.sparse_read(tf.range(self._begin, self._begin + self._count))
-            self._zeros = variable.assign(tf.zeros(self._own), read_value=False)
+            self._zeros = variable.assign(tf.zeros(self._own, self._type), read_value=False)
             ends = {"begin": [self._begin], "end": [self._begin + self._count], "strides": tf.ones([1], tf.int64)}
             self._write = tf.raw_ops.ResourceStridedSliceAssign(ref=variable.handle, value=self._value, **ends)
 
@@ -71,8 +72,34 @@ class TablePart:
         """See `Keeper.restore_tables`."""
         check_shape(checkpoint, shapes, self._name, self._shape)
         session.run(self._zeros)
-        for start, value in rows_in(checkpoint, self._name, self._shape, self._start, self._own[0]):
+        for start, value in rows_in(checkpoint, self._name, self._shape, self._start, self._own[0], dtype=self._type):
             session.run(self._write, {self._begin: start - self._start, self._count: len(value), self._value: value})
+
+
+class TableCount:
+    """A number of updates that each ps counts for its piece of a table; a checkpoint has the largest, for any number of ps.
+
+    Args:
+      name: of the number in a checkpoint.
+      variables: int64 scalars, one on each ps.
+    """
+
+    def __init__(self, name, variables):
+        self._name, self._value = name, tf.placeholder(tf.int64, [])
+        with tf.control_dependencies(None):
+            self._counts, self._assign = [v.read_value() for v in variables], []
+            for v in variables:
+                with tf.device(v.device):
+                    self._assign.append(v.assign(self._value, read_value=False))
+
+    def read(self, session):
+        """As of `TablePart`."""
+        yield self._name, "", max(session.run(self._counts))
+
+    def restore(self, session, checkpoint, shapes):
+        """See `Keeper.restore_tables`."""
+        check_shape(checkpoint, shapes, self._name, [])
+        session.run(self._assign, {self._value: tf.train.load_checkpoint(checkpoint).get_tensor(self._name)})
 
 
 def check_shape(checkpoint, shapes, name, expected):

@@ -22,6 +22,7 @@ ROOM = 1_000_000  # default capacity, in rows, of a table without a fixed size
 
 SCHEDULES = ("cosine", "linear")
 COMPRESSIONS = ("none", "bf16", "int8", "int4", "sign", "topk")  # see common.scheme.pack
+TABLE_OPTIMIZERS = ("scheme", "sgd", "adagrad", "rowwise_adagrad", "lazy_adam", "sparse_adam")
 PULL_COMPRESSIONS = ("none", "bf16", "int8")
 TRANSFORMER = {"layers": 1, "width": 64, "heads": 4}  # of --model=transformer, unless flags say otherwise
 
@@ -351,12 +352,11 @@ def _of_training():
     yield integer("rounds_per_call", None, text, least=1, most=100_000)
     yield "Tables on the ps"
     text = "optimizer of the rows of tables on the ps (common.Embedding); scheme: the scheme's own"
-    yield choice("table_optimizer", "scheme", ("scheme", "sgd", "adagrad", "rowwise_adagrad"), text)
+    yield choice("table_optimizer", "scheme", TABLE_OPTIMIZERS, text)
     yield number("table_learning_rate", None, "step size of --table_optimizer (default: --learning_rate)", above=0)
     text = "capacity in rows, over all ps, of each table without a fixed size (common.Embedding(None, width))"
     yield integer("max_rows", ROOM, text, least=1, most=2**31 - 1)
-    text = "write model.keras for a model with tables on the ps (common.Embedding), with the whole tables"
-    yield choice("save_tables", "yes", ("yes", "no"), text)
+    yield choice("save_tables", "yes", ("yes", "no"), "write model.keras, with the whole tables of the ps")
 
 
 def _of_the_run():

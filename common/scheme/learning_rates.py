@@ -195,13 +195,15 @@ def hyperparameters(hp, center, local):
         if own:
             values["learning_rates"] = [Rate(number, local.factor) for number in own]
     if center.tables and values.get("table_optimizer", "scheme") != "scheme":
+        from common.scheme.lazy_adam import LazyAdam, SparseAdam
         from common.scheme.rowwise_adagrad import RowwiseAdagrad
 
         rate = values.get("table_learning_rate") or values["learning_rate"]
         if center.schedule is not None and not isinstance(rate, Rate):
             rate = Rate(rate, local.factor)
         kinds = {"sgd": tf.train.GradientDescentOptimizer, "adagrad": tf.train.AdagradOptimizer}
-        center.optimizer_of_rows = {**kinds, "rowwise_adagrad": RowwiseAdagrad}[values["table_optimizer"]](rate)
+        kinds |= {"rowwise_adagrad": RowwiseAdagrad, "lazy_adam": LazyAdam, "sparse_adam": SparseAdam}
+        center.optimizer_of_rows = kinds[values["table_optimizer"]](rate)
     if values.get("decay"):
         if is_on_worker:
             local.decay = values[of_worker] * values["decay"]

@@ -4,7 +4,7 @@ import itertools
 import math
 
 from common import tf
-from common.core import TABLES, TablePart, UserError
+from common.core import TABLES, TableCount, TablePart, UserError
 from common.scheme.tables import IDS
 
 LEAST = 2.0**-24  # lower bound of uniform numbers between 0 and 1
@@ -104,7 +104,14 @@ class Table:
     def parts(self, variables):
         """Returns the saved parts, a list of `common.core.TablePart`, including the table's slots among `variables`."""
         names = tuple(f"{piece.op.name}/" for piece in self.pieces)
-        return [TablePart(v) for v in [*self.pieces, *(v for v in variables if v.op.name.startswith(names))]]
+        parts = [TablePart(v) for v in [*self.pieces, *(v for v in variables if v.op.name.startswith(names))]]
+        return [*parts, *self._counts(variables)]
+
+    def _counts(self, variables):
+        """Returns the parts with a number of the whole table; saved last, so a row has none of a later update."""
+        name = f"{TABLES}{self.spec.name}-updates"
+        counts = [v for v in variables if v.op.name.startswith(f"{name}/")]
+        return [TableCount(name, counts)] if counts else []
 
     def cut(self, places):
         """Splits sorted places into the row indices of each piece."""

@@ -13,7 +13,7 @@ from common.core import ROOM, UserError, limits
 from common.data import arrays_in, mapped
 
 ROW_BY_ROW = "GradientDescentOptimizer", "AdagradOptimizer"  # they change only rows with a gradient
-ROW_BY_ROW_ON_PS = *ROW_BY_ROW, "RowwiseAdagrad"
+ROW_BY_ROW_ON_PS = *ROW_BY_ROW, "RowwiseAdagrad", "LazyAdam", "SparseAdam"
 SCHEMES = "HogWild, DOWNPOUR, DOWNPOUR-Easy, AGN, Dynamic-SGD, Ringmaster-ASGD, Synchronous-SGD, Semi-Synchronous-SGD"
 IDS = 2**53  # exclusive upper bound of ids in an unbounded table; float64 represents all smaller integers
 TWO_SIGMA = 0.022750131948179207  # probability of a normal value more than two standard deviations below the mean
@@ -143,7 +143,7 @@ def check_flags(settings, specs):
         hint = "give them fewer rows, or start the ps on several machines"
         raise UserError(f"the tables of the model take {limits.as_bytes(need)} on the ps, but {but}: {hint}")
     if settings.table_learning_rate is not None and settings.table_optimizer == "scheme":
-        raise UserError("--table_learning_rate: choose a --table_optimizer, sgd, adagrad or rowwise_adagrad, for it")
+        raise UserError("--table_learning_rate: choose a --table_optimizer, such as adagrad or lazy_adam, for it")
 
 
 def check_data(model, samples, is_stream):

@@ -83,7 +83,7 @@ class Vocabulary(Table):
 
     def parts(self, variables):
         """As of `Table`."""
-        return [_Saved(self.spec, self.starts, self._shelves, variables)]
+        return [_Saved(self.spec, self.starts, self._shelves, variables), *self._counts(variables)]
 
 
 class _Shelf:

@@ -153,7 +153,7 @@ def _apply_with_rows(center, optimizer, pairs):
     if type(own).__name__ not in ROW_BY_ROW_ON_PS:
         raise UserError(
             f"{type(own).__qualname__} changes every row of a table (common.Embedding) at each update: give "
-            "--table_optimizer=sgd, adagrad or rowwise_adagrad, which change only rows that have a gradient"
+            "--table_optimizer=lazy_adam, rowwise_adagrad or another, which change only rows that have a gradient"
         )
     if center.decay is not None:
         raise UserError("--weight_decay changes every row of a table (common.Embedding) at each update: leave it out")
