@@ -8,7 +8,7 @@ import pytest
 
 from common import tf
 from common.core import UserError
-from common.core.checkpoints import write_checkpoint
+from common.core.checkpoints import newest_good_checkpoint, write_checkpoint
 from common.data import datasets
 from common.data.batches import Batches
 from common.models import keras_model
@@ -99,7 +99,8 @@ def test_rows_are_those_of_numpy_and_a_checkpoint_has_their_moments(kind, rows, 
             with ThreadPoolExecutor(1) as another, one.graph.as_default():
                 found = (part for each in one.parts for part in each.read(one.session))
                 another.submit(write_checkpoint, str(tmp_path), 7, ["step"], [""], [np.int64(7)], found).result()
-            checkpoint = str(tmp_path / "model.ckpt-7")
+            checkpoint = newest_good_checkpoint(tmp_path)
+            assert checkpoint == str(tmp_path / "model.ckpt-7")
             with other.graph.as_default():
                 for part in other.parts:
                     part.restore(other.session, checkpoint, tf.train.load_checkpoint(checkpoint).get_variable_to_shape_map())

@@ -3,6 +3,8 @@
 import math
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
+
 from common import tf
 from common.core.flags import UserError
 
@@ -94,12 +96,12 @@ class TableCount:
 
     def read(self, session):
         """As of `TablePart`."""
-        yield self._name, "", max(session.run(self._counts))
+        yield self._name, spec_of([1], 0, 1), np.array([max(session.run(self._counts))])
 
     def restore(self, session, checkpoint, shapes):
         """See `Keeper.restore_tables`."""
-        check_shape(checkpoint, shapes, self._name, [])
-        session.run(self._assign, {self._value: tf.train.load_checkpoint(checkpoint).get_tensor(self._name)})
+        check_shape(checkpoint, shapes, self._name, [1])
+        session.run(self._assign, {self._value: tf.train.load_checkpoint(checkpoint).get_tensor(self._name)[0]})
 
 
 def check_shape(checkpoint, shapes, name, expected):
