@@ -50,6 +50,7 @@ if TYPE_CHECKING:  # the front door: what others may import
         check_contents,
         check_locks,
         has_checkpoint,
+        is_in_use,
         lock_folder,
         open_own,
         prepare_run_dir,

@@ -39,6 +39,7 @@ KNOWN = {
     "max_workers": (None,),  # otherwise the scheme's rule has to be checked
     "learning_rate_schedule": (None, *SCHEDULES),
     "callback": (None,),
+    "init_from": (None,),
     "compress": ("none",),  # otherwise the scheme's messages have to be checked
     **dict.fromkeys(TRANSFORMER, (None,)),
 }
@@ -314,6 +315,7 @@ def _of_cluster_and_input():
     names = "linear, dense (no bias), mlp, cnn (images), cnn1d (series), transformer (sequences of whole numbers)"
     yield string("model", "mlp", f"{names}; FILE.keras, a saved model; or FILE.py:FUNCTION")
     yield string("custom_objects", None, "FILE.py with the classes and functions of the user's in --model=FILE.keras")
+    yield string("init_from", None, "initial parameters and tables, by name and shape: folder of a run, or FILE.keras")
     for name, most, text in (
         ("layers", 1000, "blocks of --model=transformer"),  # each adds some 400 operations to the graph
         ("width", INT32, "embedding width of --model=transformer, a multiple of --heads"),
@@ -334,8 +336,7 @@ def _of_training():
     yield string("learning_rate_schedule", None, text)
     yield integer("warmup_steps", 0, "global updates during which the learning rate grows to its full size", least=0)
     yield number("weight_decay", 0, "λ of decoupled weight decay, as in AdamW, applied by the scheme's optimizer", least=0)
-    text = "maximum norm of a local gradient (Keras's global_clipnorm); longer ones are scaled"
-    yield number("clip_norm", None, text, above=0)
+    yield number("clip_norm", None, "maximum norm of a local gradient (Keras's global_clipnorm); longer: scaled", above=0)
     text = "optimizer of a worker's local steps; its slots stay on the worker"
     yield choice("local_optimizer", None, ("sgd", "momentum", "adagrad", "adam"), text)
     yield number("local_learning_rate", None, "step size of --local_optimizer (default: --learning_rate)", above=0)
@@ -345,8 +346,7 @@ def _of_training():
     yield "Messages"
     yield choice("compress", "none", COMPRESSIONS, "compression of the vectors that a worker sends to the ps")
     yield number("topk", None, "share of the values that --compress=topk sends (default: 0.01)", above=0, most=1.0)
-    text = "compression of the parameters that the ps send to a worker for its training"
-    yield choice("compress_pull", "none", PULL_COMPRESSIONS, text)
+    yield choice("compress_pull", "none", PULL_COMPRESSIONS, "compression of the parameters that a worker pulls for training")
     # A round takes at least 18 kB of the graph (HogWild), whose limit is 2 GB.
     text = "maximum number of rounds in one session call (default: by model and length of the run)"
     yield integer("rounds_per_call", None, text, least=1, most=100_000)

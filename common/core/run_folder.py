@@ -97,6 +97,19 @@ def has_checkpoint(run_dir):
     return any(re.fullmatch(r"[\w.-]+-\d+", path.stem, re.ASCII) for path in files)
 
 
+def is_in_use(run_dir):
+    """Whether a run, or a task of one, holds the lock of this folder."""
+    with contextlib.suppress(FileNotFoundError, PermissionError), open(Path(run_dir, "lock"), "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+    return False
+
+
 def task_name(task):
     """The file name of a task started by hand; worker-0 for a process that trains on its own."""
     job = "evaluator" if task and task.is_evaluator() else task.job if task else "worker"

@@ -91,7 +91,7 @@ def copy_columns(entry, folder):
         shutil.copy(path, folder)
 
 
-def check_columns(entry, folder):
+def check_columns(entry, folder, flag="--resume"):
     """Compares the columns of an entry with those that `copy_columns` has left in a folder; strings may be added at the end.
 
     Raises:
@@ -107,7 +107,7 @@ def check_columns(entry, folder):
             labels = [before["label"]], [now["label"]]
             was, given = next(((b, n) for b, n in itertools.zip_longest(*parts) if b != n), labels)
             named = [repr(each[0]) if each else "none" for each in (was, given)]
-            raise UserError(f"--resume: the columns of the data have changed: {named[0]} was there, and is {named[1]} now")
+            raise UserError(f"{flag}: the columns of the data have changed: {named[0]} was there, and is {named[1]} now")
         meanings = [(before["label"], before["classes"], now["classes"])]
         for column, other in zip(before["columns"], now["columns"], strict=True):
             if column["vocabulary"]:
@@ -121,4 +121,4 @@ def check_columns(entry, folder):
         if changed := next(((i, word, other) for i, (word, other) in pairs if word != other), None):
             number, word, other = changed
             what = f"the number {number} in {name!r} was {word!r}, and is {other!r} in the present files"
-            raise UserError(f"--resume: {what}: give the same files in the same order, or begin a new run")
+            raise UserError(f"{flag}: {what}: give the same files in the same order, or begin a new run")

@@ -50,6 +50,7 @@ class Model:
         for i, layer in enumerate(self._on_ps):
             layer.number = i
         self.tables = tables.specs_of(self._on_ps)
+        self.rows_from: dict = {}  # saved tables to begin with, see `common.training.initial_values`
         self.size = sum(self.sizes)
         self.initial_parameters = np.concatenate([v.numpy().ravel() for v in keras_model.trainable_variables])
         self.initial_state = [v.numpy().copy() for v in keras_model.non_trainable_variables]
@@ -62,6 +63,19 @@ class Model:
         """Names and shapes of all variables, a list that identifies the model of a parameter vector."""
         variables = [*self.keras_model.trainable_variables, *self.keras_model.non_trainable_variables]
         return [[v.name, list(v.shape)] for v in variables] + [[t.name, [t.rows, t.width]] for t in self.tables]
+
+    @property
+    def paths(self):
+        """Paths of the trainable variables, and of the state, in Keras: two lists."""
+        model = self.keras_model
+        return [[v.path for v in some] for some in (model.trainable_variables, model.non_trainable_variables)]
+
+    def named_variables(self):
+        """Returns pairs (path in Keras, initial value, a view) of all variables but the states of random generators."""
+        trained, state = self.paths
+        pieces = np.split(self.initial_parameters, np.cumsum(self.sizes)[:-1])
+        pairs = [(name, each.reshape(shape)) for name, each, shape in zip(trained, pieces, self.shapes, strict=True)]
+        return [*pairs, *((n, v) for n, v in zip(state, self.initial_state, strict=True) if "seed_generator_state" not in n)]
 
     def seeds(self, state):
         """Returns the random generator states in the model state, a list of values `[2]`, as of Dropout."""

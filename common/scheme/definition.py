@@ -12,7 +12,7 @@ NO_PUSH = ("compress", "compress_pull", "topk")  # no messages between a scheme 
 NO_RULE = (  # a main loop of its own
     *("start_secs", "clip_norm", "learning_rate_schedule", "warmup_steps", "weight_decay", "max_workers"),
     *("validation", "patience", "callback", "test_data", "label", "parse", "missing", "hash_strings", "data_cache", "stream"),
-    *("table_optimizer", "table_learning_rate", "save_tables", "max_rows"),  # its tables are in the model
+    *("table_optimizer", "table_learning_rate", "save_tables", "max_rows", "init_from"),  # its tables are in the model
 )
 NO_LAUNCH = ("gpus", "max_workers")  # one process
 REPLACED = ("weight_decay", "local_learning_rate")  # flags that a scheme may define anew, with a default and a text of its own

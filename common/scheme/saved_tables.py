@@ -1,15 +1,18 @@
 """Tables in a checkpoint: rows by their ids, whole tables, the number of parameters."""
 
+import functools
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from common import tf
 from common.core import TABLES, UserError, checkpoints_in, rows_in
 from common.scheme.sharded_tables import factor_of, id_of
-from common.scheme.tables import variable_name
+from common.scheme.tables import IDS, variable_name
 
 
 def rows_of(where, layer, ids=None):
@@ -38,6 +41,42 @@ def rows_of(where, layer, ids=None):
     if (none := ids[has[at] != ids]).size:
         raise UserError(f"{found[-1]} has no row {none[0]} of {layer}")
     return rows(at)
+
+
+class SavedTable(NamedTuple):
+    """A table in a checkpoint or a file."""
+
+    name: str  # as of a `common.scheme.Spec`
+    rows: Any  # number of rows; None for an unbounded table
+    width: int  # numbers in a row
+    parts: Callable  # function that yields ids, int64 `[n]`, and their rows, float32 `[n, width]`, a part after another
+
+
+def tables_in(checkpoint):
+    """Returns the `SavedTable`s of a checkpoint."""
+    shapes, found = tf.train.load_checkpoint(checkpoint).get_variable_to_shape_map(), []
+    for full, shape in sorted(shapes.items()):
+        if each := re.fullmatch(rf"{TABLES}(\d+_\w+)", full):
+            has_places = f"{full}-places" in shapes
+            parts = functools.partial(_parts, checkpoint, full, shape, has_places)
+            found.append(SavedTable(each[1], None if has_places else shape[0], shape[1], parts))
+    return found
+
+
+def _parts(checkpoint, name, shape, has_places):
+    inverse = 0 if has_places else pow(factor_of(shape[0]), -1, shape[0])
+    for start, values in rows_in(checkpoint, name, shape):
+        if has_places:
+            n, here = len(values), {"shape": [shape[0]], "first": start, "dtype": tf.int64}
+            places = np.concatenate([part for _, part in rows_in(checkpoint, f"{name}-places", count=n, **here)])
+            yield id_of(places[places >= 0]), values[places >= 0]
+        else:
+            yield (start + np.arange(len(values))) * inverse % shape[0], values
+
+
+def starts_of(num_pieces):
+    """Returns the first place of each piece of an unbounded table."""
+    return [i * IDS // num_pieces for i in range(num_pieces)]
 
 
 def rows_in_order(checkpoint, name):

@@ -97,6 +97,18 @@ class Table:
         """
         return optimizer.apply_gradients([(gradient, piece)])
 
+    def put(self, ids, rows):
+        """Returns the operations that set the rows `[n, width]` of these distinct ids."""
+        places = self.places(ids)
+        order = tf.argsort(places)
+        places, rows = tf.gather(places, order), tf.gather(rows, order)
+        parts = zip(self.pieces, self.cut(places), self.split(rows, places), strict=True)
+        return [self._set(piece, here, values) for piece, here, values in parts]
+
+    def _set(self, piece, here, values):
+        with tf.device(piece.device):
+            return tf.raw_ops.ResourceScatterUpdate(resource=piece.handle, indices=here, updates=values)
+
     def told(self):
         """Returns tensors with statistics of the ps; see `common.scheme.what_travelled`."""
         return []

@@ -5,6 +5,7 @@ import numpy as np
 from common import tf
 from common.core import TABLES, Lock, check_shape, pieces_of, rows_in, spec_of, tell
 from common.scheme.messages import arrived
+from common.scheme.saved_tables import starts_of
 from common.scheme.sharded_tables import Table, first_rows, place_of
 from common.scheme.tables import IDS
 
@@ -27,8 +28,7 @@ class Vocabulary(Table):
     def __init__(self, spec, num_ps, device_fn, max_rows):
         self.spec, self.rows, self.width = spec, IDS, spec.width
         self.pieces = self._variable(min(num_ps, max_rows), max_rows, device_fn, tf.zeros_initializer())
-        n = len(self.pieces)
-        self.starts = [i * IDS // n for i in range(n)]
+        self.starts = starts_of(len(self.pieces))
         self._shelves = [_Shelf(spec, piece) for piece in self.pieces]
 
     def _place(self, ids):
@@ -75,6 +75,14 @@ class Vocabulary(Table):
             slots = shelf.slots(gradient.indices)
             with tf.control_dependencies(shelf.renew(optimizer, slots)):
                 done.append(optimizer.apply_gradients([(tf.IndexedSlices(gradient.values, slots), piece)]))
+        return done[-1]
+
+    def _set(self, piece, here, values):
+        (shelf,) = (each for each in self._shelves if each.values is piece)
+        with tf.device(shelf.device), shelf.lock.held([here.op, values.op]) as done:
+            slots = shelf.slots(here)
+            with tf.control_dependencies([slots]):
+                done.append(_update(shelf.values, slots, values))
         return done[-1]
 
     def told(self):

@@ -20,6 +20,7 @@ from common.data import (
 )
 from common.models import BUILT_IN, keras_model
 from common.scheme import tables
+from common.training import initial_values
 
 
 def build_model(settings, dataset, index=0, tables_on_ps=False):
@@ -40,6 +41,8 @@ def build_model(settings, dataset, index=0, tables_on_ps=False):
         if dataset.columns and dataset.entry:
             check_same_columns(settings, dataset)
             copy_columns(dataset.entry, Path(settings.run_dir, "columns"))
+        if not run_folder.has_checkpoint(settings.run_dir):
+            initial_values.take(settings, model, dataset)
     return model
 
 
@@ -158,7 +161,7 @@ def _check_model(settings, model):
             named = [f"{v[0]} {v[1]}" if v else "none" for v in (was, now)]
             raise UserError(f"--resume: the model has changed: it had {named[0]}, and now has {named[1]}")
     else:
-        run_folder.write_json(path, {"variables": model.description})
+        run_folder.write_json(path, {"variables": model.description, "paths": model.paths})
 
 
 def _samples_text(dataset, num_workers, is_own, are_leased=False):

@@ -17,6 +17,7 @@ from common.scheme import (
     size_of,
     tables,
 )
+from common.training import initial_values
 from common.training.model_and_data import batches_of, check_same_columns, samples_of, split
 from common.training.sample_counts import last_step
 
@@ -39,6 +40,7 @@ def check(settings, dataset, scheme=None):
     num_samples, is_stream, dataset = dataset.num_samples, isinstance(dataset, Stream), samples_of(dataset, settings)
     options = {"tables_on_ps": scheme is not None, **model_options(settings)}
     model = keras_model.build(settings.model, dataset, settings.seed, settings.loss, **options)
+    initial_values.take(settings, model, dataset, say=lambda line: None)
     schedule, of_update = schedule_of(settings), None
     if settings.model not in FITTING.get(settings.data, ()):
         with keras_model.named(settings.model):

@@ -11,6 +11,7 @@ from common.core import Keeper, tell
 from common.data import LeasedBatches, Ledger
 from common.scheme import GlobalParameters, LocalParameters, compression_of, fragments_of, local_rows, schedule_of
 from common.training.calls import build_calls, delay_of
+from common.training.initial_values import fill, puts_of
 from common.training.model_and_data import (
     batches_of,
     evaluation_of,
@@ -119,10 +120,12 @@ class WorkerGraph:
                 gate = Gate(self._members)
                 if self._index > 0:
                     ready = tf.concat([keeper.has_lost, gate.closed(self._index)], axis=0)
+            puts = puts_of(self._model, center)
             scaffold = tf.train.Scaffold(
                 # Restores the keeper's checkpoints. Not sharded, so the ps tasks need no folder shared with the chief.
                 saver=Saver(keeper.variables, sharded=False, save_relative_paths=True),
                 init_feed_dict=center.init_feed_dict,
+                init_fn=(lambda scaffold, session: fill(session, puts)) if puts else None,
                 ready_for_local_init_op=ready,
                 local_init_op=tf.local_variables_initializer(),
                 local_init_feed_dict=local.init_feed_dict,
