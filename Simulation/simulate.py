@@ -227,7 +227,7 @@ class Run:
     def _facts(self, settings):
         """Returns the `common.simulation.Facts` of so many workers: all that the clock has to know of an engine."""
         from common import tf
-        from common.scheme import compression_of, schedule_of
+        from common.scheme import compression_of, groups_of, schedule_of
         from common.simulation import Shards, facts_of, facts_of_size
 
         n, dataset, scheme, compression = settings.num_workers, self._shown, self._scheme, compression_of(settings)
@@ -236,9 +236,10 @@ class Run:
         else:  # there may be more workers than samples
             numbers = [np.arange(dataset.num_samples)] * n
             shards = Shards(dataset.train, numbers, settings.batch_size, range(n))
+            groups_of(settings, self.model)  # is refused as in a run
             facts = facts_of(scheme, settings, self.model, shards, settings.num_ps, compression)
         self._check_overlap(facts.actions)
-        if schedule := schedule_of(settings):  # is refused as in a run
+        if schedule := schedule_of(settings):  # likewise
             schedule.ask = lambda: self._last_of(facts.size.samples_per_update)
             with tf.Graph().as_default():
                 schedule(tf.constant(0))

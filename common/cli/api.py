@@ -30,7 +30,7 @@ from common.core import Settings, TrainingFailed, UserError, model_options, plot
 from common.launch import warm
 from common.scheme import Scheme
 
-FUNCTIONS = {"callback", "learning_rate_schedule"}  # flags that may be functions, called with arguments
+FUNCTIONS = {"callback", "groups", "learning_rate_schedule"}  # flags that may be functions, called with arguments
 DEFAULTS: dict[str, Any] = {"epochs": 1, "batch_size": 32, "learning_rate": 0.01}  # of a scheme given as a function
 
 
@@ -52,8 +52,8 @@ def train(scheme, model, data, *, run_dir=None, pace="own", verbose=True, **flag
       run_dir: output folder of the run; runs/SCHEME/TIME by default.
       pace: of a scheme given as a function, see `common.Scheme`.
       verbose: whether to show progress.
-      **flags: the flags of the folder's run.sh, as num_workers=4; `bash DOWNPOUR/run.sh --help` lists them. `callback` and
-        `learning_rate_schedule` may be functions. A callback runs in another process than this one: its output
+      **flags: the flags of the folder's run.sh, as num_workers=4; `bash DOWNPOUR/run.sh --help` lists them. `callback`,
+        `groups` and `learning_rate_schedule` may be functions. A callback runs in another process than this one: its output
         is shown here, its assignments have no effect here.
 
     Raises:

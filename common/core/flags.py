@@ -38,8 +38,7 @@ MOST_PLACES = 256  # largest --max_workers
 KNOWN = {
     "max_workers": (None,),  # otherwise the scheme's rule has to be checked
     "learning_rate_schedule": (None, *SCHEDULES),
-    "callback": (None,),
-    "init_from": (None,),
+    **dict.fromkeys(("callback", "groups", "init_from"), (None,)),
     "compress": ("none",),  # otherwise the scheme's messages have to be checked
     **dict.fromkeys(TRANSFORMER, (None,)),
 }
@@ -336,6 +335,7 @@ def _of_training():
     yield string("learning_rate_schedule", None, text)
     yield integer("warmup_steps", 0, "global updates during which the learning rate grows to its full size", least=0)
     yield number("weight_decay", 0, "λ of decoupled weight decay, as in AdamW, applied by the scheme's optimizer", least=0)
+    yield string("groups", None, "FILE.py:FUNCTION of path and shape of a variable: its factor of the learning rate, its decay")
     yield number("clip_norm", None, "maximum norm of a local gradient (Keras's global_clipnorm); longer: scaled", above=0)
     text = "optimizer of a worker's local steps; its slots stay on the worker"
     yield choice("local_optimizer", None, ("sgd", "momentum", "adagrad", "adam"), text)

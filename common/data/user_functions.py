@@ -8,9 +8,9 @@ from pathlib import Path
 from common.core import UserError
 
 
-def call_user_function(flag, spec):
+def call_user_function(flag, spec, *arguments):
     """Returns the result of FUNCTION of `spec`, FILE.py:FUNCTION; see `user_function` and `call`."""
-    return call(flag, spec, user_function(flag, spec))
+    return call(flag, spec, user_function(flag, spec), *arguments)
 
 
 def call(flag, spec, function, *arguments):

@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # the front door: public names of the package
     from common.scheme.center import GlobalParameters, fragments_of
     from common.scheme.compression import BIASED, Compression, compression_of, pack_sparse
     from common.scheme.definition import Scheme
+    from common.scheme.groups import Groups, groups_of
     from common.scheme.learning_rates import Rate, check_rates, hyperparameters, schedule_of
     from common.scheme.local import LocalParameters
     from common.scheme.round_size import RoundSize, size_of

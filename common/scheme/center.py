@@ -36,6 +36,7 @@ class GlobalParameters:
       fragments: number of parts of the vector that are exchanged separately, see `fragments_of`; each lies on all ps tasks.
       tables: the `common.scheme.Spec`s of tables beside the vector, whose rows workers pull and push.
       max_rows: row limit of each unbounded table, see `common.scheme.unbounded`.
+      groups: the `common.scheme.Groups` of the parameters; None for one group.
 
     Attributes:
       size: of the vector.
@@ -48,7 +49,9 @@ class GlobalParameters:
       lock: lock for actions that must be atomic over all ps tasks.
       optimizers: the `common.scheme.Optimizers` that change x̃.
       decay: η λ of weight decay, see `update.apply`; None for none.
-      has_decayed: whether there is an update with it.
+      groups: as above.
+      groups_of_update: those by which an update changes x̃, see `common.scheme.groups`; None for one group.
+      has_decayed: whether there is an update by an optimizer with decay or groups.
       present: the current workers of an elastic run, a `common.cluster.Present`; None in other runs.
       local_steps: number of local steps in all updates so far, an int64 variable; None if it is the same for every update, see
         `dynamic`. In an elastic synchronous run it counts gradients.
@@ -66,8 +69,10 @@ class GlobalParameters:
         fragments=1,
         tables=(),
         max_rows=ROOM,
+        groups=None,
     ):
         self.schedule, self.decay, self.has_decayed = schedule, None, False
+        self.groups, self.groups_of_update = groups, None
         self.members: Any = None  # a `common.cluster.membership.Members`, in an elastic run: `common.training` sets it
         self.compression, self.fragments, self.local_steps = compression, fragments, None
         self.dropped: Any = None
@@ -89,6 +94,8 @@ class GlobalParameters:
         kinds = [(spec, (Table, ()) if spec.rows else (Vocabulary, (max_rows,))) for spec in tables]
         self.tables = [kind(spec, num_ps, device_fn, *more) for spec, (kind, more) in kinds]
         self.optimizer_of_rows = None  # overrides the scheme's optimizer for all tables; learning_rates.py sets it
+        begins = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
+        self._places = {p.ref(): slice(i, i + n) for p, i, n in zip(self.pieces, begins, self.sizes, strict=True)}
         self.targets = self.pieces + [piece for table in self.tables for piece in table.pieces]
         self.find = find_on_ps(self.tables) if tables else None
         with tf.device(device_fn):
@@ -127,6 +134,10 @@ class GlobalParameters:
             raise UserError(f"there is no fragment {p}: the parameters have {self.fragments} fragments (--fragments)")
         count = len(self.pieces) // self.fragments
         return range(p * count, (p + 1) * count)
+
+    def place(self, piece):
+        """Returns the slice of a piece in a vector `[size]`."""
+        return self._places[piece.ref()]
 
     def keep(self, values):
         """Returns variables beside the global step with these initial values; they are saved with x̃.
@@ -259,7 +270,14 @@ class GlobalParameters:
         parts, keep = self.parts(difference, gives=True)
         kept = keep()
         done = ((worker(), "give"),) if kept else ()
-        return self._update(parts, kept, lambda i, part: self.pieces[i].assign_add(part, read_value=False), done)
+
+        def change(i, part):
+            groups, piece = self.groups_of_update, self.pieces[i]
+            if groups is not None and groups.scales:
+                part = groups.rates(self.place(piece)) * part
+            return piece.assign_add(part, read_value=False)
+
+        return self._update(parts, kept, change, done)
 
     def _update(self, parts, kept, change, done=()):
         """Returns the step of an update without a lock, see `update.update_at_once`."""

@@ -10,7 +10,7 @@ PACES = ("own", "together", "ring")
 BARRIERS = ("warm_start_steps",)  # workers that wait for each other: they start together
 NO_PUSH = ("compress", "compress_pull", "topk")  # no messages between a scheme and the ps
 NO_RULE = (  # a main loop of its own
-    *("start_secs", "clip_norm", "learning_rate_schedule", "warmup_steps", "weight_decay", "max_workers"),
+    *("start_secs", "clip_norm", "learning_rate_schedule", "warmup_steps", "weight_decay", "groups", "max_workers"),
     *("validation", "patience", "callback", "test_data", "label", "parse", "missing", "hash_strings", "data_cache", "stream"),
     *("table_optimizer", "table_learning_rate", "save_tables", "max_rows", "init_from"),  # its tables are in the model
 )

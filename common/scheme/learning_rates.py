@@ -209,6 +209,8 @@ def hyperparameters(hp, center, local):
             local.decay = values[of_worker] * values["decay"]
         else:
             center.decay = values["learning_rate"] * values["decay"]
+    if center.groups is not None:
+        center.groups_of_update = center.groups.only_frozen() if is_on_worker else center.groups
     if values.get("max_workers"):
         del values["num_workers"]
         return _Changing(**values, _local=local)
@@ -241,8 +243,10 @@ def check_rates(center, last):
     """
     if center.schedule is not None and center.schedule.total != last:  # n was asked for too early
         raise UserError("a scheme must say before its first step how its workers wait, as with center.together(local)")
-    if center.decay is not None and not center.has_decayed:
+    is_grouped = center.groups is not None and center.groups_of_update is center.groups
+    if (center.decay is not None or is_grouped) and not center.has_decayed:
+        flag = "--groups" if center.decay is None else "--weight_decay"
         raise UserError(
-            "--weight_decay: no optimizer changes the global parameters in this scheme: its script must say "
+            f"{flag}: no optimizer changes the global parameters in this scheme: its script must say "
             'Scheme(..., optimizer_on="worker")'
         )

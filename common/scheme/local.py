@@ -9,6 +9,7 @@ from typing import Any
 from common import tf
 from common.core import UserError, must_be_finite
 from common.data import assign_part, local_variable, make_local
+from common.scheme.groups import changed_by, decaying, scaled_by
 from common.scheme.learning_rates import factor_is
 from common.scheme.local_rows import Window
 from common.scheme.local_steps import loop_of
@@ -111,6 +112,7 @@ class LocalParameters:
         self.windows, self.local_steps = 0, 0
         self.round: RoundSize | None = None
         self.tables, self.find, self.window = center.tables, center.find, 1
+        self._groups = center.groups
         self._window: Any = None
         self._left = 0  # remaining local steps with pulled rows
 
@@ -341,7 +343,7 @@ class LocalParameters:
         """`window` local steps in one call: g ← gradient of the next batch's mean loss; x ← optimizer(x, g).
 
         `gradient` is then the sum of the g, each computed at the x of its step and clipped to `clip_norm`. With weight decay λ
-        on the worker x ← x − η λ x precedes each step, see `GlobalParameters.apply`.
+        on the worker x ← x − η λ x precedes each step. With `--groups` both have the factors of a variable.
 
         Args:
           window: number of steps; `dynamic.steps` with `center.dynamic`, for a number by the worker's speed.
@@ -368,12 +370,13 @@ class LocalParameters:
         x, before = self.value, self._gradient.read_value() if accumulate else tf.zeros([self.model.size])
 
         change = functools.partial(self._change, optimizer)
+        point = scaled_by(self._groups, at) if at else lambda present: present
 
         def step(t):
             present = x.read_value()
             own = indices[t]
             samples = spent("input", lambda: self.batches.samples(own), own)
-            loss, g, of_rows = self._loss_and_gradient(at(present) if at else present, *samples)
+            loss, g, of_rows = self._loss_and_gradient(point(present), *samples)
             first = [g, *begun] if window == 1 else [g]  # x is read before it is written
             if self._counts_updates or of_rows:  # other workers get g in this step, or rows are not in the sum of the g
                 first += self._checked(loss, g, *(values for values, _ in of_rows))
@@ -408,8 +411,10 @@ class LocalParameters:
         """Returns the operation x ← optimizer(x, g), with weight decay before it; likewise for rows."""
         if of_rows:
             return self._change_rows(optimizer, g, of_rows)
-        with tf.control_dependencies([] if self.decay is None else [self._shrink(self.decay)]):
-            return self.apply(optimizer, g) if isinstance(optimizer, tf.train.Optimizer) else optimizer(g)
+        with changed_by(self._groups, self.value) as changes:
+            with tf.control_dependencies([] if self.decay is None else [self._shrink(self.decay)]):
+                changes.append(self.apply(optimizer, g) if isinstance(optimizer, tf.train.Optimizer) else optimizer(g))
+        return changes[-1]
 
     def _checked(self, loss, *gradients):
         """Returns the finiteness checks that must end before others get the results of a local training."""
@@ -467,7 +472,7 @@ class LocalParameters:
 
     def _shrink(self, factor):
         """Returns the operation x ← x − factor x."""
-        return self.value.assign_sub(factor * self.value.read_value(), read_value=False)
+        return self.value.assign_sub(factor * decaying(self._groups, self.value.read_value()), read_value=False)
 
     def optimizer(self, hp):
         """Returns the optimizer of `--local_optimizer`, for `train`."""

@@ -13,6 +13,7 @@ from typing import Any
 from common import tf
 from common.core import UserError
 from common.scheme.compression import Packed
+from common.scheme.groups import apply_scaled
 from common.scheme.learning_rates import factor_is
 from common.scheme.messages import arrived, tensors_of
 from common.scheme.optimizers import check_pieces
@@ -131,20 +132,31 @@ def apply(center, optimizer, pairs):
     """piece ← optimizer(piece, gradient) for pairs (gradient, piece), on the ps of the piece; returns the operation.
 
     Weight decay λ is decoupled, piece ← piece − η λ piece before the step: AdamW, if the optimizer is Adam
-    (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101).
+    (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101). With groups, both have the factors of the piece.
     """
     if center.tables:
         return _apply_with_rows(center, optimizer, pairs)
-    if center.decay is None:
+    groups = center.groups_of_update
+    if center.decay is None and groups is None:
         return optimizer.apply_gradients(pairs)
     center.has_decayed, decayed, here = True, [], []
-    for gradient, piece in pairs:
+    places = [center.place(piece) for _, piece in pairs]
+    for (gradient, piece), place in zip(pairs, places, strict=True):
         with tf.device(piece.device):
             here.append(arrived(gradient))
             with tf.control_dependencies([tensor.op for tensor in tensors_of(here[-1])]):  # they may depend on the piece
-                decayed.append(piece.assign_sub(center.decay * piece.read_value(), read_value=False))
+                if center.decay is not None:
+                    part = piece.read_value() if groups is None else groups.decays(place) * groups.rates(place) * piece
+                    decayed.append(piece.assign_sub(center.decay * part, read_value=False))
     with tf.control_dependencies(decayed):
-        return optimizer.apply_gradients([(gradient, piece) for gradient, (_, piece) in zip(here, pairs, strict=True)])
+        pairs = [(gradient, piece) for gradient, (_, piece) in zip(here, pairs, strict=True)]
+        if groups is None or not groups.scales:
+            return optimizer.apply_gradients(pairs)
+        rates = []
+        for (_, piece), place in zip(pairs, places, strict=True):
+            with tf.device(piece.device):
+                rates.append(groups.rates(place))
+        return apply_scaled(optimizer, pairs, rates)
 
 
 def _apply_with_rows(center, optimizer, pairs):

@@ -13,7 +13,17 @@ import numpy as np
 from common import tf
 from common.core import ROOM, UserError
 from common.data import arrays_in, mapped
-from common.scheme import LocalParameters, Step, build_steps, found_by, fragments_of, hyperparameters, size_of, steps_apart
+from common.scheme import (
+    LocalParameters,
+    Step,
+    build_steps,
+    found_by,
+    fragments_of,
+    groups_of,
+    hyperparameters,
+    size_of,
+    steps_apart,
+)
 from common.simulation.facts import actions_of, waiting_of
 from common.simulation.shards import ScheduledBatches
 from common.simulation.virtual_cluster import SHARED, VirtualCenter, per_worker, write_row
@@ -69,7 +79,7 @@ class Engine:
         n = shards.num_workers
         with self.graph.as_default():
             options = {"schedule": schedule, "compression": compression, "fragments": fragments_of(hp)}
-            options |= {"tables": model.tables, "max_rows": getattr(hp, "max_rows", ROOM)}
+            options |= {"tables": model.tables, "max_rows": getattr(hp, "max_rows", ROOM), "groups": groups_of(hp, model)}
             self._center = center = VirtualCenter(model.initial_parameters, num_ps, **options)
             kinds, workers, starts = (tf.placeholder(tf.int32, [None], name) for name in ("kinds", "workers", "starts"))
             order = tf.placeholder(tf.int32, [None], "order")

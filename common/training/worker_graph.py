@@ -9,7 +9,7 @@ from common import tf
 from common.cluster import Gate, Saver, membership
 from common.core import Keeper, tell
 from common.data import LeasedBatches, Ledger
-from common.scheme import GlobalParameters, LocalParameters, compression_of, fragments_of, local_rows, schedule_of
+from common.scheme import GlobalParameters, LocalParameters, compression_of, fragments_of, groups_of, local_rows, schedule_of
 from common.training.calls import build_calls, delay_of
 from common.training.initial_values import fill, puts_of
 from common.training.model_and_data import (
@@ -55,6 +55,7 @@ class WorkerGraph:
             fragments=fragments_of(settings),
             tables=model.tables,
             max_rows=settings.max_rows,
+            groups=groups_of(settings, model),
         )
         self._unit = unit_of(settings, model)
         with tf.device(task and task.device):
