@@ -58,8 +58,8 @@ class Groups:
 def groups_of(hp, model):
     """Returns the `Groups` of `--groups`, or None without it.
 
-    Its FUNCTION is called with path and shape of each trainable variable. It returns None, or a dictionary of "learning_rate", a
-    factor of at least 0, and "weight_decay", True or False.
+    Its FUNCTION is called with path and shape of each trainable variable. It returns None, or a dictionary of "learning_rate",
+    a factor of at least 0, and "weight_decay", True or False.
 
     Args:
       hp: flags; with `groups`, FILE.py:FUNCTION, if there are groups.
