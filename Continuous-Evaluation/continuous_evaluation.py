@@ -95,7 +95,7 @@ def values_in(checkpoint, model):
       UserError: if it is of another model.
     """
     reader = tf.train.load_checkpoint(checkpoint)
-    parameters = reader.get_tensor("parameters")
+    parameters = reader.get_tensor("average" if reader.has_tensor("average") else "parameters")  # with --ema the average
     if parameters.shape != (model.size,):
         raise UserError(
             f"the checkpoint {checkpoint} has {parameters.size:,} parameters, but the model has {model.size:,}: start the "

@@ -337,8 +337,8 @@ def _of_training():
     yield number("weight_decay", 0, "λ of decoupled weight decay, as in AdamW, applied by the scheme's optimizer", least=0)
     yield string("groups", None, "FILE.py:FUNCTION of path and shape of a variable: its factor of the learning rate, its decay")
     yield number("clip_norm", None, "maximum norm of a local gradient (Keras's global_clipnorm); longer: scaled", above=0)
-    text = "optimizer of a worker's local steps; its slots stay on the worker"
-    yield choice("local_optimizer", None, ("sgd", "momentum", "adagrad", "adam"), text)
+    yield number("ema", None, "β of a moving average of the global parameters, to be evaluated and written", above=0, below=1)
+    yield choice("local_optimizer", None, ("sgd", "momentum", "adagrad", "adam"), "optimizer of a worker's local steps")
     yield number("local_learning_rate", None, "step size of --local_optimizer (default: --learning_rate)", above=0)
     yield number("local_momentum", 0.9, "momentum of --local_optimizer=momentum", least=0, below=1)
     # At most 2**31, as Keras takes 32 bits and each worker adds its index.

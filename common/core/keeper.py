@@ -105,7 +105,8 @@ class Keeper(tf.train.SessionRunHook):
                 self._set_dropped = [center.dropped.assign(value, read_value=False)]
                 self._names, self._slices = [*self._names, DROPPED], [*self._slices, ""]
         trainable = set(map(id, tf.trainable_variables()))
-        self._parts = [i for piece in center.pieces for i, variable in enumerate(self.variables) if variable is piece]
+        exported = center.average or center.pieces
+        self._parts = [i for piece in exported for i, variable in enumerate(self.variables) if variable is piece]
         self._trainable = [i for i, variable in enumerate(self.variables) if id(variable) in trainable]
         self._snapshot = self._read(center, before, samples_per_update, samples_per_gradient, device)
         self._take_turns(center)

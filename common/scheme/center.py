@@ -22,6 +22,8 @@ from common.scheme.steps import Step, before_read, made_with, number_of_packed, 
 from common.scheme.tables import SCHEMES
 from common.scheme.unbounded import Vocabulary
 
+AVERAGE = "average"  # name of the moving average in checkpoints
+
 
 class GlobalParameters:
     """x̃: the trainable variables of a model as one flat float32 vector, cut evenly over the ps tasks.
@@ -37,11 +39,14 @@ class GlobalParameters:
       tables: the `common.scheme.Spec`s of tables beside the vector, whose rows workers pull and push.
       max_rows: row limit of each unbounded table, see `common.scheme.unbounded`.
       groups: the `common.scheme.Groups` of the parameters; None for one group.
+      ema: β of the moving average; None for none.
 
     Attributes:
       size: of the vector.
       pieces, sizes: its shards, variables, one per fragment on each ps, and their sizes.
       tables: the `common.scheme.Table`s.
+      average: the pieces of a, the moving average of x̃: initially x̃, and a ← β a + (1 − β) x̃ in each update of a piece; empty
+        without `ema`.
       targets: all shards that an update changes: `pieces`, then the pieces of the tables.
       find: row lookup on the ps, see `common.scheme.find_on_ps`; None without tables.
       fragments: as above.
@@ -70,6 +75,7 @@ class GlobalParameters:
         tables=(),
         max_rows=ROOM,
         groups=None,
+        ema=None,
     ):
         self.schedule, self.decay, self.has_decayed = schedule, None, False
         self.groups, self.groups_of_update = groups, None
@@ -82,13 +88,13 @@ class GlobalParameters:
         feed = tf.placeholder(tf.float32, [self.size], "initial_parameters")
         # Piece i lies on ps i mod num_ps; the pieces of a fragment are consecutive.
         self._num_pieces = fragments * min(num_ps, self.size // fragments)
-        self.pieces = self._pieces(
-            "parameters",
-            # Called for each piece; only partition_info knows where the piece begins.
-            lambda shape, dtype=None, partition_info=None: tf.slice(feed, partition_info.var_offset, shape),
-            device_fn,
-        )
+        # Called for each piece; only partition_info knows where the piece begins.
+        first = lambda shape, dtype=None, partition_info=None: tf.slice(feed, partition_info.var_offset, shape)  # noqa: E731
+        self.pieces = self._pieces("parameters", first, device_fn)
+        self.ema, self.average = ema, [] if ema is None else self._pieces(AVERAGE, first, self._beside())
         self.sizes = [int(piece.shape[0]) for piece in self.pieces]
+        if tables and ema is not None:
+            raise UserError("--ema: rows of tables (common.Embedding) have no average: use keras.layers.Embedding")
         if tables and compression is not None:
             raise UserError("--compress: rows of tables (common.Embedding) are sent uncompressed: leave it out")
         kinds = [(spec, (Table, ()) if spec.rows else (Vocabulary, (max_rows,))) for spec in tables]
@@ -114,10 +120,18 @@ class GlobalParameters:
     def slot(self, name):
         """Returns the pieces of a global slot vector `[size]`, initially zero, stored beside x̃ and saved with it."""
         if name not in self._slots:
-            devices = iter([piece.device for piece in self.pieces])
-            beside = lambda op: next(devices) if op.type == "VarHandleOp" else ""  # noqa: E731
-            self._slots[name] = self._pieces(name, tf.zeros_initializer(), beside)
+            self._slots[name] = self._pieces(name, tf.zeros_initializer(), self._beside())
         return self._slots[name]
+
+    def _beside(self):
+        """Returns a device function that puts further pieces beside those of x̃."""
+        devices = iter([piece.device for piece in self.pieces])
+        return lambda op: next(devices) if op.type == "VarHandleOp" else ""
+
+    def read_average(self):
+        """Returns the present parameters for evaluation `[size]`: the average with `ema`, otherwise x̃; and the global step."""
+        value, step = self.read()
+        return (joined([piece.read_value() for piece in self.average]) if self.average else value), step
 
     def fragment(self, p):
         """Returns the slice of fragment p in a vector `[size]`."""
@@ -138,6 +152,10 @@ class GlobalParameters:
     def place(self, piece):
         """Returns the slice of a piece in a vector `[size]`."""
         return self._places[piece.ref()]
+
+    def average_of(self, piece):
+        """Returns the average of a piece."""
+        return next(average for average, other in zip(self.average, self.pieces, strict=True) if other is piece)
 
     def keep(self, values):
         """Returns variables beside the global step with these initial values; they are saved with x̃.
@@ -275,7 +293,7 @@ class GlobalParameters:
             groups, piece = self.groups_of_update, self.pieces[i]
             if groups is not None and groups.scales:
                 part = groups.rates(self.place(piece)) * part
-            return piece.assign_add(part, read_value=False)
+            return update.averaged(self, [piece], lambda: piece.assign_add(part, read_value=False))
 
         return self._update(parts, kept, change, done)
 
@@ -333,6 +351,8 @@ class GlobalParameters:
         """
         if self.compression is not None:
             raise UserError("--compress and --compress_pull are for messages to and from a ps; center.ring has none")
+        if self.ema is not None:
+            raise UserError("--ema: the average is on the ps, but with center.ring they get x̃ only now and then: leave it out")
         return self._only("waits", Ring, local)
 
     def clocks(self, local, staleness=0, quorum=None):

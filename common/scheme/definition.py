@@ -8,7 +8,7 @@ from common.core import RunFacts, UserError, flags
 PACES = ("own", "together", "ring")
 # Flags without meaning for a script that has
 BARRIERS = ("warm_start_steps",)  # workers that wait for each other: they start together
-NO_PUSH = ("compress", "compress_pull", "topk")  # no messages between a scheme and the ps
+NO_PUSH = ("compress", "compress_pull", "topk", "ema")  # no messages between a scheme and the ps
 NO_RULE = (  # a main loop of its own
     *("start_secs", "clip_norm", "learning_rate_schedule", "warmup_steps", "weight_decay", "groups", "max_workers"),
     *("validation", "patience", "callback", "test_data", "label", "parse", "missing", "hash_strings", "data_cache", "stream"),

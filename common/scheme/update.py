@@ -11,7 +11,7 @@ import contextlib
 from typing import Any
 
 from common import tf
-from common.core import UserError
+from common.core import Lock, UserError
 from common.scheme.compression import Packed
 from common.scheme.groups import apply_scaled
 from common.scheme.learning_rates import factor_is
@@ -56,10 +56,25 @@ def update_at_once(center, parts, change):
                 part = arrived(part)
                 with tf.control_dependencies([tensor.op for tensor in tensors_of(part)]):
                     rates, _ = rates_at(center)
-            with rates:
-                applied.append(change(i, part))
+            with rates, _alone(center, i, part) as done:
+                done.append(change(i, part))
+            applied += done
     count, updated = _count(center, [op for op in applied if op.device == center.step.device])
     return [*applied, count], updated
+
+
+@contextlib.contextmanager
+def _alone(center, i, part):
+    """A context for an update of piece i by this message part, and of its average as one action; yields a list of operations.
+
+    Without an average the update is as atomic as the operation of the optimizer.
+    """
+    if not center.average:
+        yield []
+        return
+    lock = Lock(center.targets[i].device, f"average_{i}")
+    with lock.held([tensor.op for tensor in tensors_of(part)]) as done:
+        yield done
 
 
 def update_always(center, optimizer, gradient, before):
@@ -136,6 +151,25 @@ def apply(center, optimizer, pairs):
     """
     if center.tables:
         return _apply_with_rows(center, optimizer, pairs)
+    return averaged(center, [piece for _, piece in pairs], lambda: _apply(center, optimizer, pairs))
+
+
+def averaged(center, pieces, change):
+    """Returns the operation of a change of pieces, `change()`; then a ← β a + (1 − β) x̃ for their averages (`--ema`)."""
+    if not center.average:
+        return change()
+    with tf.control_dependencies([change()]):
+        done = []
+        for piece in pieces:
+            average = center.average_of(piece)
+            with tf.device(piece.device):
+                less = (1 - center.ema) * (average.read_value() - piece.read_value())
+                done.append(average.assign_sub(less, read_value=False))
+        return tf.group(*done)
+
+
+def _apply(center, optimizer, pairs):
+    """As `apply`, for x̃ alone."""
     groups = center.groups_of_update
     if center.decay is None and groups is None:
         return optimizer.apply_gradients(pairs)

@@ -80,6 +80,7 @@ class Engine:
         with self.graph.as_default():
             options = {"schedule": schedule, "compression": compression, "fragments": fragments_of(hp)}
             options |= {"tables": model.tables, "max_rows": getattr(hp, "max_rows", ROOM), "groups": groups_of(hp, model)}
+            options["ema"] = getattr(hp, "ema", None)
             self._center = center = VirtualCenter(model.initial_parameters, num_ps, **options)
             kinds, workers, starts = (tf.placeholder(tf.int32, [None], name) for name in ("kinds", "workers", "starts"))
             order = tf.placeholder(tf.int32, [None], "order")
@@ -104,7 +105,8 @@ class Engine:
             uses = [_uses(step.operations, mine) for step in self.steps]
             self._loop = self._build_loop(scheme, own, uses, batches, messages)
             self._value, self._step = center.read()[0], center.step.read_value()
-            self._state = local.state_at(self._value)
+            self._evaluated = center.read_average()[0]
+            self._state = local.state_at(self._evaluated)
             self._values = {reference: rows.read_value() for reference, rows in self._rows.items()}
             self._feeds = {**feeds, **local.init_feed_dict}
             self._begin_of_center = next(iter(center.init_feed_dict))
@@ -248,9 +250,14 @@ class Engine:
         return self.session.run(self._value)
 
     @property
+    def average(self):
+        """The moving average of x̃, an array `[size]`; x̃ itself without `hp.ema`."""
+        return self.session.run(self._evaluated)
+
+    @property
     def final(self):
-        """x̃, and the state of the model there: the arguments of `common.models.Model.save`."""
-        return self.session.run((self._value, self._state))
+        """x̃ or its average, and the state of the model there: the arguments of `common.models.Model.save`."""
+        return self.session.run((self._evaluated, self._state))
 
     @property
     def optimizers(self):
@@ -272,13 +279,13 @@ class Engine:
         return self.session.run(self._values[variable.ref()])[: self._shards.num_workers]
 
     def evaluate(self, *samples):
-        """Returns loss and metrics of x̃ on samples (x, y), or (x, y, weights): {name: number}."""
+        """Returns loss and metrics of x̃, or of its average, on samples (x, y), or (x, y, weights): {name: number}."""
         key = str([(a.dtype, a.shape) for part in samples for a in arrays_in(part)])
         if key not in self._evaluations:
             with self.graph.as_default():
                 feeds = [mapped(lambda array: tf.placeholder(array.dtype, array.shape), part) for part in samples]
                 with found_by(self._center.find):
-                    self._evaluations[key] = feeds, self._model.evaluate(self._value, self._state, *feeds)
+                    self._evaluations[key] = feeds, self._model.evaluate(self._evaluated, self._state, *feeds)
         feeds, results = self._evaluations[key]
         arrays = [a for part in samples for a in arrays_in(part)]
         places = [p for part in feeds for p in arrays_in(part)]

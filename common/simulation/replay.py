@@ -185,6 +185,11 @@ class Replay:
         return self._engine.center
 
     @property
+    def average(self):
+        """The moving average of x̃, an array `[size]`; x̃ itself without `hp.ema`."""
+        return self._engine.average
+
+    @property
     def replicas(self):
         """x of all workers, an array `[num_workers, size]`."""
         return self._engine.replicas

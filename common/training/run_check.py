@@ -54,11 +54,11 @@ def check(settings, dataset, scheme=None):
     sets = [dataset.train, dataset.test, *([held_out.test] if held_out and not is_stream else [])]
     tables.check_data(model, [x for x, *_ in sets], is_stream)
     never_ends, groups = num_samples is None, groups_of(settings, model)
-    if scheme and (compression or model.tables or groups or settings.max_workers or schedule or never_ends):
+    if scheme and (compression or model.tables or groups or settings.ema or settings.max_workers or schedule or never_ends):
         with tf.Graph().as_default():
             pieces = {"num_ps": settings.num_ps or 1, "fragments": fragments_of(settings), "tables": model.tables}
-            pieces["max_rows"] = settings.max_rows
-            center = GlobalParameters(model.initial_parameters, **pieces, compression=compression, groups=groups)
+            pieces |= {"max_rows": settings.max_rows, "groups": groups, "ema": settings.ema}
+            center = GlobalParameters(model.initial_parameters, **pieces, compression=compression)
             center.members = membership.Members("") if settings.max_workers else None
             batches = batches_of(dataset, settings, 0, 1, None)
             local = LocalParameters(

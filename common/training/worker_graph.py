@@ -56,6 +56,7 @@ class WorkerGraph:
             tables=model.tables,
             max_rows=settings.max_rows,
             groups=groups_of(settings, model),
+            ema=settings.ema,
         )
         self._unit = unit_of(settings, model)
         with tf.device(task and task.device):
@@ -106,6 +107,7 @@ class WorkerGraph:
 
     def _say_what(self):
         more = [str(each) for each in (self._schedule, self._compression) if each]
+        more += [f"evaluated at the average of β = {self._settings.ema:g}"] if self._settings.ema else []
         optimizers = ", ".join([optimizers_of(self._center, self._local), *more])
         is_own, are_leased = ":" in self._settings.data, self._leased is not None
         tell(what_is_trained(self._model, self._dataset, self._begin_workers, optimizers, is_own, self._unit, are_leased))
@@ -160,7 +162,7 @@ class WorkerGraph:
     def _evaluation(self):
         """Returns the chief's evaluation, the tensors to fetch at the end, and operations that copy its state to the ps."""
         center, local, model, dataset = self._center, self._local, self._model, self._dataset
-        parameters, step = center.read()
+        parameters, step = center.read_average()
         # The state of the chief's own x is not the state of x̃.
         final = parameters, local.state_at(parameters)
         copies = [there.assign(here, read_value=False) for there, here in zip(self._kept, final[1], strict=True)]
@@ -198,6 +200,7 @@ class WorkerGraph:
         more["optimizer"] = ", ".join(sorted(self._center.optimizers.names | self._local.optimizers.names))
         more["minimizes"] = model.minimizes
         more |= {"unit": self._unit} if self._unit else {}
+        more |= {"ema": settings.ema} if settings.ema else {}
         more |= {name: getattr(settings, name) for name in ("compress", "compress_pull", "topk")}
         if model.tables:
             more |= self._of_tables(outcome.rows)
