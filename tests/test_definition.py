@@ -51,7 +51,7 @@ def test_a_function_is_no_scheme(user_error):
 def test_flags_without_meaning():
     assert Scheme(rule).without == ()
     assert set(Scheme(rule, pace="together").without) == {"warm_start_steps"}
-    assert set(Scheme(rule, pace="ring").without) == {"warm_start_steps", "compress", "compress_pull", "topk"}
+    assert set(Scheme(rule, pace="ring").without) == {"warm_start_steps", "compress", "compress_pull", "topk", "ema"}
     assert {"gpus", "max_workers", "launch", "patience"} < set(Scheme(train=rule, without=("launch",)).without)
 
 
