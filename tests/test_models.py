@@ -546,7 +546,7 @@ def test_workers_draw_apart_where_the_model_has_seeds_of_its_own(tmp_path, image
         "    dropout = keras.layers.Dropout(0.5, seed=3), keras.layers.Dropout(0.5)\n"
         "    return keras.Sequential([keras.Input([8, 8, 1]), keras.layers.Flatten(), *dropout, keras.layers.Dense(3)])\n"
     )
-    flags = {"seed": 7, "loss": None, "resume": False, "run_dir": str(tmp_path), **flag_defaults.TRANSFORMER}
+    flags = {"seed": 7, "loss": None, "init_from": None, "resume": False, "run_dir": str(tmp_path), **flag_defaults.TRANSFORMER}
     settings = flag_defaults.Settings(model=f"{tmp_path}/m.py:build", **flags)
     workers = [model_and_data.build_model(settings, images, i) for i in range(3)]
     seeds = [[own.tolist() for own in model.seeds(model.initial_state)] for model in workers]

@@ -11,7 +11,6 @@ from common import tf
 from common.core import UserError, has_checkpoint, is_in_use, newest_good_checkpoint, tell
 from common.data import check_columns, one_line
 from common.scheme import place_of, saved_tables
-from common.scheme.saved_tables import SavedTable
 
 LISTED = 8  # names of variables in the line
 PARTS = 100_000  # rows of a table from a file at once
@@ -21,7 +20,7 @@ class Source(NamedTuple):
     """Values of another run or a file."""
 
     values: list[tuple[str, Any]]  # pairs of a variable's path in Keras and an array
-    tables: list[SavedTable]
+    tables: list[saved_tables.SavedTable]
 
 
 def take(settings, model, dataset, say=tell):
@@ -169,14 +168,14 @@ def _of_file(flag, path):
     except Exception as error:  # of a class that is missing, of a damaged file, in many ways
         hint = "if it has layers of its own, give the folder of its run"
         raise UserError(f"{flag} cannot be loaded: {one_line(error)}: {hint}") from error
-    tables: list[SavedTable] = []
+    tables: list[saved_tables.SavedTable] = []
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.Embedding):
             name = f"{len(tables)}_{saved_tables.variable_name(layer.name)}"
             is_endless = isinstance(layer, embedding.Embedding) and layer.input_dim is None
             rows = (layer._embeddings if is_endless else layer.embeddings).numpy()
             ids = layer._ids.numpy() if is_endless else np.arange(len(rows))
-            tables.append(SavedTable(name, None if is_endless else len(rows), layer.output_dim, _parts_of(ids, rows)))
+            tables.append(saved_tables.SavedTable(name, None if is_endless else len(rows), layer.output_dim, _parts_of(ids, rows)))
     variables = [*model.trainable_variables, *model.non_trainable_variables]
     return Source([(v.path, v.numpy()) for v in variables], tables)
 
