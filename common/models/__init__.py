@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from common.core import front_door
 
 if TYPE_CHECKING:  # the front door: public names of the package
-    from common.models import keras_model, transformer
+    from common.models import embedding, keras_model, transformer
     from common.models.builtin_models import BUILT_IN
     from common.models.stateless_model import Model
 

@@ -175,7 +175,8 @@ def _of_file(flag, path):
             is_endless = isinstance(layer, embedding.Embedding) and layer.input_dim is None
             rows = (layer._embeddings if is_endless else layer.embeddings).numpy()
             ids = layer._ids.numpy() if is_endless else np.arange(len(rows))
-            tables.append(saved_tables.SavedTable(name, None if is_endless else len(rows), layer.output_dim, _parts_of(ids, rows)))
+            count = None if is_endless else len(rows)
+            tables.append(saved_tables.SavedTable(name, count, layer.output_dim, _parts_of(ids, rows)))
     variables = [*model.trainable_variables, *model.non_trainable_variables]
     return Source([(v.path, v.numpy()) for v in variables], tables)
 
