@@ -2,6 +2,7 @@
 
 import fcntl
 import types
+from typing import Any
 
 import keras
 import numpy as np
@@ -122,7 +123,8 @@ def test_all_of_it_is_taken_from_a_run_and_from_its_file(trained, take, source):
         center = GlobalParameters(model.initial_parameters, num_ps=3, tables=model.tables, max_rows=60)
         puts = initial_values.puts_of(model, center)
         ids = tf.placeholder(tf.int64, [None])
-        found = [center.find(types.SimpleNamespace(number=i), ids) for i in range(2)]
+        find: Any = center.find
+        found = [find(types.SimpleNamespace(number=i), ids) for i in range(2)]
         session.run(tf.global_variables_initializer(), center.init_feed_dict)
         initial_values.fill(session, puts)
         np.testing.assert_array_equal(session.run(found[0], {ids: np.arange(23)}), rows_of(trained / "run", "items"))

@@ -2,6 +2,7 @@
 
 import types
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -149,7 +150,8 @@ def test_schemes_push_to_it(load_scheme, tmp_path, folder, given, rows):
         own = types.SimpleNamespace(**hp, table_optimizer=kind, table_learning_rate=1.0 if kind == "sgd" else RATE)
         replay = Replay(scheme, own, model, lambda i: Batches(x, y, 4, seed=0), 1, 2)
         with replay.graph.as_default():
-            rows_now = replay._engine._center.find(types.SimpleNamespace(number=0), tf.constant(EVERY))
+            find: Any = replay._engine._center.find
+            rows_now = find(types.SimpleNamespace(number=0), tf.constant(EVERY))
         before = replay.session.run(rows_now)
         while not replay.updates:
             replay.step(0)

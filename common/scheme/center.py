@@ -288,14 +288,14 @@ class GlobalParameters:
         parts, keep = self.parts(difference, gives=True)
         kept = keep()
         done = ((worker(), "give"),) if kept else ()
+        return self._update(parts, kept, self._add_part, done)
 
-        def change(i, part):
-            groups, piece = self.groups_of_update, self.pieces[i]
-            if groups is not None and groups.scales:
-                part = groups.rates(self.place(piece)) * part
-            return update.averaged(self, [piece], lambda: piece.assign_add(part, read_value=False))
-
-        return self._update(parts, kept, change, done)
+    def _add_part(self, i, part):
+        """piece i ← piece i + part, by the factors of its groups; then its average, with `ema`. Returns the operation."""
+        groups, piece = self.groups_of_update, self.pieces[i]
+        if groups is not None and groups.scales:
+            part = groups.rates(self.place(piece)) * part
+        return update.averaged(self, [piece], lambda: piece.assign_add(part, read_value=False))
 
     def _update(self, parts, kept, change, done=()):
         """Returns the step of an update without a lock, see `update.update_at_once`."""
