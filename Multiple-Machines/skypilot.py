@@ -96,7 +96,7 @@ def run(arguments):
     """
     tasks = configs(os.environ)
     command = command_of(arguments, tasks[0]["task"]["index"])
-    signal.signal(signal.SIGTERM, lambda *_: None)  # not SIG_IGN, which the tasks would inherit
+    signal.signal(signal.SIGTERM, lambda *_: None)  # not SIG_IGN: the tasks would inherit it
     processes = {}
     for task in tasks:
         no_gpu = {"CUDA_VISIBLE_DEVICES": "-1"} if task["task"]["type"] == "ps" else {}

@@ -10,7 +10,7 @@ progress() { # prints how much is done, how much that is in all, and of what, as
     awk -v installed="${#packages[@]}" '
         /^ *Downloading / { name = $2; sub(/-[0-9].*/, "", name) }                              # pip and uv
         /^Progress / { done = $2 / 1e6; all = $4 / 1e6; what = "MB of " name }                  # pip --progress-bar=raw
-        /^Downloading .*MiB\)$/ { size[$2] = substr($3, 2) + 0; all += size[$2]; what = "MiB" } # uv, which begins them all at once
+        /^Downloading .*MiB\)$/ { size[$2] = substr($3, 2) + 0; all += size[$2]; what = "MiB" } # uv: all begin at once
         /^ Downloaded / { done += size[$2] }
         /^Installing collected packages: / { all = NF - 3; done = installed < all ? installed : all; what = "packages" }
         END { if (all >= 1 && (done < all || what == "packages")) printf "%d %d %s\n", done, all, what }' "$log"

@@ -241,7 +241,7 @@ def test_where_schemes_agree(walk):
 
 @pytest.mark.slow
 def test_ringmaster_throws_away_what_is_too_stale(walk, on_three_ps):
-    """Nothing with R = ∞, which is HogWild to the last bit; with R = 2 what is stale by 2; with R = 1.5 nothing stale by 1."""
+    """None with R = ∞: HogWild to the last bit. With R = 2 a gradient of staleness 2; with R = 1.5 none of staleness 1."""
     for order in overtaken, shuffled:
         all, hogwild = on_three_ps(MORE["R = ∞"]), on_three_ps(SCHEMES["HogWild"])
         for replay in all, hogwild:

@@ -23,7 +23,7 @@ def step_seconds(parameters, uses, flops):
     """Returns the seconds of a local step with dense layers at `flops` floating point operations per second.
 
     A parameter takes 2 operations (a product and a sum) in the forward pass each time that it is used, and 4 in the backward
-    pass: 6 P per sample, or token (Kaplan et al. 2020, arXiv:2001.08361, section 2.1).
+    pass: 2 for the gradient of the layer's input, 2 for its own. So 6 P per sample, or token.
 
     Args:
       parameters: P, of the layers that multiply; rows of a table are only looked up.

@@ -306,7 +306,7 @@ def _of_cluster_and_input():
     yield string("label", None, "label column of CSV, Parquet, Arrow (default: label, target or y, or else the last one)")
     yield string("parse", None, "FILE.py:FUNCTION that parses a TFRecord, a scalar string tensor, into (x, y)")
     yield choice("missing", None, ("0", "mean"), "value of empty fields in CSV, Parquet, Arrow (default: they are refused)")
-    yield integer("hash_strings", None, "buckets for strings in CSV, ... (default: a vocabulary)", least=1, most=INT32)
+    yield integer("hash_strings", None, "buckets for the strings of columns (default: a vocabulary)", least=1, most=INT32)
     yield string("data_cache", None, "folder for the arrays of converted files and datasets (default: one in ~/.cache)")
     yield boolean("stream", False, "read a tf.data.Dataset anew in each epoch, as for augmentation, instead of converting it")
     yield number("validation", None, "share of the training set to hold out, for validation_loss etc.", above=0, below=1)

@@ -370,13 +370,12 @@ class LocalParameters:
         x, before = self.value, self._gradient.read_value() if accumulate else tf.zeros([self.model.size])
 
         change = functools.partial(self._change, optimizer)
-        point = scaled_by(self._groups, at) if at else lambda present: present
 
         def step(t):
             present = x.read_value()
             own = indices[t]
             samples = spent("input", lambda: self.batches.samples(own), own)
-            loss, g, of_rows = self._loss_and_gradient(point(present), *samples)
+            loss, g, of_rows = self._loss_and_gradient(scaled_by(self._groups, at)(present) if at else present, *samples)
             first = [g, *begun] if window == 1 else [g]  # x is read before it is written
             if self._counts_updates or of_rows:  # other workers get g in this step, or rows are not in the sum of the g
                 first += self._checked(loss, g, *(values for values, _ in of_rows))
